@@ -1,0 +1,38 @@
+# `make demo` and `make test` set everything up by themselves; the environment lives in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+LAYOUT ?= 4
+SEED   ?= 0
+ARGS   ?=
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test lint types bench clean
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# The stamp is younger than the files that say what to install, or the environment is brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,test]"
+	$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

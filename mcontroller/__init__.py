@@ -1,0 +1,1 @@
+"""Who gets what? The controller: plans, dispatches, executes, collects. No model code."""

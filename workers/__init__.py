@@ -1,0 +1,1 @@
+"""What is computed? Megatron-Core models and their training. No controller code."""
