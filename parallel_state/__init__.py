@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel_state.errors import LayoutError, ParallelStateError, TopologyError
+    from parallel_state.layout import ParallelLayout
+    from parallel_state.topology import DistGlobalInfo, DistRankInfo, Topology
 
 _HOME = {
     "ParallelLayout": "layout",
@@ -14,7 +19,15 @@ _HOME = {
     "LayoutError": "errors",
     "TopologyError": "errors",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "DistGlobalInfo",
+    "DistRankInfo",
+    "LayoutError",
+    "ParallelLayout",
+    "ParallelStateError",
+    "Topology",
+    "TopologyError",
+]
 
 
 def __getattr__(name: str) -> Any:

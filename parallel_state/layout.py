@@ -1,0 +1,290 @@
+"""ParallelLayout: declared sizes and order of the axes, and the rank arithmetic that follows from them.
+
+The arithmetic is Megatron-Core's. A layout is two grids over the same ranks: the dense grid (tp, cp, dp, pp) for
+attention and dense layers, and the expert grid (etp, ep, edp, pp) for mixture-of-experts layers. In both, the first
+axis of `order` is the one on which neighbouring ranks differ; in the expert grid etp stands where `order` says tp and
+edp where it says dp. Axes of the user's own (`extra`) belong to both grids, as pp does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parallel_state.axes import (
+    DENSE_AXES,
+    EXPERT_AXES,
+    RESERVED_NAMES,
+    FrozenMap,
+    from_end,
+    is_count,
+    place_text,
+    product_text,
+    span_text,
+    total,
+)
+from parallel_state.errors import LayoutError
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
+_EXPERT_NAME = {"tp": "etp", "dp": "edp"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes and order of the axes of `world_size` ranks, as ``megatron.core.parallel_state`` lays them out.
+
+    `etp` is the tensor-parallel size of experts (tp where None), `vpp` the number of virtual stages on each pipeline
+    rank, `order` the axes from the fastest to the slowest (an axis of size 1 may be left out), `extra` the sizes of
+    the user's own axes, which stand in `order` by name. The sizes of dp and edp follow.
+
+    >>> layout = ParallelLayout(world_size=8, tp=2, pp=2)
+    >>> layout.dp, layout.coordinates(5)["pp"], layout.groups("dp")
+    (2, 1, [[0, 2], [1, 3], [4, 6], [5, 7]])
+
+    Raises LayoutError, with the arithmetic, where Megatron refuses the layout too: sizes that do not divide the
+    world, an order that leaves out an axis in use, dense and expert grids that do not share their pipeline stages.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int | None = None
+    order: str = DEFAULT_ORDER
+    extra: Mapping[str, int] = FrozenMap()
+    sizes: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    dense_axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    expert_axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _strides: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        order = self.order.lower()
+        extra = FrozenMap(self.extra)
+        sizes = _derive_sizes(self)
+        complete = _complete_order(order, sizes, extra)
+        dense = tuple(axis for axis in complete if axis != "ep")
+        expert = tuple(_EXPERT_NAME.get(axis, axis) for axis in complete if axis != "cp")
+        dense_strides, expert_strides = _strides_of(dense, sizes), _strides_of(expert, sizes)
+        derived = {
+            "order": order,
+            "extra": extra,
+            "sizes": sizes,
+            "dense_axes": dense,
+            "expert_axes": expert,
+            "_strides": FrozenMap({**expert_strides, **dense_strides}),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        _check_pipeline_order(self)
+        for axis in ("pp", *extra):
+            if sizes[axis] > 1 and dense_strides[axis] != expert_strides[axis]:
+                raise _grids_disagree(self, axis)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the dense grid."""
+        return self.sizes["dp"]
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the expert grid: how many ranks hold the same expert weights."""
+        return self.sizes["edp"]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on every axis, dense and expert; LayoutError where there is no such rank."""
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise LayoutError(
+                f"rank {rank!r} is none of the {self.world_size} ranks ({span_text(self.world_size)})", rank=rank
+            )
+        return {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank that stands at the coordinates, given on all axes of the dense or of the expert grid.
+
+        An axis of size 1 may be left out; a negative index counts from the end of its axis. Raises LayoutError for an
+        unknown axis, an index outside its axis, axes left open, and dense and expert coordinates that contradict.
+        """
+        indices = {axis: self._index(axis, index) for axis, index in coordinates.items()}
+        missing = {grid: [a for a in grid if a not in indices and self.sizes[a] > 1] for grid in self._grids}
+        complete = [grid for grid in self._grids if not missing[grid]]
+        if not complete:
+            raise LayoutError(
+                f"{place_text(coordinates) or 'no coordinates'}: give also {' and '.join(missing[self.dense_axes])}"
+                f" (dense grid) or {' and '.join(missing[self.expert_axes])} (expert grid)",
+                coordinates=coordinates,
+            )
+        rank = sum(indices.get(axis, 0) * self._strides[axis] for axis in complete[0])
+        found = self.coordinates(rank)
+        if any(found[axis] != index for axis, index in indices.items()):
+            raise LayoutError(
+                f"no rank stands at {place_text(indices)}: rank {rank} does by its {'-'.join(complete[0])}, and it is "
+                f"at {place_text({axis: found[axis] for axis in indices})}",
+                coordinates=coordinates,
+                rank=rank,
+            )
+        return rank
+
+    def column(self, axis: str) -> tuple[int, ...]:
+        """The index of every rank on `axis`, by rank."""
+        self._check_axes((axis,))
+        size, stride = self.sizes[axis], self._strides[axis]
+        period = [index for index in range(size) for _ in range(stride)]
+        return tuple(period * (self.world_size // (size * stride)))
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups of ranks that differ on these axes only, in Megatron's order of groups and of ranks within.
+
+        The axes must lie in one grid: ``groups("dp", "cp")``, ``groups("etp", "ep", "pp")``. Mirrors
+        ``megatron.core.parallel_state.RankGenerator.get_ranks``.
+        """
+        self._check_axes(axes)
+        grid = next((grid for grid in self._grids if set(axes) <= set(grid)), None)
+        if grid is None:
+            raise LayoutError(
+                f"{', '.join(axes)} do not lie in one grid: take them from {', '.join(self.dense_axes)} (dense) or "
+                f"from {', '.join(self.expert_axes)} (expert)",
+                axes=axes,
+            )
+        offsets = self._lattice(axis for axis in grid if axis in axes)
+        return [[base + offset for offset in offsets] for base in self._lattice(a for a in grid if a not in axes)]
+
+    @property
+    def _grids(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.dense_axes, self.expert_axes
+
+    def _lattice(self, axes: Iterable[str]) -> list[int]:
+        """The rank offset of every combination of indices on `axes`, the first axis fastest."""
+        offsets = [0]
+        for axis in axes:
+            stride = self._strides[axis]
+            offsets = [index * stride + offset for index in range(self.sizes[axis]) for offset in offsets]
+        return offsets
+
+    def _check_axes(self, axes: Sequence[str]) -> None:
+        for axis in axes:
+            if axis not in self.sizes:
+                raise LayoutError(f"the layout has no axis {axis!r}; it has {', '.join(self.sizes)}", axis=axis)
+
+    def _index(self, axis: str, index: int) -> int:
+        self._check_axes((axis,))
+        found = from_end(index, self.sizes[axis])
+        if found is None:
+            raise LayoutError(
+                f"{axis}={index!r} lies outside axis {axis} of size {self.sizes[axis]} ({span_text(self.sizes[axis])})",
+                axis=axis,
+                index=index,
+            )
+        return found
+
+
+def _check_counts(layout: ParallelLayout) -> None:
+    """Refuse sizes that are no whole numbers, and axes of the user's own whose names cannot be one."""
+    if not isinstance(layout.order, str):
+        raise LayoutError(f"order is {layout.order!r}; expected axes joined by '-', as in {DEFAULT_ORDER!r}")
+    for name in layout.extra:
+        if not (isinstance(name, str) and name.isidentifier() and name == name.lower()) or name in RESERVED_NAMES:
+            raise LayoutError(
+                f"extra axis {name!r}: take a lower-case identifier other than {', '.join(sorted(RESERVED_NAMES))}",
+                axis=name,
+            )
+    counts = {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")}
+    for name, value in {**counts, **layout.extra}.items():
+        if not is_count(value) and not (name in ("etp", "vpp") and value is None):
+            raise LayoutError(f"{name} is {value!r}; expected a whole number of at least 1", axis=name, value=value)
+    if layout.vpp is not None and layout.pp == 1:
+        raise LayoutError(
+            f"vpp {layout.vpp} with pp 1: virtual stages interleave a pipeline; leave vpp None or take pp >= 2",
+            vpp=layout.vpp,
+            pp=layout.pp,
+        )
+
+
+def _derive_sizes(layout: ParallelLayout) -> FrozenMap[int]:
+    """The sizes of all axes: dense, the user's own, then expert; dp and edp are what is left of the world."""
+    given = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, **layout.extra}
+    given_expert = {"etp": layout.tp if layout.etp is None else layout.etp, "ep": layout.ep, "pp": layout.pp}
+    dp = _quotient(layout.world_size, given, "dp")
+    edp = _quotient(layout.world_size, {**given_expert, **layout.extra}, "edp")
+    known = {**given, **given_expert, "dp": dp, "edp": edp}
+    return FrozenMap({axis: known[axis] for axis in (*DENSE_AXES, *layout.extra, *EXPERT_AXES)})
+
+
+def _quotient(world_size: int, sizes: Mapping[str, int], derived: str) -> int:
+    product = total(sizes, sizes)
+    if world_size % product:
+        below = world_size // product * product
+        mend = f"{below} or {below + product}" if below else f"{product}"
+        raise LayoutError(
+            f"{product_text(sizes, sizes)} = {product} does not divide world_size {world_size}; take a world_size of "
+            f"{mend}, or sizes whose product divides {world_size} ({derived} is the quotient)",
+            world_size=world_size,
+            product=product,
+            sizes=dict(sizes),
+        )
+    return world_size // product
+
+
+def _complete_order(order: str, sizes: Mapping[str, int], extra: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of `order`, with those of size 1 that it leaves out at its end."""
+    tokens = order.split("-")
+    legal = (*ORDER_AXES, *extra)
+    for token in tokens:
+        if token not in legal or tokens.count(token) > 1:
+            what = "names an axis twice" if token in legal else "names an unknown axis"
+            raise LayoutError(
+                f"order {order!r} {what}: {token!r}; it may name each of {', '.join(legal)} once, joined by '-' "
+                "(axes of your own: extra={name: size})",
+                order=order,
+                axis=token,
+            )
+    for axis in legal:
+        names = (axis, _EXPERT_NAME.get(axis, axis))
+        used = next((name for name in names if sizes[name] > 1), None)
+        if axis not in tokens and used is not None:
+            raise LayoutError(
+                f"order {order!r} leaves out {axis}, but {used} has size {sizes[used]}; put {axis} where it belongs, "
+                f"from the fastest axis to the slowest, as in {'-'.join(legal)!r}",
+                order=order,
+                axis=axis,
+                size=sizes[used],
+            )
+    return (*tokens, *(axis for axis in legal if axis not in tokens))
+
+
+def _strides_of(grid: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: total(grid[:position], sizes) for position, axis in enumerate(grid)}
+
+
+def _check_pipeline_order(layout: ParallelLayout) -> None:
+    """Megatron's rule: unless pp is the slowest of its axes, the dense and the expert data-parallel sizes agree."""
+    own = [axis for axis in layout.order.split("-") if axis not in layout.extra]
+    if layout.pp > 1 and own[-1] != "pp" and layout.dp != layout.edp:
+        dense = [axis for axis in layout.dense_axes if axis != "dp"]
+        expert = [axis for axis in layout.expert_axes if axis != "edp"]
+        raise LayoutError(
+            f"order {layout.order!r} does not end in pp, so dp and edp must agree: dp is {layout.world_size} / "
+            f"({product_text(dense, layout.sizes)}) = {layout.dp}, edp is {layout.world_size} / "
+            f"({product_text(expert, layout.sizes)}) = {layout.edp}; end the order in pp or take etp x ep = tp x cp",
+            order=layout.order,
+            dp=layout.dp,
+            edp=layout.edp,
+        )
+
+
+def _grids_disagree(layout: ParallelLayout, axis: str) -> LayoutError:
+    """Both grids hold `axis`, so a rank must have one index on it; this order gives it two."""
+    steps = []
+    for kind, grid in zip(("dense", "expert"), (layout.dense_axes, layout.expert_axes), strict=True):
+        faster = grid[: grid.index(axis)]
+        arithmetic = f"{product_text(faster, layout.sizes)} = " if faster else ""
+        steps.append(f"{arithmetic}{total(faster, layout.sizes)} in the {kind} grid")
+    return LayoutError(
+        f"the {axis} groups of the dense and the expert grid differ: with order {layout.order!r} neighbours on {axis} "
+        f"are this many ranks apart: {', '.join(steps)}; put {axis} after tp, cp, ep and dp",
+        order=layout.order,
+        axis=axis,
+    )
