@@ -1,0 +1,42 @@
+"""A worker, a pool, a group, a call: the whole programming model, on the CPU cores of this machine.
+
+    python -m examples.quickstart
+"""
+
+from __future__ import annotations
+
+import ray
+import torch
+
+from mcontroller import DataProto, Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
+
+
+class Scorer(Worker):
+    """Scores rows of token ids; each rank sees its own rows and nothing else."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def score(self, batch: DataProto) -> DataProto:
+        """``scores`` float32 [rows], and the rank that computed each."""
+        scores = batch.batch["input_ids"].float().mean(1) * self.weight
+        return DataProto.from_dict({"scores": scores, "rank": torch.full_like(scores, self.rank, dtype=torch.long)})
+
+
+def main() -> None:
+    ray.init(num_cpus=8, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
+    pool = RayResourcePool(process_on_nodes=[4], use_gpu=False, max_colocate_count=2)
+    batch = DataProto.from_dict({"input_ids": torch.arange(24).view(6, 4)})
+
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, weight=0.5), name_prefix="scorer") as scorer:
+        print(pool.describe(), end="\n\n")
+        print(scorer.score.explain(batch), end="\n\n")
+        scored = scorer.score(batch)  # reads as if it ran here
+        print("scores", scored.batch["scores"].tolist())
+        print("rank  ", scored.batch["rank"].tolist())
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
