@@ -1,0 +1,193 @@
+"""Share weighted items out over bins so that the heaviest bin is as light as can be: number partitioning.
+
+Constructions, then refinement. Longest-processing-time-first (Graham 1969) is fast and good when bins hold many items;
+the largest differencing method (Karmarkar and Karp 1982) is better when they hold few; with ``equal_count`` its
+balanced form (Yakir 1996) keeps the number of items per bin within one of each other. Each is refined by moving and
+exchanging items between the heaviest bin and lighter ones; where none comes close to what is possible, a few shuffled
+deals are refined as well.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from random import Random
+from typing import Any
+
+# Differencing takes about items * bins steps of Python; beyond this many, bins hold enough items for the greedy start.
+_DIFFERENCING_STEPS = 300_000
+_SHUFFLED_ITEMS = 4_096
+_SHUFFLED_DEALS = 16
+_CLOSE = 1.005
+_CLOSE_IN_REFINEMENT = 1.001
+_ROUNDS_PER_BIN = 20
+
+Bins = list[list[int]]
+
+
+def balance(weights: Sequence[int], bins: int, equal_count: bool = False) -> Bins:
+    """The indices of ``weights`` in ``bins`` lists, the largest sum of weights being nearly as small as possible.
+
+    With ``equal_count`` no list is longer than another by more than one. Deterministic; where consecutive items are
+    balanced as they stand, they stay together.
+    """
+    bound = _bound(weights, bins, equal_count)
+    best = [list(range(i * len(weights) // bins, (i + 1) * len(weights) // bins)) for i in range(bins)]
+    heaviest = _heaviest(best, weights)
+    if heaviest <= bound * _CLOSE_IN_REFINEMENT or min(weights) == max(weights):
+        return best
+    for start in _starts(weights, bins, equal_count):
+        refined = _refine(start, weights, may_move=not equal_count)
+        largest = _heaviest(refined, weights)
+        if largest < heaviest:
+            best, heaviest = refined, largest
+        if heaviest <= bound * _CLOSE:
+            break
+    return best
+
+
+def _bound(weights: Sequence[int], bins: int, equal_count: bool) -> float:
+    """What no partition can be better than: the mean, and the heaviest item with the company it must have."""
+    company = len(weights) // bins - 1 if equal_count else 0
+    return max(sum(weights) / bins, max(weights, default=0) + sum(sorted(weights)[: max(company, 0)]))
+
+
+def _heaviest(bins: Bins, weights: Sequence[int]) -> int:
+    return max(sum(weights[item] for item in items) for items in bins)
+
+
+def _starts(weights: Sequence[int], bins: int, equal_count: bool) -> Iterator[Bins]:
+    if not equal_count:
+        if len(weights) * bins <= _DIFFERENCING_STEPS:
+            yield _differencing(weights, bins)
+        yield _greedy(weights, bins)
+    yield _balanced_differencing(weights, bins)
+    shuffled, random = list(range(len(weights))), Random(0)
+    for _ in range(min(_SHUFFLED_DEALS, _SHUFFLED_ITEMS // max(len(weights), 1))):
+        random.shuffle(shuffled)
+        yield [shuffled[first::bins] for first in range(bins)]
+
+
+def _heaviest_first(weights: Sequence[int]) -> list[int]:
+    return sorted(range(len(weights)), key=lambda item: (-weights[item], item))
+
+
+def _greedy(weights: Sequence[int], bins: int) -> Bins:
+    filled: Bins = [[] for _ in range(bins)]
+    lightest = [(0, 0, position) for position in range(bins)]
+    for item in _heaviest_first(weights):
+        total, count, position = lightest[0]
+        filled[position].append(item)
+        heapreplace(lightest, (total + weights[item], count + 1, position))
+    return filled
+
+
+# A node of the differencing method is a partial solution: ``bins`` pairs (sum, tree of items), heaviest first.
+_Node = list[tuple[int, Any]]
+
+
+def _differencing(weights: Sequence[int], bins: int) -> Bins:
+    empty: _Node = [(0, None)] * (bins - 1)
+    return _combine(([(weights[item], item), *empty] for item in range(len(weights))), bins)
+
+
+def _balanced_differencing(weights: Sequence[int], bins: int) -> Bins:
+    order = _heaviest_first(weights)
+
+    def node(start: int) -> _Node:
+        group: _Node = [(weights[item], item) for item in order[start : start + bins]]
+        return group + [(0, None)] * (bins - len(group))
+
+    return _combine((node(start) for start in range(0, len(order), bins)), bins)
+
+
+def _combine(nodes: Iterator[_Node], bins: int) -> Bins:
+    heap = [(node[-1][0] - node[0][0], serial, node) for serial, node in enumerate(nodes)]
+    if not heap:
+        return [[] for _ in range(bins)]
+    heapify(heap)
+    serial = len(heap)
+    while len(heap) > 1:
+        first, second = heappop(heap)[2], heappop(heap)[2]
+        pairs = zip(first, reversed(second), strict=True)
+        merged = [(a + b, _join(left, right)) for (a, left), (b, right) in pairs]
+        merged.sort(key=_by_sum, reverse=True)
+        heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
+        serial += 1
+    return [_items(tree) for _, tree in heap[0][2]]
+
+
+def _by_sum(entry: tuple[int, Any]) -> int:
+    return entry[0]
+
+
+def _join(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return left if right is None else right
+    return left, right
+
+
+def _items(tree: Any) -> list[int]:
+    found, stack = [], [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, tuple):
+            stack.extend(node)
+        elif node is not None:
+            found.append(node)
+    return found
+
+
+def _refine(bins: Bins, weights: Sequence[int], may_move: bool) -> Bins:
+    """Moves or exchanges items out of the heaviest bin for as long as that makes it lighter."""
+    content = [sorted((weights[item], item) for item in items) for items in bins]
+    sums = [(sum(weight for weight, _ in items), position) for position, items in enumerate(content)]
+    sums.sort()
+    goal = sum(total for total, _ in sums) / len(bins) * _CLOSE_IN_REFINEMENT
+    for _ in range(_ROUNDS_PER_BIN * len(bins)):
+        heavy_sum, heavy = sums[-1]
+        if heavy_sum <= goal:
+            break
+        for light_sum, light in sums[:-1]:
+            shift = _best_shift(content[heavy], content[light], heavy_sum - light_sum, may_move)
+            if shift is not None:
+                break
+        else:
+            break
+        moved = _apply(shift, content[heavy], content[light])
+        sums.pop()
+        sums.remove((light_sum, light))
+        insort(sums, (heavy_sum - moved, heavy))
+        insort(sums, (light_sum + moved, light))
+    return [[item for _, item in items] for items in content]
+
+
+_Entry = tuple[int, int]
+
+
+def _best_shift(
+    heavy: list[_Entry], light: list[_Entry], gap: int, may_move: bool
+) -> tuple[_Entry, _Entry | None] | None:
+    """The item to give and the item to take back (or none) whose difference is nearest to half of the gap."""
+    best: tuple[_Entry, _Entry | None] | None = None
+    best_miss = gap / 2
+    for give in heavy:
+        if may_move and give[0] > 0 and abs(give[0] - gap / 2) < best_miss:
+            best, best_miss = (give, None), abs(give[0] - gap / 2)
+        nearest = bisect_left(light, (give[0] - gap // 2, -1))
+        for take in light[max(nearest - 1, 0) : nearest + 1]:
+            if abs(give[0] - take[0] - gap / 2) < best_miss:
+                best, best_miss = (give, take), abs(give[0] - take[0] - gap / 2)
+    return best
+
+
+def _apply(shift: tuple[_Entry, _Entry | None], heavy: list[_Entry], light: list[_Entry]) -> int:
+    give, take = shift
+    del heavy[bisect_left(heavy, give)]
+    insort(light, give)
+    if take is None:
+        return give[0]
+    del light[bisect_left(light, take)]
+    insort(heavy, take)
+    return give[0] - take[0]

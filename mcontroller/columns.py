@@ -1,0 +1,326 @@
+"""Row operations on the columns of a batch: views where torch can give them, copies where rows move.
+
+A column is a tensor whose dim 0 counts rows, a jagged nested tensor of that many rows, or a nested ``TensorDict``.
+Jagged columns that shared their offsets before an operation share them after it, so that arithmetic between them
+stays legal: the ``memo`` that goes along keeps the new offsets by the identity of the old ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from mcontroller.errors import DataError
+
+Memo = dict[Any, tuple[Tensor, Any]]  # key -> new offsets, and the old ones, kept alive while their ids are keys
+
+_LARGE = 4 << 20
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes, the dtype whose elements every operation can move, for those that some cannot."""
+
+_INDEXED = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
+    | {torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+
+
+def leaves(batch: TensorDict) -> Iterator[Tensor]:
+    """Every tensor of a batch, nested ones too."""
+    for value in batch.values():
+        if isinstance(value, TensorDict):
+            yield from leaves(value)
+        else:
+            yield value
+
+
+def is_jagged(column: Any) -> bool:
+    return isinstance(column, Tensor) and column.is_nested and column.layout == torch.jagged
+
+
+def like(source: TensorDict, columns: Mapping[str, Any], rows: int) -> TensorDict:
+    """A TensorDict of ``columns`` with ``source``'s device and batch dims, dim 0 being ``rows`` long."""
+    batch_size = torch.Size((rows, *source.batch_size[1:]))
+    return TensorDict(columns, batch_size=batch_size, device=source.device)
+
+
+def shallow(batch: TensorDict | None) -> TensorDict | None:
+    """The same tensors in a TensorDict of their own, so that adding or dropping a column is not seen elsewhere."""
+    if batch is None:
+        return None
+    columns = {key: shallow(value) if isinstance(value, TensorDict) else value for key, value in batch.items()}
+    return TensorDict(columns, batch_size=batch.batch_size, device=batch.device)
+
+
+def split_rows(batch: TensorDict, sizes: Sequence[int]) -> list[TensorDict]:
+    """Consecutive parts of ``sizes`` rows each, as views."""
+    return list(_split(batch, list(sizes), {}))
+
+
+def slice_rows(batch: TensorDict, start: int, stop: int, step: int = 1) -> TensorDict:
+    """Rows ``start:stop:step`` with ``0 <= start <= stop`` and ``step > 0``, as views (jagged: if step is 1)."""
+    return _slice(batch, start, stop, step, {})
+
+
+def take_rows(batch: TensorDict, index: Tensor) -> TensorDict:
+    """The rows named by ``index`` (int64, each in ``[0, rows)``, repeats allowed), as a copy."""
+    return _take(batch, index, {})
+
+
+def join_rows(parts: Sequence[TensorDict]) -> TensorDict:
+    """The rows of all parts in order, as a copy; DataError names the column, parts and shapes that do not fit."""
+    return _join(parts, "", {})
+
+
+def reshape_rows(batch: TensorDict | None, reshape: Callable[[Any], Any], rows: int) -> TensorDict | None:
+    """Every tensor reshaped, to ``rows`` rows; DataError names a jagged column, which cannot be."""
+    if batch is None:
+        return None
+    reshaped: dict[str, Any] = {}
+    for key, value in batch.items():
+        if is_jagged(value):
+            raise DataError(f"column {key!r} is jagged: its batch dim cannot be reshaped", column=key)
+        reshaped[key] = reshape_rows(value, reshape, rows) if isinstance(value, TensorDict) else reshape(value)
+    return TensorDict(reshaped, batch_size=[rows], device=batch.device)
+
+
+def stack_rows(items: Sequence[TensorDict | None]) -> TensorDict | None:
+    """Single rows as one batch, as a copy."""
+    if items[0] is None:
+        return None
+    for key, value in items[0].items():
+        for position, item in enumerate(items):
+            found = item.get(key, None) if item is not None else None
+            if describe(found) != describe(value):
+                raise DataError(
+                    f"column {key!r} of row {position} is {describe(found)}, of row 0 {describe(value)}: "
+                    "rows of one batch must have one shape and dtype",
+                    column=key,
+                    row=position,
+                )
+    stacked: Any = torch.stack(items)  # type: ignore[arg-type]
+    return stacked.contiguous()
+
+
+def _split(column: Any, sizes: list[int], memo: Memo) -> Sequence[Any]:
+    if isinstance(column, TensorDict):
+        split = {key: _split(value, sizes, memo) for key, value in column.items()}
+        return [
+            like(column, {key: pieces[part] for key, pieces in split.items()}, size) for part, size in enumerate(sizes)
+        ]
+    if is_jagged(column):
+        stops = np.cumsum(sizes).tolist()
+        return [_slice_jagged(column, stop - size, stop, memo) for stop, size in zip(stops, sizes, strict=True)]
+    return column.split_with_sizes(sizes)
+
+
+def _slice(column: Any, start: int, stop: int, step: int, memo: Memo) -> Any:
+    if isinstance(column, TensorDict):
+        rows = len(range(start, stop, step))
+        return like(column, {key: _slice(value, start, stop, step, memo) for key, value in column.items()}, rows)
+    if is_jagged(column):
+        if step != 1:
+            return _take_jagged(column, torch.arange(start, stop, step), memo)
+        return _slice_jagged(column, start, stop, memo)
+    return column[start:stop:step]
+
+
+def _take(column: Any, index: Tensor, memo: Memo) -> Any:
+    if isinstance(column, TensorDict):
+        return like(column, {key: _take(value, index, memo) for key, value in column.items()}, len(index))
+    if is_jagged(column):
+        return _take_jagged(column, index, memo)
+    return _index_select(column, 0, index)
+
+
+def _join(columns: Sequence[Any], name: str, memo: Memo) -> Any:
+    first = columns[0]
+    if isinstance(first, TensorDict):
+        parts = [dict(column.items()) if isinstance(column, TensorDict) else {} for column in columns]
+        _check_same_keys(parts, name)
+        joined = {key: _join([part[key] for part in parts], f"{name}.{key}" if name else key, memo) for key in parts[0]}
+        return like(first, joined, sum(column.batch_size[0] for column in columns))
+    _check_same_kind(columns, name)
+    return _join_jagged(columns, memo) if is_jagged(first) else _cat(columns, 0)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape[dim] = sum([tensor.shape[dim] for tensor in tensors])
+    return torch.cat(tensors, dim=dim, out=_huge_pages(tensors, shape))  # type: ignore[arg-type]
+
+
+def _index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    if tensor.dtype not in _INDEXED:
+        return _index_select(tensor.view(BITS[tensor.dtype.itemsize]), dim, index).view(tensor.dtype)
+    shape = list(tensor.shape)
+    shape[dim] = len(index)
+    return torch.index_select(tensor, dim, index.to(tensor.device), out=_huge_pages([tensor], shape))
+
+
+def _huge_pages(sources: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+    """Memory for a large result on the CPU from numpy, which asks the kernel for huge pages, as torch does not.
+
+    New memory of 100 MB costs more to map in pages of 4 KiB than to fill. None where it does not matter or apply.
+    """
+    first = sources[0]
+    size = first.dtype.itemsize * math.prod(shape)
+    if size < _LARGE or first.device.type != "cpu" or any(source.requires_grad for source in sources):
+        return None
+    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(first.dtype).view(shape)
+
+
+def _check_same_keys(parts: Sequence[Mapping[str, Any]], name: str) -> None:
+    for position, part in enumerate(parts):
+        if part.keys() != parts[0].keys():
+            raise DataError(
+                f"{name or 'batch'} of part {position} has columns {sorted(part)}, of part 0 {sorted(parts[0])}: "
+                "give every part the same columns",
+                column=name,
+                part=position,
+                columns=sorted(part),
+                expected=sorted(parts[0]),
+            )
+
+
+def _kind(column: Any) -> tuple[Any, ...]:
+    if not isinstance(column, Tensor):
+        return (type(column).__name__,)
+    ragged = column._ragged_idx if is_jagged(column) else None  # type: ignore[attr-defined]
+    shape = tuple(size for dim, size in enumerate(column.shape[1:], start=1) if dim != ragged)
+    return column.dtype, column.device, shape, ragged
+
+
+def _check_same_kind(columns: Sequence[Any], name: str) -> None:
+    first = columns[0]
+    dtype, device, trailing = first.dtype, first.device, first.shape[1:]
+    for position, column in enumerate(columns):
+        if isinstance(column, Tensor) and column.dtype is dtype and column.device == device:
+            if column.shape[1:] == trailing:
+                continue
+        if _kind(column) != _kind(first):
+            raise DataError(
+                f"column {name!r} of part {position} is {describe(column)}, of part 0 {describe(first)}: "
+                "only dim 0 may differ",
+                column=name,
+                part=position,
+                found=describe(column),
+                expected=describe(first),
+            )
+
+
+def describe(column: Any) -> str:
+    """Dtype and shape of a column for people: ``int64[8, 16]``, with the device where it is not the CPU."""
+    if isinstance(column, TensorDict):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in column.items()) + "}"
+    if isinstance(column, np.ndarray):
+        return f"{column.dtype}[{', '.join(map(str, column.shape))}]"
+    if not isinstance(column, Tensor):
+        return type(column).__name__
+    ragged = column._ragged_idx if is_jagged(column) else None  # type: ignore[attr-defined]
+    shape = ", ".join("*" if dim == ragged else str(size) for dim, size in enumerate(column.shape))
+    place = "" if column.device.type == "cpu" else f" on {column.device}"
+    return f"{str(column.dtype).removeprefix('torch.')}[{shape}]{place}"
+
+
+def readable(size: float) -> str:
+    """Bytes with a unit: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def nbytes(column: Any) -> int:
+    """Bytes of a column's own elements, whatever storage they are a view of."""
+    if isinstance(column, TensorDict):
+        return sum(nbytes(value) for value in column.values())
+    if is_jagged(column):
+        values, offsets, _ = packed(column)
+        return values.nbytes + offsets.nbytes
+    return column.nbytes
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two columns agree in type, dtype, shape and every value, NaN being equal to NaN."""
+    if left is right:
+        return True
+    if isinstance(left, TensorDict) and isinstance(right, TensorDict):
+        return left.batch_size == right.batch_size and same_mapping(left, right, same)
+    if isinstance(left, TensorDict) or isinstance(right, TensorDict):
+        return False
+    if left.dtype != right.dtype or _kind(left)[2:] != _kind(right)[2:] or left.shape[:1] != right.shape[:1]:
+        return False
+    if is_jagged(left):
+        return all(same(a, b) for a, b in zip(packed(left)[:2], packed(right)[:2], strict=True))
+    left, right = left.detach().cpu(), right.detach().cpu()
+    if left.dtype.is_floating_point and left.dtype.itemsize == 1:
+        left, right = left.float(), right.float()
+    if torch.equal(left, right):
+        return True
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def same_mapping(left: Any, right: Any, same_value: Callable[[Any, Any], bool]) -> bool:
+    if set(left.keys()) != set(right.keys()):
+        return False
+    return all(same_value(value, right.get(key)) for key, value in left.items())
+
+
+def packed(column: Tensor) -> tuple[Tensor, Tensor, int]:
+    """``values`` without holes, ``offsets`` from 0 to their length, and the ragged dim of a jagged column."""
+    if column.lengths() is not None:  # type: ignore[attr-defined]
+        column = column.contiguous()
+    values, offsets = column.values(), column.offsets()  # type: ignore[attr-defined]
+    ragged = column._ragged_idx  # type: ignore[attr-defined]
+    begin, end = int(offsets[0]), int(offsets[-1])
+    if begin:
+        offsets = offsets - begin
+    if end - begin != values.shape[ragged - 1]:
+        values = values.narrow(ragged - 1, begin, end - begin)
+    return values, offsets, ragged
+
+
+def jagged(values: Tensor, offsets: Tensor, ragged: int) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+
+
+def _slice_jagged(column: Tensor, start: int, stop: int, memo: Memo) -> Tensor:
+    values, offsets, ragged = packed(column)
+    begin, end = int(offsets[start]), int(offsets[stop])
+    key = (id(offsets), start, stop)
+    if key not in memo:
+        memo[key] = offsets[start : stop + 1] - begin, offsets
+    return jagged(values.narrow(ragged - 1, begin, end - begin), memo[key][0], ragged)
+
+
+def _take_jagged(column: Tensor, index: Tensor, memo: Memo) -> Tensor:
+    values, offsets, ragged = packed(column)
+    index = index.to(offsets.device)
+    lengths = offsets.diff()[index]
+    key = id(offsets)
+    if key not in memo:
+        memo[key] = _offsets(lengths), offsets
+    new_offsets = memo[key][0]
+    shift = (offsets[:-1][index] - new_offsets[:-1]).repeat_interleave(lengths)
+    elements = shift + torch.arange(len(shift), device=shift.device)
+    return jagged(_index_select(values, ragged - 1, elements), new_offsets, ragged)
+
+
+def _join_jagged(columns: Sequence[Tensor], memo: Memo) -> Tensor:
+    values, offsets, ragged = zip(*(packed(column) for column in columns), strict=True)
+    key = tuple(id(part) for part in offsets)
+    if key not in memo:
+        memo[key] = _offsets(torch.cat([part.diff() for part in offsets])), offsets
+    return jagged(_cat(values, ragged[0] - 1), memo[key][0], ragged[0])
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

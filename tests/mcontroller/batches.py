@@ -1,0 +1,57 @@
+"""Batches with a column of every kind that a DataProto can hold, for tests of what happens to their rows."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+from mcontroller.protocol import DataProto
+
+row_counts = st.integers(0, 17)
+
+
+def jagged(lengths: list[int], trailing: int = 0) -> Tensor:
+    """A jagged column ``[batch, *]`` (or ``[batch, *, trailing]``) whose elements count from 0."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    values = torch.arange(float(sum(lengths) * max(trailing, 1)))
+    return torch.nested.nested_tensor_from_jagged(values.reshape(-1, trailing) if trailing else values, offsets)
+
+
+def every_kind(rows: int) -> DataProto:
+    """``rows`` rows, every one different in every column that can hold a number."""
+    number = torch.arange(rows)
+    tensors = {
+        "ids": (number[:, None] * 10 + torch.arange(4)),
+        "mask": number[:, None] % 3 > torch.arange(2),
+        "score": number / 7,
+        "bfloat": (number[:, None] * torch.ones(3)).bfloat16(),
+        "float8": (number % 16).to(torch.float8_e4m3fn),
+        "unsigned": number.to(torch.uint16),
+        "nothing": torch.zeros(rows, 0),
+        "columns_first": torch.arange(3 * rows).reshape(3, rows).T,
+        "nested": TensorDict({"x": number * 2, "deeper": TensorDict({"y": number[:, None] + 0.5}, [rows])}, [rows]),
+    }
+    if rows:
+        tensors["jagged"] = jagged([row % 4 for row in range(rows)])
+        tensors["jagged_vectors"] = jagged([(row * 3) % 5 for row in range(rows)], trailing=2)
+    non_tensors = {
+        "uid": [f"row {row}" for row in range(rows)],
+        "turns": [[{"role": "user", "n": row}] * (row % 3) for row in range(rows)],
+        "level": number.numpy(),
+    }
+    return DataProto.from_dict(tensors, non_tensors, {"temperature": 0.5, "stops": ["a", ["b"]]})
+
+
+def numbered(rows: int, **meta_info: object) -> DataProto:
+    """``rows`` rows that hold nothing but their number, as ``n`` and as ``name``."""
+    tensors = {"n": torch.arange(rows)}
+    return DataProto.from_dict(tensors, {"name": [str(row) for row in range(rows)]}, meta_info)
+
+
+def numbers(batch: DataProto) -> list[int]:
+    """The numbers of ``numbered`` rows, checked against their names."""
+    found = batch.batch["n"].tolist()  # type: ignore[index]
+    assert batch.non_tensor_batch["name"].tolist() == [str(row) for row in found]
+    return found
