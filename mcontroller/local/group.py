@@ -1,0 +1,45 @@
+"""LocalWorkerGroup: a group whose ranks are objects of the calling process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcontroller.local.executor import LocalExecutor
+from mcontroller.worker import ClassWithInitArgs
+from mcontroller.worker_group import WorkerGroup
+from parallel_state.layout import ParallelLayout
+from parallel_state.topology import Topology
+
+__all__ = ["LocalWorkerGroup"]
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """A group to step through with a debugger: the ranks run in this thread, one after another.
+
+    ``layout`` is the number of ranks, or a ParallelLayout whose coordinates they are taken to have. Workers that
+    report their own coordinates are asked for them. Ranks that meet in collectives cannot run one after another: such
+    workers need a group of one rank, or ``mcontroller.testing``, or Ray.
+    """
+
+    executor: LocalExecutor
+
+    def __init__(
+        self,
+        cls_with_init: ClassWithInitArgs[Any],
+        layout: int | ParallelLayout = 1,
+        *,
+        name_prefix: str = "local",
+        timeout: float | None = None,
+    ) -> None:
+        declared = layout if isinstance(layout, ParallelLayout) else None
+        executor = LocalExecutor(cls_with_init, declared.world_size if declared else int(layout), name_prefix)  # type: ignore[arg-type]
+        reports = hasattr(cls_with_init.cls, "get_megatron_rank_info")
+        topology = Topology.from_layout(declared, executor.nodes) if declared and not reports else None
+        super().__init__(
+            cls_with_init.cls, executor, name_prefix, timeout=timeout, topology=topology, declared=declared
+        )
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker objects, by rank."""
+        return self.executor.workers

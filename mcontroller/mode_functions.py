@@ -1,0 +1,117 @@
+"""Modes as pairs of functions, the form in which users of this model write modes of their own.
+
+``dispatch_fn(worker_group, *args, **kwargs)`` gives ``(args, kwargs)`` with one list entry per rank in each of them;
+``collect_fn(worker_group, outputs)`` makes the caller's result of the list of every rank's output. The modes of the
+table are there in this form too, for functions that build on them; the table's own calls do not go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from mcontroller.dispatch import Dispatch, DispatchSpec, ExecuteMode, RowRule, mode_of_functions, plan
+from mcontroller.dispatch_data import dispatch
+from mcontroller.dispatched import Call, Dispatched
+from mcontroller.errors import DispatchError
+from mcontroller.worker_group import WorkerGroup
+
+__all__ = [
+    "DISPATCH_MODE_FN_REGISTRY",
+    "collect_all_to_all",
+    "get_predefined_dispatch_fn",
+    "get_predefined_execute_fn",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
+]
+
+Function = Callable[..., Any]
+Mode = DispatchSpec | str
+
+
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Function, collect_fn: Function) -> DispatchSpec:
+    """Adds ``Dispatch.<name>`` with these functions, and gives it; DispatchError where the name is taken."""
+    mode = mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn)
+    spec: DispatchSpec = Dispatch.register(dispatch_mode_name, mode)
+    return spec
+
+
+def update_dispatch_mode(dispatch_mode: Mode, dispatch_fn: Function, collect_fn: Function) -> None:
+    """Replaces what a mode does, by name: for methods registered before as for those after."""
+    name = _spec(dispatch_mode).name
+    Dispatch.members[name] = mode_of_functions(name, dispatch_fn, collect_fn)
+
+
+def get_predefined_dispatch_fn(dispatch_mode: Mode) -> dict[str, Function]:
+    """``{"dispatch_fn": ..., "collect_fn": ...}`` of a mode.
+
+    For a row of the table they split without padding, and collect from the returning ranks in shard order.
+    """
+    spec = _spec(dispatch_mode)
+    dispatch_fn, collect_fn = spec.functions or _functions_of(spec)
+    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+def get_predefined_execute_fn(execute_mode: ExecuteMode) -> dict[str, str]:
+    """``{"execute_fn_name": ...}``: the method of a group that runs an execute mode."""
+    return {"execute_fn_name": "execute_rank_zero" if execute_mode.rank_zero_only else "execute_all"}
+
+
+def collect_all_to_all(worker_group: WorkerGroup, output: Any) -> Any:
+    """The outputs as they are, by rank."""
+    return output
+
+
+def _spec(mode: Mode) -> DispatchSpec:
+    spec: DispatchSpec = Dispatch[mode] if isinstance(mode, str) else mode.current()
+    return spec
+
+
+def _functions_of(spec: DispatchSpec) -> tuple[Function, Function]:
+    def dispatch_fn(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows = RowRule(padding="none")
+        sent = dispatch(_plan(spec, worker_group), args, kwargs, rows, worker_group, "dispatch_fn", share=False)
+        given = [call.arguments for call in sent.calls]
+        lists = tuple([arguments.args[index] for arguments in given] for index in range(len(args)))
+        return lists, {name: [arguments.kwargs[name] for arguments in given] for name in kwargs}
+
+    def collect_fn(worker_group: WorkerGroup, output: Sequence[Any]) -> Any:
+        made = _plan(spec, worker_group)
+        call = Dispatched(Call(worker_group, "collect_fn", made), (), None)
+        return call.collect([output[rank] for rank in made.collected], worker_group.executor)
+
+    return dispatch_fn, collect_fn
+
+
+def _plan(spec: DispatchSpec, group: WorkerGroup) -> Any:
+    return plan(spec, group.topology_for(spec))
+
+
+class _Registry(MutableMapping[Mode, Mapping[str, Function]]):
+    """A view of ``Dispatch``: the functions of every mode; setting an entry updates or adds the mode."""
+
+    def __getitem__(self, mode: Mode) -> dict[str, Function]:
+        return get_predefined_dispatch_fn(mode)
+
+    def __setitem__(self, mode: Mode, functions: Mapping[str, Function]) -> None:
+        name = mode if isinstance(mode, str) else mode.name
+        if set(functions) != {"dispatch_fn", "collect_fn"}:
+            raise DispatchError(
+                f"mode {name} is given {sorted(functions)}; expected dispatch_fn and collect_fn", mode=name
+            )
+        Dispatch.members[name] = mode_of_functions(name, **functions)
+
+    def __delitem__(self, mode: Mode) -> None:
+        Dispatch.remove(_spec(mode).name)
+
+    def __iter__(self) -> Iterator[DispatchSpec]:
+        return iter(Dispatch)
+
+    def __len__(self) -> int:
+        return len(Dispatch)
+
+    def __contains__(self, mode: object) -> bool:
+        return mode in Dispatch
+
+
+DISPATCH_MODE_FN_REGISTRY: MutableMapping[Mode, Mapping[str, Function]] = _Registry()
