@@ -1,0 +1,79 @@
+"""What must change inside Megatron itself to run on a CPU: one small patch per module, applied as it is imported.
+
+Each patch looks for what it replaces, so that one table serves every supported version of megatron-core.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parallel_state.cpu_adam import FusedAdam
+
+
+def _jit(module: Any) -> None:
+    """Eager functions: compiling one takes longer than a CPU run gains from it."""
+    module.disable_jit_fuser()
+
+
+def _random(module: Any) -> None:
+    """The tracker forks the CPU's generator: there is no other."""
+    module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # Megatron warns when the CPU's generator moves while the device's is forked; here they are one.
+    logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _moe_utils(module: Any) -> None:
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None  # read by the router whether or not Transformer Engine is there (0.16)
+    module.maybe_move_tensor_to_cpu = _splits_on_host
+
+
+def _splits_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron converts to numpy only what was on a GPU, and then splits by what it got."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _optimizer(module: Any) -> None:
+    if module.USING_PYTORCH_OPTIMIZER:
+        module.Adam = FusedAdam
+        module.USING_PYTORCH_OPTIMIZER = False
+
+
+def _distributed_optimizer(module: Any) -> None:
+    if not module.HAVE_APEX_OR_TE:
+        module.Adam = FusedAdam
+        module.HAVE_APEX_OR_TE = module.USING_APEX_OPTIMIZER = True
+
+
+def _checkpoint_writer(module: Any) -> None:
+    """A forked manager of the results queue: a spawned one imports torch again, in every rank."""
+
+    def results_queue(*args: Any, **kwargs: Any) -> Any:
+        if module._results_queue is None:
+            module._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+        return module._results_queue
+
+    for name in ("_get_write_results_queue", "get_write_results_queue"):
+        if hasattr(module, name):
+            setattr(module, name, results_queue)
+
+
+def _inference_communication(module: Any) -> None:
+    module._is_cuda = lambda tensor: None  # an assertion that the tensor is on a GPU
+
+
+PATCHES: dict[str, Callable[[Any], None]] = {
+    "megatron.core.jit": _jit,
+    "megatron.core.tensor_parallel.random": _random,
+    "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.optimizer": _optimizer,
+    "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
+    "megatron.core.inference.communication_utils": _inference_communication,
+}

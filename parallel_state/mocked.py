@@ -1,0 +1,217 @@
+"""Mocked ranks: torch.distributed and Megatron, in this process, answer as they would on one rank of a topology.
+
+Nothing is initialised and nothing communicates. Megatron's getters read module globals; while ``standing(rank)`` is
+open these hold groups that know their ranks and nothing else, so that they answer however they were imported. What a
+rank changes in them is kept for that rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NoReturn
+
+from torch.distributed import distributed_c10d as c10d
+
+from parallel_state import cpu
+from parallel_state.errors import LayoutError, ParallelStateError
+from parallel_state.topology import Topology
+
+__all__ = ["MockedGroup", "MockedRanks"]
+
+_ALL = "tp cp dp pp"
+_GROUPS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_MODEL_PARALLEL_GROUP": "tp pp",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "dp cp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp dp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp cp dp",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": _ALL,
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "etp ep",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "etp ep pp",
+    "_EXPERT_DATA_PARALLEL_GROUP": "edp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "edp",
+}
+_RANK_LISTS = {
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
+    "_PIPELINE_GLOBAL_RANKS": "pp",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "tp pp",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp cp",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+}
+
+
+class NoCommunication(ParallelStateError, AttributeError):
+    """Something asked of a mocked process group that only a real one could do."""
+
+
+class MockedGroup:
+    """One rank's process group: it knows who its ranks are, and cannot communicate."""
+
+    def __init__(self, name: str, places: Mapping[int, int], rank: int) -> None:
+        self.group_name = name
+        self.places = places
+        self._rank = rank
+
+    def rank(self) -> int:
+        """The index in the group of the rank that holds it."""
+        return self.places[self._rank]
+
+    def size(self) -> int:
+        return len(self.places)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NoCommunication(
+            f"{name} was asked of a mocked process group ({self.__dict__.get('group_name')}): mocked ranks run one "
+            "after another and cannot communicate; replace the collective in the test, or run real ranks"
+        )
+
+    def __repr__(self) -> str:
+        return f"MockedGroup({self.group_name}: ranks {list(self.places)}, this is {self._rank})"
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """All groups over some axes: for every rank, its group as rank -> index within."""
+
+    of_rank: Sequence[Mapping[int, int]]
+
+    @classmethod
+    def over(cls, topology: Topology, axes: Sequence[str]) -> _Groups:
+        grid = topology.dense_axes if set(axes) <= set(topology.dense_axes) else topology.expert_axes
+        group_of = topology.shard_indices([axis for axis in grid if axis not in axes])
+        index_of = topology.shard_indices([axis for axis in reversed(grid) if axis in axes])
+        members: dict[int, list[tuple[int, int]]] = {}
+        for rank, group in enumerate(group_of):
+            members.setdefault(group, []).append((index_of[rank], rank))
+        places = {group: {rank: index for index, rank in sorted(ranks)} for group, ranks in members.items()}
+        return cls([places[group] for group in group_of])
+
+
+class MockedRanks:
+    """The ranks of a topology, each to be stood on in turn: ``with ranks.standing(3): ...``.
+
+    Megatron's getters are mocked where Megatron is installed and the topology has its axes; torch.distributed always.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._megatron = _parallel_state() if "tp" in topology.sizes else None
+        spans = {span for span in (*_GROUPS.values(), *_RANK_LISTS.values()) if self._has(span)}
+        self._groups = {span: _Groups.over(topology, span.split()) for span in spans}
+        self._world = {rank: rank for rank in range(topology.world_size)}
+        self._states: dict[int, dict[str, Any]] = {}
+
+    def _has(self, span: str) -> bool:
+        return self._megatron is not None and set(span.split()) <= set(self.topology.sizes)
+
+    @contextlib.contextmanager
+    def standing(self, rank: int) -> Iterator[None]:
+        """While the block runs, torch.distributed and Megatron answer as on this rank; not for use by two threads."""
+        state = self._states.setdefault(rank, self._fresh(rank))
+        with self._torch(rank, state), self._globals(rank, state):
+            yield
+
+    def _fresh(self, rank: int) -> dict[str, Any]:
+        """Megatron's globals as they are on a rank after its initialisation."""
+        if self._megatron is None:
+            return {}
+        made: dict[str, Any] = {
+            name: MockedGroup(span, self._groups[span].of_rank[rank], rank)
+            for name, span in _GROUPS.items()
+            if self._has(span)
+        }
+        made |= {name: list(self._groups[span].of_rank[rank]) for name, span in _RANK_LISTS.items() if self._has(span)}
+        stages = made["_PIPELINE_GLOBAL_RANKS"]
+        made["_EMBEDDING_GLOBAL_RANKS"] = sorted({stages[0], stages[-1]})
+        made["_POSITION_EMBEDDING_GLOBAL_RANKS"] = stages[:1]
+        made["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = self.topology.vpp
+        made["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = None if self.topology.vpp is None else 0
+        known = vars(self._megatron)
+        for name in [name for name in made if f"{name}_GLOO" in known]:
+            made[f"{name}_GLOO"] = made[name]
+        overrides = {name: None for name in known if name.startswith("_MPU_")}
+        return overrides | {name: value for name, value in made.items() if name in known}
+
+    @contextlib.contextmanager
+    def _torch(self, rank: int, state: Mapping[str, Any]) -> Iterator[None]:
+        world = MockedGroup("world", self._world, rank)
+        groups = {world, *(value for value in state.values() if isinstance(value, MockedGroup))}
+        registry: dict[Any, Any] = c10d._world.pg_group_ranks
+        backends: dict[Any, Any] = c10d._world.pg_map
+        before = c10d.GroupMember.WORLD
+        c10d.GroupMember.WORLD = world  # type: ignore[assignment]
+        registry.update({group: group.places for group in groups})
+        backends.update({group: ("gloo", None) for group in groups})
+        try:
+            yield
+        finally:
+            c10d.GroupMember.WORLD = before
+            for group in groups:
+                del registry[group], backends[group]
+
+    @contextlib.contextmanager
+    def _globals(self, rank: int, state: dict[str, Any]) -> Iterator[None]:
+        if self._megatron is None:
+            yield
+            return
+        held = vars(self._megatron)
+        before = {name: held[name] for name in (*state, "initialize_model_parallel")}
+        held.update(state, initialize_model_parallel=self._initialize(rank))
+        try:
+            yield
+        finally:
+            state.update({name: held[name] for name in state})
+            held.update(before)
+
+    def _initialize(self, rank: int) -> Any:
+        """What Megatron's own initialisation is while the rank is stood on: a check that it asks for this layout."""
+
+        def initialize_model_parallel(
+            tensor_model_parallel_size: int = 1,
+            pipeline_model_parallel_size: int = 1,
+            *_: Any,
+            context_parallel_size: int = 1,
+            expert_model_parallel_size: int = 1,
+            **__: Any,
+        ) -> None:
+            asked = {
+                "tp": tensor_model_parallel_size,
+                "pp": pipeline_model_parallel_size,
+                "cp": context_parallel_size,
+                "ep": expert_model_parallel_size,
+            }
+            sizes = {axis: self.topology.sizes.get(axis, 1) for axis in asked}
+            if asked != sizes:
+                raise LayoutError(
+                    f"the worker initialises Megatron with {asked}, and its ranks are mocked with {sizes}: give both "
+                    "the same layout",
+                    asked=asked,
+                    mocked=sizes,
+                )
+            vars(self._megatron).update(self._fresh(rank))
+
+        return initialize_model_parallel
+
+
+def _parallel_state() -> ModuleType | None:
+    """Megatron's module of groups; None where Megatron is not installed."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        return None
+    if "megatron.core" not in sys.modules:
+        cpu.install()
+    return importlib.import_module("megatron.core.parallel_state")

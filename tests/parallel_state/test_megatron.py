@@ -1,0 +1,180 @@
+"""Megatron's groups for a layout, read back from Megatron, and contexts that do not disturb each other."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+import parallel_state.megatron
+from parallel_state.errors import LayoutError, ParallelStateError
+from parallel_state.layout import ParallelLayout
+from parallel_state.megatron import MegatronContext, initialize_distributed
+from parallel_state.topology import DistGlobalInfo, DistRankInfo, Topology
+from tests.forking import run_ranks
+
+TP2_PP2 = ParallelLayout(world_size=4, tp=2, pp=2)
+TP4 = ParallelLayout(world_size=4, tp=4)
+
+
+def infos(layout: ParallelLayout) -> tuple[DistRankInfo, DistGlobalInfo]:
+    context = MegatronContext(layout)
+    return context.rank_info(), context.global_info()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(8, tp=2, pp=2),
+        ParallelLayout(8, tp=2, cp=2, pp=2, vpp=2),
+        ParallelLayout(8, tp=2, ep=4, etp=1),
+        ParallelLayout(8, tp=2, ep=2, etp=2, pp=2),
+        ParallelLayout(8, tp=2, cp=2, order="tp-pp-cp-ep-dp"),
+        ParallelLayout(8, cp=2, pp=2, order="cp-tp-ep-dp-pp"),
+    ],
+    ids=lambda layout: f"tp{layout.tp}cp{layout.cp}pp{layout.pp}ep{layout.ep} {layout.order}",
+)
+def test_megatron_places_every_rank_where_the_layout_says(layout: ParallelLayout) -> None:
+    rank_infos, global_infos = zip(*run_ranks(infos, 8, layout), strict=True)
+    for rank, info in enumerate(rank_infos):
+        assert {axis: getattr(info, f"{axis}_rank") for axis in layout.sizes} == layout.coordinates(rank)
+    assert {axis: getattr(global_infos[0], f"{axis}_size") for axis in layout.sizes} == dict(layout.sizes)
+    assert global_infos[0].vpp_size == layout.vpp
+    assert Topology.from_infos(rank_infos, global_infos).select(tp=0, pp=-1) == Topology.from_layout(layout).select(
+        tp=0, pp=-1
+    )
+
+
+def test_a_layout_for_another_world_size_is_refused() -> None:
+    def refused() -> tuple[int, int, str]:
+        with pytest.raises(LayoutError) as caught:
+            MegatronContext(TP4)
+        return caught.value.layout_world_size, caught.value.world_size, str(caught.value)  # type: ignore[attr-defined]
+
+    expected = "the layout is for 4 ranks, torch.distributed runs 2: a context covers all of them"
+    assert run_ranks(refused, 2) == [(4, 2, expected)] * 2
+
+
+def test_an_axis_that_megatron_does_not_know_is_refused() -> None:
+    def refused() -> str:
+        layout = ParallelLayout(2, extra={"island": 2}, order="tp-cp-ep-dp-pp-island")
+        with pytest.raises(LayoutError) as caught:
+            MegatronContext(layout)
+        return str(caught.value)
+
+    assert run_ranks(refused, 2)[0].startswith("Megatron has no axis 'island'")
+
+
+def test_a_context_needs_torch_distributed() -> None:
+    with pytest.raises(ParallelStateError, match="call initialize_distributed"):
+        MegatronContext(ParallelLayout(1))
+
+
+def test_a_process_joins_torch_distributed_as_one_rank_only() -> None:
+    def join_again() -> str:
+        initialize_distributed(rank=dist.get_rank(), world_size=2)
+        initialize_distributed()
+        with pytest.raises(ParallelStateError) as caught:
+            initialize_distributed(rank=dist.get_rank() + 1, world_size=2)
+        return str(caught.value)
+
+    assert run_ranks(join_again, 2)[1].startswith("torch.distributed runs in this process as rank 1 of 2; it cannot")
+
+
+def test_what_was_there_before_returns_after_the_block() -> None:
+    def sizes() -> list[object]:
+        one, other = MegatronContext(TP2_PP2), MegatronContext(TP4)
+        seen: list[object] = [mpu.model_parallel_is_initialized()]
+        with one.activate():
+            seen.append(mpu.get_tensor_model_parallel_world_size())
+            with other.activate():
+                seen.append(mpu.get_tensor_model_parallel_world_size())
+                with one.activate(), one.activate():
+                    seen.append(mpu.get_pipeline_model_parallel_world_size())
+                seen.append(mpu.get_pipeline_model_parallel_world_size())
+            seen.append(mpu.get_tensor_model_parallel_world_size())
+        return [*seen, mpu.model_parallel_is_initialized()]
+
+    assert run_ranks(sizes, 4)[3] == [False, 2, 4, 2, 1, 2, False]
+
+
+def test_an_exception_in_the_block_passes_and_restores() -> None:
+    def after_failure() -> tuple[bool, int]:
+        context = MegatronContext(TP2_PP2)
+        with pytest.raises(ZeroDivisionError), context.activate():
+            _ = 1 / 0
+        with context.activate():
+            return mpu.model_parallel_is_initialized(), mpu.get_tensor_model_parallel_world_size()
+
+    assert run_ranks(after_failure, 4) == [(True, 2)] * 4
+
+
+def test_what_is_set_inside_a_context_stays_in_it() -> None:
+    def virtual_ranks() -> list[int | None]:
+        layout = ParallelLayout(4, pp=2, vpp=2)
+        one, other = MegatronContext(layout), MegatronContext(layout)
+        with one.activate():
+            mpu.set_virtual_pipeline_model_parallel_rank(1)
+        return [one.rank_info().vpp_rank, other.rank_info().vpp_rank]
+
+    assert run_ranks(virtual_ranks, 4)[0] == [1, 0]
+
+
+def test_threads_in_different_contexts_take_turns() -> None:
+    def sizes_seen_by_threads() -> dict[int, set[int]]:
+        contexts = {2: MegatronContext(TP2_PP2), 4: MegatronContext(TP4)}
+        seen: dict[int, set[int]] = {2: set(), 4: set()}
+
+        def look(tp: int) -> None:
+            for _ in range(200):
+                with contexts[tp].activate():
+                    seen[tp] |= {mpu.get_tensor_model_parallel_world_size() for _ in range(20)}
+
+        threads = [threading.Thread(target=look, args=(tp,)) for tp in contexts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return seen
+
+    assert run_ranks(sizes_seen_by_threads, 4)[0] == {2: {2}, 4: {4}}
+
+
+def test_the_random_numbers_of_a_context_do_not_depend_on_others() -> None:
+    def draws(disturbed: bool) -> list[torch.Tensor]:
+        one, other = MegatronContext(TP2_PP2, seed=5), MegatronContext(TP4, seed=6)
+        drawn = []
+        for _ in range(3):
+            with one.activate():
+                with get_cuda_rng_tracker().fork():
+                    drawn.append(torch.rand(2))
+                drawn.append(torch.rand(2))
+            if disturbed:
+                torch.manual_seed(0)
+                with other.activate(), get_cuda_rng_tracker().fork():
+                    torch.rand(7)
+        return drawn
+
+    alone, beside_another = run_ranks(draws, 4, False), run_ranks(draws, 4, True)
+    torch.testing.assert_close(alone, beside_another, rtol=0, atol=0)
+    assert not torch.equal(alone[0][0], alone[1][0])  # divided over tp: another stream on each tp rank
+    assert torch.equal(alone[0][1], alone[1][1])
+
+
+def test_a_new_context_starts_from_what_a_fresh_megatron_holds() -> None:
+    fresh = [{name: getattr(module, name) for name in names} for module, names in parallel_state.megatron._HELD]
+    assert parallel_state.megatron._Globals()._values == fresh
+    assert len(fresh[0]) > 40
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gloo_groups_are_not_made_twice() -> None:
+    def shared() -> bool:
+        with MegatronContext(TP2_PP2).activate():
+            return mpu.get_data_parallel_group_gloo() is mpu.get_data_parallel_group()
+
+    assert run_ranks(shared, 4) == [True] * 4

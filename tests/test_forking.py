@@ -1,0 +1,69 @@
+"""The harness that forks ranks: results by rank, the first failure's own traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.forking import RankFailure, run_ranks
+
+
+def test_results_come_back_by_rank() -> None:
+    def sum_of_ranks(factor: int) -> tuple[int, torch.Tensor]:
+        total = torch.tensor([dist.get_rank() * factor])
+        dist.all_reduce(total)
+        return dist.get_rank(), total
+
+    results = run_ranks(sum_of_ranks, 3, 10)
+    assert [rank for rank, _ in results] == [0, 1, 2]
+    assert all(torch.equal(total, torch.tensor([30])) for _, total in results)
+
+
+def test_a_large_result_does_not_block_the_pipe() -> None:
+    sizes = run_ranks(lambda: torch.arange(1_000_000) + dist.get_rank(), 2)
+    assert [int(tensor[-1]) for tensor in sizes] == [999_999, 1_000_000]
+
+
+def test_the_first_failing_rank_is_reported_while_the_others_wait_for_it() -> None:
+    def fails_on_rank_1() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("the cause")
+        dist.barrier()
+
+    with pytest.raises(RankFailure, match=r"(?s)rank 1:\nTraceback.*fails_on_rank_1.*ValueError: the cause"):
+        run_ranks(fails_on_rank_1, 3)
+
+
+def test_a_rank_that_dies_is_reported() -> None:
+    with pytest.raises(RankFailure, match="rank 0 died without a word"):
+        run_ranks(lambda: os._exit(3), 1)
+
+
+def test_a_rank_that_hangs_is_ended_at_the_deadline() -> None:
+    def hangs_on_rank_1() -> None:
+        while dist.get_rank() == 1:
+            time.sleep(1)
+
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 did not finish in time"):
+        run_ranks(hangs_on_rank_1, 2, timeout_s=1)
+    assert time.monotonic() - started < 10
+
+
+def test_no_process_is_left_behind() -> None:
+    def starts_a_child() -> list[int]:
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        return [os.getpid(), child]
+
+    pids = [pid for both in run_ranks(starts_a_child, 2) for pid in both]
+    present = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(present, timeout=5)  # a killed grandchild may be on its way out still
+    assert len(pids) == 4
+    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
