@@ -15,13 +15,15 @@ from heapq import heapify, heappop, heappush, heapreplace
 from random import Random
 from typing import Any
 
-# Differencing takes about items * bins steps of Python; beyond this many, bins hold enough items for the greedy start.
+# Steps of Python (items looked at) that one construction, or one refinement, may take.
 _DIFFERENCING_STEPS = 300_000
-_SHUFFLED_ITEMS = 4_096
+_REFINEMENT_STEPS = 2_000_000
+# Shuffled deals: at most so many, of so many items in all.
 _SHUFFLED_DEALS = 16
+_SHUFFLED_ITEMS = 4_096
+# How far over the bound a partition is good enough, and how far refinement tries to take it.
 _CLOSE = 1.005
 _CLOSE_IN_REFINEMENT = 1.001
-_ROUNDS_PER_BIN = 20
 
 Bins = list[list[int]]
 
@@ -142,21 +144,19 @@ def _items(tree: Any) -> list[int]:
 def _refine(bins: Bins, weights: Sequence[int], may_move: bool) -> Bins:
     """Moves or exchanges items out of the heaviest bin for as long as that makes it lighter."""
     content = [sorted((weights[item], item) for item in items) for items in bins]
-    sums = [(sum(weight for weight, _ in items), position) for position, items in enumerate(content)]
-    sums.sort()
-    goal = sum(total for total, _ in sums) / len(bins) * _CLOSE_IN_REFINEMENT
-    for _ in range(_ROUNDS_PER_BIN * len(bins)):
-        heavy_sum, heavy = sums[-1]
-        if heavy_sum <= goal:
-            break
-        for light_sum, light in sums[:-1]:
+    sums = sorted((sum(weight for weight, _ in items), position) for position, items in enumerate(content))
+    goal = sum(weights) / len(bins) * _CLOSE_IN_REFINEMENT
+    steps = 0
+    while sums[-1][0] > goal and steps < _REFINEMENT_STEPS:
+        heavy_sum, heavy = sums.pop()
+        for light_sum, light in sums:
+            steps += len(content[heavy])
             shift = _best_shift(content[heavy], content[light], heavy_sum - light_sum, may_move)
             if shift is not None:
                 break
         else:
             break
         moved = _apply(shift, content[heavy], content[light])
-        sums.pop()
         sums.remove((light_sum, light))
         insort(sums, (heavy_sum - moved, heavy))
         insort(sums, (light_sum + moved, light))

@@ -31,12 +31,12 @@ _INDEXED = frozenset(
 )
 
 
-def leaves(batch: TensorDict) -> Iterator[Tensor]:
+def leaves(batch: TensorDict | None) -> Iterator[Tensor]:
     """Every tensor of a batch, nested ones too."""
-    for value in batch.values():
+    for value in () if batch is None else batch.values():
         if isinstance(value, TensorDict):
             yield from leaves(value)
-        else:
+        elif isinstance(value, Tensor):
             yield value
 
 
@@ -201,9 +201,9 @@ def _check_same_kind(columns: Sequence[Any], name: str) -> None:
     first = columns[0]
     dtype, device, trailing = first.dtype, first.device, first.shape[1:]
     for position, column in enumerate(columns):
-        if isinstance(column, Tensor) and column.dtype is dtype and column.device == device:
-            if column.shape[1:] == trailing:
-                continue
+        known = isinstance(column, Tensor) and column.dtype is dtype and column.device == device
+        if known and column.shape[1:] == trailing:
+            continue
         if _kind(column) != _kind(first):
             raise DataError(
                 f"column {name!r} of part {position} is {describe(column)}, of part 0 {describe(first)}: "

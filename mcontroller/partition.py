@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -140,6 +140,7 @@ def padded(n: int, k: int, *, zero_loss: bool = False) -> Partition:
     return _ranges(n, k, -(-n // max(k, 1)), zero_loss)
 
 
+@lru_cache(maxsize=64)
 def _ranges(n: int, k: int, least: int, zero_loss: bool = False) -> Partition:
     _check_counts(n, k)
     bounds = [i * n // k for i in range(k + 1)]

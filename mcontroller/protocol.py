@@ -245,6 +245,9 @@ class DataProto(OutOfBand):
         arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
         return DataProtoItem(batch, arrays, meta.copy_meta(self.meta_info))
 
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return map(self.__getitem__, range(len(self)))
+
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows ``start:end:step`` as views; a negative step copies."""
         begin, stop, stride = slice(start, end, step).indices(len(self))
@@ -355,7 +358,7 @@ class DataProto(OutOfBand):
 
     def unfold_batch_dim(self, batch_dims: int = 2) -> Self:
         """``[a, b, ...]`` as ``[a * b, ...]``, over the first ``batch_dims`` dims; as views where memory allows."""
-        held = [*self.non_tensor_batch.values(), *([] if self.batch is None else columns.leaves(self.batch))]
+        held: list[Any] = [*self.non_tensor_batch.values(), *columns.leaves(self.batch)]
         leading = [tuple(column.shape[:batch_dims]) for column in held]
         if batch_dims < 1 or any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
             raise DataError(

@@ -52,6 +52,6 @@ def numbered(rows: int, **meta_info: object) -> DataProto:
 
 def numbers(batch: DataProto) -> list[int]:
     """The numbers of ``numbered`` rows, checked against their names."""
-    found = batch.batch["n"].tolist()  # type: ignore[index]
+    found = batch.batch["n"].tolist()
     assert batch.non_tensor_batch["name"].tolist() == [str(row) for row in found]
     return found

@@ -44,8 +44,8 @@ def test_batches_that_hold_only_metrics_are_joined() -> None:
 def test_a_conflict_names_the_key_the_parts_and_the_values() -> None:
     with pytest.raises(DataError, match=r"meta_info\['step'\] differs in concat: 1 in part 1, 2 in part 2") as raised:
         joined({}, {"step": 1}, {"step": 2})
-    assert (raised.value.key, raised.value.values) == ("step", (1, 2))  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="'metrics'.* is 3 in part 0, a dict in others"):
+    assert (raised.value.key, raised.value.values) == ("step", (1, 2))
+    with pytest.raises(DataError, match=r"'metrics'.* is 3 in part 0, a dict in others"):
         joined({"metrics": 3}, {"metrics": {"loss": 1}})
 
 
@@ -78,7 +78,8 @@ def test_a_copy_has_containers_of_its_own_and_shares_tensors() -> None:
     ("left", "right"),
     [
         (1, 2), ([1], (1,)), ({"a": 1}, {"b": 1}), ([1, 2], [1]), (torch.zeros(2), torch.zeros(3)),
-        (torch.zeros(2), np.zeros(2)), (torch.zeros(2), 0.0), (np.zeros(2), [0.0, 0.0]), (np.zeros(2), np.zeros(2, "f4")),
+        (torch.zeros(2), np.zeros(2)), (torch.zeros(2), 0.0), (np.zeros(2), [0.0, 0.0]),
+        (np.zeros(2), np.zeros(2, "f4")),
         (torch.zeros(2), torch.zeros(2, dtype=torch.int64)), (None, 0), (float("nan"), 1.0), ("a", "b"),
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mcontroller.errors import DataError
 from mcontroller.partition import Partition, balanced, contiguous, padded, split_rows
+from tests.parallel_state.layouts import unhurried
 
 PADDINGS = ("spread", "repeat", "zero_loss", "none")
 counts = st.integers(0, 70)
@@ -33,6 +34,7 @@ def collected(partition: Partition, times: int = 1) -> list[tuple[int, int]]:
     return joined if order is None else [joined[place] for place in order]
 
 
+@unhurried
 @given(counts, shard_counts)
 def test_contiguous_shards_are_consecutive_ranges_that_differ_by_at_most_one_row(n: int, k: int) -> None:
     partition = contiguous(n, k)
@@ -42,6 +44,7 @@ def test_contiguous_shards_are_consecutive_ranges_that_differ_by_at_most_one_row
     assert partition.is_contiguous and partition.order is None and not partition.is_padded
 
 
+@unhurried
 @given(st.integers(1, 70), shard_counts)
 def test_padded_shards_have_equal_length_and_at_most_one_row_of_padding(n: int, k: int) -> None:
     partition = padded(n, k)
@@ -52,6 +55,7 @@ def test_padded_shards_have_equal_length_and_at_most_one_row_of_padding(n: int, 
     assert all(0 <= row < n for rows in partition.shards for row in rows)
 
 
+@unhurried
 @given(st.integers(1, 70), shard_counts)
 def test_by_default_no_shard_is_empty_and_rows_are_repeated_only_for_that(n: int, k: int) -> None:
     partition = split_rows(n, k)
@@ -62,7 +66,7 @@ def test_by_default_no_shard_is_empty_and_rows_are_repeated_only_for_that(n: int
 
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_no_rows_give_empty_shards_whatever_the_padding(padding: str) -> None:
-    partition = split_rows(0, 3, padding=padding)  # type: ignore[arg-type]
+    partition = split_rows(0, 3, padding=padding)
     assert [list(rows) for rows in partition.shards] == [[], [], []]
     assert partition.pads == (0, 0, 0)
     assert partition.restore([0, 0, 0]) == ((0, 0, 0), None)
@@ -74,6 +78,7 @@ def test_zero_loss_marks_the_partition_and_repeat_does_not() -> None:
     assert balanced([3, 1, 2], 2, padding="zero_loss").zero_loss
 
 
+@unhurried
 @given(row_lengths, shard_counts, st.sampled_from(PADDINGS), st.booleans(), st.integers(0, 3), st.booleans())
 def test_results_come_back_in_the_callers_order_without_padding(
     lengths: list[int], k: int, padding: str, by_length: bool, times: int, equal_size: bool
@@ -82,7 +87,7 @@ def test_results_come_back_in_the_callers_order_without_padding(
     partition = split_rows(
         n,
         k,
-        padding=padding,  # type: ignore[arg-type]
+        padding=padding,
         lengths=lengths if by_length else None,
         equal_size=equal_size,
     )
@@ -90,11 +95,12 @@ def test_results_come_back_in_the_callers_order_without_padding(
     assert collected(partition, times) == [(row, number) for row in range(n) for number in range(times)]
 
 
+@unhurried
 @given(row_lengths, shard_counts, st.sampled_from(PADDINGS))
 def test_padding_is_at_the_end_of_a_shard_and_repeats_a_row_of_the_batch(
     lengths: list[int], k: int, padding: str
 ) -> None:
-    partition = balanced(lengths, k, padding=padding)  # type: ignore[arg-type]
+    partition = balanced(lengths, k, padding=padding)
     for shard, rows in enumerate(partition.shards):
         assert len(rows) == len(partition.own(shard)) + partition.pads[shard]
         assert set(rows) <= set(range(len(lengths)))
@@ -104,12 +110,14 @@ def test_padding_is_at_the_end_of_a_shard_and_repeats_a_row_of_the_batch(
         assert len({len(rows) for rows in partition.shards}) == 1
 
 
+@unhurried
 @given(row_lengths, shard_counts)
 def test_equal_size_balances_at_equal_numbers_of_rows(lengths: list[int], k: int) -> None:
     sizes = [len(rows) for rows in balanced(lengths, k, equal_size=True, padding="none").shards]
     assert max(sizes) - min(sizes) <= 1
 
 
+@unhurried
 @given(st.lists(st.tuples(st.integers(1, 500), st.sampled_from("abcdefg")), max_size=60), shard_counts)
 def test_rows_of_one_group_stay_in_one_shard(rows: list[tuple[int, str]], k: int) -> None:
     labels = [label for _, label in rows]
@@ -176,7 +184,7 @@ def test_results_of_another_length_pass_where_nothing_has_to_be_undone() -> None
 def test_results_that_cannot_be_told_apart_name_the_shard_and_the_numbers() -> None:
     with pytest.raises(DataError, match="shard 0 was given 3 rows, 1 of them padding, and returned 2") as raised:
         split_rows(5, 2, padding="repeat").restore([2, 3])
-    assert (raised.value.shard, raised.value.given, raised.value.returned) == (0, 3, 2)  # type: ignore[attr-defined]
+    assert (raised.value.shard, raised.value.given, raised.value.returned) == (0, 3, 2)
 
 
 @pytest.mark.parametrize(

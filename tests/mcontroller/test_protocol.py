@@ -31,7 +31,7 @@ def test_from_single_dict_tells_tensors_from_arrays_and_keeps_numeric_arrays() -
     batch = DataProto.from_single_dict(
         {"a": torch.arange(3), "n": np.arange(3), "s": ["x", "y", "z"]}, meta_info={"step": 1}, auto_padding=True
     )
-    assert list(batch.batch.keys()) == ["a"]  # type: ignore[union-attr]
+    assert list(batch.batch.keys()) == ["a"]
     assert batch.non_tensor_batch["n"].dtype == np.int64
     assert batch.meta_info == {"step": 1, DataProtoConfig.auto_padding_key: True}
     assert batch.is_padding_enabled()
@@ -48,15 +48,15 @@ def test_from_tensordict_sorts_stacks_and_single_values_out() -> None:
     source["uid"] = NonTensorStack("x", "y")
     source["temperature"] = NonTensorData(0.7, batch_size=[2])
     batch = DataProto.from_tensordict(source, meta_info={"step": 1})
-    assert batch.batch["a"].tolist() == [0, 1]  # type: ignore[index]
+    assert batch.batch["a"].tolist() == [0, 1]
     assert batch.non_tensor_batch["uid"].tolist() == ["x", "y"]
     assert batch.meta_info == {"step": 1, "temperature": 0.7}
 
 
 def test_num_batch_dims_counts_leading_dims_of_the_batch() -> None:
     batch = DataProto.from_dict({"a": torch.zeros(4, 2, 3), "b": torch.zeros(4, 2)}, num_batch_dims=2)
-    assert batch.batch.batch_size == (4, 2)  # type: ignore[union-attr]
-    assert [part.batch.batch_size for part in batch.chunk(2)] == [(2, 2), (2, 2)]  # type: ignore[union-attr]
+    assert batch.batch.batch_size == (4, 2)
+    assert [part.batch.batch_size for part in batch.chunk(2)] == [(2, 2), (2, 2)]
 
 
 def test_the_number_of_rows_is_that_of_the_columns() -> None:
@@ -76,9 +76,9 @@ def test_the_number_of_rows_is_that_of_the_columns() -> None:
         (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), "num_batch_dims=0"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, {"u": [1, 2]}, None, 2), "with 1 non-tensor columns"),
         (lambda: DataProto.from_single_dict({"a": "text"}), "'a' is str"),
-        (lambda: DataProto(batch={"a": torch.zeros(2)}), "batch is dict"),  # type: ignore[arg-type]
+        (lambda: DataProto(batch={"a": torch.zeros(2)}), "batch is dict"),
         (lambda: DataProto(batch=TensorDict({"a": torch.zeros(2)}, [])), r"TensorDict\[\]: .* one batch dim"),
-        (lambda: DataProto(non_tensor_batch={"u": ["x"]}), "'u'.* is list: give a numpy array"),  # type: ignore[dict-item]
+        (lambda: DataProto(non_tensor_batch={"u": ["x"]}), "'u'.* is list: give a numpy array"),
         (lambda: DataProto.from_dict({"s": torch.eye(2).to_sparse()}), "'s'.* layout torch.sparse_coo"),
         (lambda: DataProto(TensorDict({"a": NonTensorData(1, batch_size=[2])}, [2])), "'a'.* into non_tensor_batch"),
     ],
@@ -91,8 +91,8 @@ def test_what_is_no_batch_is_refused_with_its_column_and_numbers(make, message: 
 def test_an_item_is_one_row_without_its_row_dim() -> None:
     item = every_kind(5)[-2]
     assert isinstance(item, DataProtoItem)
-    assert item.batch["ids"].tolist() == [30, 31, 32, 33]  # type: ignore[index]
-    assert item.batch["jagged"].tolist() == [3.0, 4.0, 5.0]  # type: ignore[index]
+    assert item.batch["ids"].tolist() == [30, 31, 32, 33]
+    assert item.batch["jagged"].tolist() == [3.0, 4.0, 5.0]
     assert item.non_tensor_batch["uid"] == "row 3"
     assert item.meta_info["temperature"] == 0.5
 
@@ -101,7 +101,7 @@ def test_an_item_is_one_row_without_its_row_dim() -> None:
 def test_a_row_that_is_not_there_is_an_index_error_with_the_numbers(wrong) -> None:
     with pytest.raises(RowIndexError, match="of a batch of 5 rows") as raised:
         numbered(5)[wrong]
-    assert isinstance(raised.value, IndexError) and raised.value.rows == 5  # type: ignore[attr-defined]
+    assert isinstance(raised.value, IndexError) and raised.value.rows == 5
     assert [item.batch["n"].item() for item in numbered(5)] == [0, 1, 2, 3, 4]
 
 
@@ -116,10 +116,10 @@ def test_what_does_not_name_rows_is_refused(wrong, message: str) -> None:
 
 def test_slices_chunks_and_selections_of_columns_share_memory_and_index_lists_copy() -> None:
     batch = numbered(6)
-    memory = batch.batch["n"].untyped_storage().data_ptr()  # type: ignore[index]
+    memory = batch.batch["n"].untyped_storage().data_ptr()
     views = [batch[1:3], *batch.chunk(2), *batch.split(4), batch.select("n"), DataProto.concat([batch])]
     for view in views:
-        assert view.batch["n"].untyped_storage().data_ptr() == memory  # type: ignore[index]
+        assert view.batch["n"].untyped_storage().data_ptr() == memory
     assert batch[[1, 2]].batch["n"].untyped_storage().data_ptr() != memory
 
 
@@ -132,11 +132,11 @@ def test_chunks_share_no_part_of_meta_info() -> None:
 def test_select_takes_names_or_lists_and_shares_or_copies_memory() -> None:
     batch = numbered(3, a=1, b=2)
     selected = batch.select("n", [], "a")
-    assert (selected.batch["n"].tolist(), selected.non_tensor_batch, selected.meta_info) == ([0, 1, 2], {}, {"a": 1})  # type: ignore[index]
-    batch.select(deepcopy=True).batch["n"][0] = 9  # type: ignore[index]
+    assert (selected.batch["n"].tolist(), selected.non_tensor_batch, selected.meta_info) == ([0, 1, 2], {}, {"a": 1})
+    batch.select(deepcopy=True).batch["n"][0] = 9
     assert numbers(batch) == [0, 1, 2]
-    selected.batch["n"][0] = 9  # type: ignore[index]
-    assert batch.batch["n"][0] == 9  # type: ignore[index]
+    selected.batch["n"][0] = 9
+    assert batch.batch["n"][0] == 9
 
 
 def test_pop_takes_columns_out_of_the_batch_and_of_no_other() -> None:
@@ -152,7 +152,7 @@ def test_rename_keeps_the_order_of_columns_and_gives_the_batch_itself() -> None:
     batch = DataProto.from_dict({"a": torch.zeros(1), "b": torch.ones(1)}, {"u": ["x"]})
     assert batch.rename(["a", "u"], ["c", "v"]) is batch
     assert batch._column_keys() == ["c", "b", "v"]
-    assert batch.rename("b", "a").batch["a"].item() == 1  # type: ignore[index]
+    assert batch.rename("b", "a").batch["a"].item() == 1
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_union_refuses_a_column_or_key_with_two_values() -> None:
     left = TensorDict({"a": torch.zeros(2)}, [2])
     with pytest.raises(DataError, match="column 'a' is in both and differs") as raised:
         union_tensor_dict(left, TensorDict({"a": torch.ones(2)}, [2]))
-    assert raised.value.column == "a"  # type: ignore[attr-defined]
+    assert raised.value.column == "a"
     with pytest.raises(DataError, match=r"batch dims \[2\] and \[3\]"):
         union_tensor_dict(left, TensorDict({"b": torch.ones(3)}, [3]))
     with pytest.raises(DataError, match="column 'u' is in both"):
@@ -231,8 +231,8 @@ def test_jagged_columns_that_shared_their_offsets_still_do_after_rows_have_moved
     weights = torch.nested.nested_tensor_from_jagged(ids.values() * 0.5, ids.offsets())
     batch = DataProto.from_dict({"ids": ids, "weights": weights})
     for moved in (batch[1:3], batch[[2, 0, 2]], DataProto.concat(batch.chunk(3)), batch.chunk(2)[1]):
-        product = moved.batch["ids"] * moved.batch["weights"]  # type: ignore[index]
-        assert product.values().tolist() == [value**2 / 2 for value in moved.batch["ids"].values().tolist()]  # type: ignore[index]
+        product = moved.batch["ids"] * moved.batch["weights"]
+        assert product.values().tolist() == [value**2 / 2 for value in moved.batch["ids"].values().tolist()]
 
 
 def test_jagged_columns_with_holes_and_with_their_ragged_dim_last_move_by_rows() -> None:
@@ -250,7 +250,9 @@ def test_jagged_columns_with_holes_and_with_their_ragged_dim_last_move_by_rows()
 
 def test_large_columns_are_joined_and_chosen_as_small_ones_are() -> None:
     column = torch.arange(3 << 20).reshape(-1, 1024)
-    batch = DataProto.from_dict({"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]})
+    batch = DataProto.from_dict(
+        {"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]}
+    )
     assert DataProto.concat(batch.chunk(5)) == batch
     order = torch.randperm(len(column), generator=torch.Generator().manual_seed(0))
     assert torch.equal(batch[order].batch["ids"], column[order])
@@ -266,7 +268,9 @@ def test_padding_repeats_the_first_or_last_row_and_pads_in_a_cycle_to_a_divisor(
 
 def test_row_lengths_are_sums_of_a_mask_or_lengths_of_jagged_rows() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    batch = DataProto.from_dict({"attention_mask": mask, "bool": mask.bool(), "jagged": jagged([4, 0]), "n": mask[:, 2]})
+    batch = DataProto.from_dict(
+        {"attention_mask": mask, "bool": mask.bool(), "jagged": jagged([4, 0]), "n": mask[:, 2]}
+    )
     assert batch.row_lengths() == [2, 3]
     assert batch.row_lengths("bool") == [2, 3]
     assert batch.row_lengths("jagged") == [4, 0]
@@ -278,9 +282,11 @@ def test_mini_batches_are_views_in_order_unless_shuffled_and_may_drop_the_last()
     batch = numbered(5)
     parts = list(batch.make_iterator(2, 1, dataloader_kwargs={"drop_last": True}))
     assert [numbers(part) for part in parts] == [[0, 1], [2, 3]]
-    parts[0].batch["n"][0] = 7  # type: ignore[index]
-    assert batch.batch["n"][0] == 7  # type: ignore[index]
-    orders = {tuple(numbers(part)) for seed in range(5) for part in numbered(5).make_iterator(5, 1, seed, {"shuffle": True})}
+    parts[0].batch["n"][0] = 7
+    assert batch.batch["n"][0] == 7
+    orders = {
+        tuple(numbers(part)) for seed in range(5) for part in numbered(5).make_iterator(5, 1, seed, {"shuffle": True})
+    }
     assert len(orders) > 1
 
 
@@ -295,7 +301,7 @@ def test_items_of_different_shapes_are_not_collated() -> None:
 def test_to_moves_tensors_and_leaves_the_batch_where_it_was() -> None:
     batch = numbered(2)
     moved = batch.to("meta")
-    assert moved.batch["n"].device.type == "meta"  # type: ignore[index]
+    assert moved.batch["n"].device.type == "meta"
     assert moved.non_tensor_batch["name"].tolist() == ["0", "1"]
     assert numbers(batch) == [0, 1]
 
@@ -309,7 +315,7 @@ def test_equality_is_of_values_dtypes_keys_and_meta_info_and_the_difference_is_t
     assert batch.difference(batch.select([])) == "batch has keys ['a'], other has []"
     for field, key, value in (("batch", "a", torch.tensor([1.0, 2.0])), ("batch", "a", torch.ones(2).double())):
         getattr(same, field)[key] = value
-        assert batch.difference(same).startswith("batch['a'] differs")  # type: ignore[union-attr]
+        assert batch.difference(same).startswith("batch['a'] differs")
     same = batch.select()
     same.meta_info["t"] = True + 1
     assert batch.difference(same) == "meta_info['t'] differs: 1 and 2"

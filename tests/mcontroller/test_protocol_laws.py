@@ -18,10 +18,12 @@ from mcontroller.protocol import (
     unpad_dataproto,
 )
 from tests.mcontroller.batches import every_kind, numbered, numbers, row_counts
+from tests.parallel_state.layouts import unhurried
 
 DENSE = ["ids", "mask", "score", "bfloat", "float8", "unsigned", "nothing", "columns_first", "nested"]
 
 
+@unhurried
 @given(row_counts, st.integers(1, 20))
 def test_concat_undoes_chunk(rows: int, chunks: int) -> None:
     batch = every_kind(rows)
@@ -31,6 +33,7 @@ def test_concat_undoes_chunk(rows: int, chunks: int) -> None:
     assert DataProto.concat(parts).difference(batch) is None
 
 
+@unhurried
 @given(st.integers(1, 17), st.integers(1, 20))
 def test_concat_undoes_split(rows: int, size: int) -> None:
     batch = every_kind(rows)
@@ -39,6 +42,7 @@ def test_concat_undoes_split(rows: int, size: int) -> None:
     assert DataProto.concat(parts).difference(batch) is None
 
 
+@unhurried
 @given(row_counts, st.data())
 def test_reorder_by_the_inverse_restores_the_batch(rows: int, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(rows)))
@@ -49,21 +53,24 @@ def test_reorder_by_the_inverse_restores_the_batch(rows: int, data: st.DataObjec
     assert batch.difference(every_kind(rows)) is None
 
 
+@unhurried
 @given(row_counts, st.integers(0, 4), st.booleans())
 def test_repeat_is_a_choice_of_rows(rows: int, times: int, interleave: bool) -> None:
     batch = every_kind(rows)
     repeated = batch.repeat(times, interleave)
     expected = [row for row in range(rows) for _ in range(times)] if interleave else [*range(rows)] * times
     assert repeated.difference(batch.select_idxs(expected)) is None
-    assert repeated.batch["ids"][:, 0].tolist() == [row * 10 for row in expected]  # type: ignore[index]
+    assert repeated.batch["ids"][:, 0].tolist() == [row * 10 for row in expected]
 
 
+@unhurried
 @given(st.lists(st.integers(0, 4), max_size=10))
 def test_sample_level_repeat_repeats_each_row_its_own_number_of_times(times: list[int]) -> None:
     repeated = numbered(len(times)).sample_level_repeat(torch.tensor(times, dtype=torch.int64))
     assert numbers(repeated) == [row for row, count in enumerate(times) for _ in range(count)]
 
 
+@unhurried
 @given(row_counts, st.data())
 def test_every_way_to_name_rows_gives_the_same_rows(rows: int, data: st.DataObject) -> None:
     batch = every_kind(rows)
@@ -76,6 +83,7 @@ def test_every_way_to_name_rows_gives_the_same_rows(rows: int, data: st.DataObje
         assert batch[other].difference(by_list) is None
 
 
+@unhurried
 @given(row_counts, st.integers(-20, 20), st.integers(-20, 20), st.sampled_from([-3, -1, 1, 2, 5]))
 def test_a_slice_is_what_a_slice_of_a_list_is(rows: int, start: int, stop: int, step: int) -> None:
     sliced = every_kind(rows)[start:stop:step]
@@ -84,6 +92,7 @@ def test_a_slice_is_what_a_slice_of_a_list_is(rows: int, start: int, stop: int, 
     assert sliced.difference(every_kind(rows).select_idxs(expected)) is None
 
 
+@unhurried
 @given(st.integers(1, 17), st.integers(1, 8))
 def test_unpad_undoes_padding_to_a_divisor(rows: int, divisor: int) -> None:
     batch = every_kind(rows)
@@ -92,6 +101,7 @@ def test_unpad_undoes_padding_to_a_divisor(rows: int, divisor: int) -> None:
     assert unpad_dataproto(padded, pad_size).difference(batch) is None
 
 
+@unhurried
 @given(st.integers(0, 4), st.integers(1, 5))
 def test_unfold_undoes_fold(groups: int, size: int) -> None:
     batch = every_kind(groups * size).select(DENSE)
@@ -100,14 +110,14 @@ def test_unfold_undoes_fold(groups: int, size: int) -> None:
     assert unfold_batch_dim(folded, 2 if groups else 1).difference(batch) is None
 
 
+@unhurried
 @given(st.integers(1, 9))
 def test_collating_the_items_of_a_batch_gives_the_batch(rows: int) -> None:
-    batch = every_kind(rows).select(DENSE)
-    assert collate_fn(list(batch)).select(non_tensor_batch_keys=["uid", "turns"]).difference(
-        batch.select(non_tensor_batch_keys=["uid", "turns"])
-    ) is None
+    batch = every_kind(rows).select(DENSE, ["uid", "turns"])
+    assert collate_fn(list(batch)).difference(batch) is None
 
 
+@unhurried
 @given(st.integers(1, 17), st.integers(1, 6), st.integers(1, 3))
 def test_an_iterator_passes_every_row_once_an_epoch(rows: int, size: int, epochs: int) -> None:
     shuffled = {"shuffle": True}
@@ -120,14 +130,16 @@ def test_an_iterator_passes_every_row_once_an_epoch(rows: int, size: int, epochs
         assert sorted(seen) == list(range(rows))
 
 
+@unhurried
 @given(row_counts)
 def test_operations_leave_the_batch_they_are_called_on_as_it_was(rows: int) -> None:
     batch, before = every_kind(rows), every_kind(rows)
     dense = batch.select(DENSE)
     made = [
         *batch.chunk(3), *batch.split(2), batch[:1], batch[[0] * min(rows, 1)], batch.select("ids"), batch.repeat(2),
-        batch.to("cpu"), batch.union(numbered(rows, more=1)), DataProto.concat([batch]), batch.unpad(0), batch.padding(0),
-        copy.copy(batch), dense.fold_batch_dim(1), dense.unfold_batch_dim(1), batch.sample_level_repeat([1] * rows),
+        batch.to("cpu"), batch.union(numbered(rows, more=1)), DataProto.concat([batch]), batch.unpad(0),
+        batch.padding(0), copy.copy(batch), dense.fold_batch_dim(1), dense.unfold_batch_dim(1),
+        batch.sample_level_repeat([1] * rows),
     ]  # fmt: skip
     for part in made:
         part.meta_info["stops"][1].append("c")

@@ -17,10 +17,11 @@ from mcontroller.errors import DataError
 from mcontroller.protocol import DataProto
 from mcontroller.serialization import pack, reduce
 from tests.mcontroller.batches import every_kind, jagged, numbered, row_counts
+from tests.parallel_state.layouts import unhurried
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
 ]  # fmt: skip
 
@@ -38,6 +39,7 @@ def received(value: Any) -> Any:
     return pickle.loads(stream, buffers=[bytes(buffer) for buffer in buffers])
 
 
+@unhurried
 @given(row_counts)
 def test_a_batch_of_every_kind_of_column_comes_back_as_it_was(rows: int) -> None:
     batch = every_kind(rows)
@@ -92,7 +94,9 @@ def test_a_contiguous_tensor_is_handed_out_without_a_copy() -> None:
 
 
 def test_what_comes_back_can_be_written_and_is_seen_by_nobody_else() -> None:
-    batch = DataProto.from_dict({"n": torch.arange(3)}, {"level": np.arange(3), "px": [np.zeros(2), None, torch.zeros(2)]})
+    batch = DataProto.from_dict(
+        {"n": torch.arange(3)}, {"level": np.arange(3), "px": [np.zeros(2), None, torch.zeros(2)]}
+    )
     stream, buffers = sent(batch)
     read_only = [bytes(buffer) for buffer in buffers]
     first, second = (pickle.loads(stream, buffers=read_only) for _ in range(2))
@@ -103,7 +107,7 @@ def test_what_comes_back_can_be_written_and_is_seen_by_nobody_else() -> None:
     assert second == batch
     in_band = pickle.loads(pickle.dumps(batch, protocol=5))
     in_band.batch["n"][0] = 9
-    assert batch.batch["n"].tolist() == [0, 1, 2]  # type: ignore[index]
+    assert batch.batch["n"].tolist() == [0, 1, 2]
 
 
 def test_writable_buffers_are_adopted_without_another_copy() -> None:
@@ -124,7 +128,9 @@ def test_jagged_columns_with_one_set_of_offsets_still_multiply_on_the_other_side
 def test_tensors_in_meta_info_and_deep_in_objects_travel_out_of_band() -> None:
     image = torch.zeros(1000, 100)
     batch = DataProto.from_dict(
-        {}, {"multi_modal": [{"pixels": [image[:10]]}, None]}, {"kl": torch.tensor(0.5), "table": (np.ones(500), image[:2])}
+        {},
+        {"multi_modal": [{"pixels": [image[:10]]}, None]},
+        {"kl": torch.tensor(0.5), "table": (np.ones(500), image[:2])},
     )
     stream, buffers = sent(batch)
     assert sorted(buffer.nbytes for buffer in buffers) == [4, 800, 4000, 4000]
@@ -189,7 +195,7 @@ class Wrapper(torch.Tensor):
 def test_a_tensor_that_cannot_travel_is_named_with_its_place(tensor: torch.Tensor, kind: str) -> None:
     with pytest.raises(DataError, match=kind) as raised:
         pack({"args": [1, {"x": tensor}]})
-    assert raised.value.place == "value['args'][1]['x']"  # type: ignore[attr-defined]
+    assert raised.value.place == "value['args'][1]['x']"
     with pytest.raises(DataError, match=kind):
         pickle.dumps(DataProto(meta_info={"x": tensor}))
 
@@ -212,7 +218,7 @@ def test_copies_share_memory_and_deep_copies_do_not() -> None:
     shallow, deep = copy.copy(batch), copy.deepcopy(batch)
     assert shallow == batch and deep == batch
     shallow.batch["new"] = torch.zeros(4)
-    assert "new" not in batch.batch.keys()  # type: ignore[union-attr]
+    assert "new" not in batch._column_keys()
     deep.batch["ids"][0] = -1
     deep.non_tensor_batch["turns"][1].clear()
     assert batch == every_kind(4)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from mcontroller.errors import DataError
 from mcontroller.protocol import DataProto
 from tests.mcontroller.batches import every_kind, numbered, row_counts
+from tests.parallel_state.layouts import unhurried
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(),
@@ -34,14 +35,14 @@ def back_from(path: Path, batch: DataProto) -> DataProto:
 
 
 @given(row_counts)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(unhurried, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_batch_of_every_kind_of_column_comes_back_from_disk(tmp_path: Path, rows: int) -> None:
     batch = every_kind(rows)
     assert back_from(tmp_path / "batch", batch).difference(batch) is None
 
 
 @given(json_values)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(unhurried, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_plain_value_comes_back_with_its_types(tmp_path: Path, value: object) -> None:
     batch = DataProto.from_dict({}, {"objects": [value, value]}, {"value": value})
     back = back_from(tmp_path / "batch", batch)
@@ -52,7 +53,8 @@ def test_any_plain_value_comes_back_with_its_types(tmp_path: Path, value: object
 def test_numpy_numbers_arrays_and_tensors_in_meta_info_keep_their_dtypes(tmp_path: Path) -> None:
     info = {
         "lr": np.float32(0.1), "flag": np.bool_(True), "table": np.arange(6, dtype=np.int16).reshape(2, 3),
-        "names": np.array(["a", "bcd"]), "kl": torch.tensor(0.5, dtype=torch.bfloat16), "objects": np.array([None, "x"], object),
+        "names": np.array(["a", "bcd"]), "kl": torch.tensor(0.5, dtype=torch.bfloat16),
+        "objects": np.array([None, "x"], object),
     }  # fmt: skip
     back = back_from(tmp_path / "batch", DataProto(meta_info=info))
     assert back.difference(DataProto(meta_info=info)) is None
@@ -87,7 +89,9 @@ class Opaque:
         (DataProto.from_dict({"c": torch.zeros(2, dtype=torch.complex128)}), r"batch\['c'\] is torch.complex128"),
     ],
 )
-def test_what_has_no_place_in_the_file_is_named_and_leaves_no_file(batch: DataProto, message: str, tmp_path: Path) -> None:
+def test_what_has_no_place_in_the_file_is_named_and_leaves_no_file(
+    batch: DataProto, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=message):
         batch.save_to_disk(tmp_path / "batch")
     assert list(tmp_path.iterdir()) == []
@@ -123,7 +127,7 @@ def test_files_of_another_kind_or_version_say_what_they_are(tmp_path: Path) -> N
     with pytest.raises(DataError, match="holds no saved DataProto"):
         DataProto.load_from_disk(tmp_path / "model")
     newer = described(tmp_path / "newer", {"format": "mcontroller.DataProto", "version": 9})
-    with pytest.raises(DataError, match="'mcontroller.DataProto' version 9: this reads .* version 1"):
+    with pytest.raises(DataError, match=r"'mcontroller.DataProto' version 9: this reads .* version 1"):
         DataProto.load_from_disk(newer)
     unknown = {"format": "mcontroller.DataProto", "version": 1, "batch": None, "non_tensor_batch": {}}
     odd = described(tmp_path / "odd", {**unknown, "meta_info": {"x": {"$call": ["os.system", "true"]}}})

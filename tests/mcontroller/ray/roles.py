@@ -1,0 +1,152 @@
+"""Workers that the tests start. Nothing here loads torch, so that a rank is up in a fraction of a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+from mcontroller.decorator import register
+from mcontroller.dispatch import Dispatch, Execute
+from mcontroller.worker import Worker
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RAYS = ("RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE")
+
+
+class Plain(Worker):
+    """Does not call ``super().__init__()``."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def environment(self) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in (*TORCHRUN, *RAYS, "OMP_NUM_THREADS")}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get(self) -> Any:
+        return self.value
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def first(self, value: Any) -> Any:
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def later(self, value: Any) -> Any:
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def wait_for_file(self, path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def keep(self, value: Any) -> None:
+        self.value = value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def awaited(self, value: Any) -> Any:
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def scribble(self, array: Any) -> Any:
+        array[:] = self.rank
+        return array.sum()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def can_listen_on_master_port(self) -> bool:
+        """As torch's store does: with its address reused."""
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", int(os.environ["MASTER_PORT"])))
+        listener.listen()
+        listener.close()
+        return True
+
+    def not_registered(self) -> int:
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_on(self, causes: dict[int, str]) -> None:
+        """Ranks with a cause raise it; the others wait, as in a collective whose peer is gone."""
+        if self.rank in causes:
+            raise ValueError(causes[self.rank])
+        block()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def fail_later_on(self, causes: dict[int, str]) -> None:
+        self.fail_on(causes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def die_on(self, rank: int, how: str) -> None:
+        if self.rank == rank:
+            os.write(1, b"the last words of a rank\n")
+            end(how)
+        block()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout=0.5)
+    def late_on(self, rank: int) -> int:
+        if self.rank == rank:
+            block()
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def patient_on(self, rank: int) -> None:
+        if self.rank == rank:
+            block()
+
+
+class RaisesInInit(Worker):
+    def __init__(self) -> None:
+        if self.rank == 1:
+            raise RuntimeError("rank 1 cannot be made")
+        block()
+
+
+class DiesInInit(Worker):
+    def __init__(self) -> None:
+        if self.rank == 0:
+            end("exit")
+        block()
+
+
+class Neighbour(Worker):
+    """Stands beside ``Plain`` in one process."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def get(self) -> str:
+        return "neighbour"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def through_the_wall(self, role: str) -> Any:
+        from mcontroller.colocate import sibling
+
+        return sibling(role).value, self.fused_worker_dict[role] is sibling(role)
+
+
+def block() -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def end(how: str) -> None:
+    if how == "exit":
+        os._exit(3)
+    if how == "sys.exit":
+        raise SystemExit(3)
+    os.kill(os.getpid(), signal.SIGKILL)

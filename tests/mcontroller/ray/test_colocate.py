@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mcontroller.errors import ConfigError, WorkerError
+from mcontroller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+)
+from tests.mcontroller.ray.roles import Neighbour, Plain
+
+CLASSES = {
+    "actor": RayClassWithInitArgs(Plain, "of the actor"),
+    "actor_x": RayClassWithInitArgs(Plain, "of the other"),
+    "critic": RayClassWithInitArgs(Neighbour),
+}
+
+
+@pytest.fixture(scope="module")
+def together(cluster: None) -> Iterator[RayWorkerGroup]:
+    with (
+        RayResourcePool([2], use_gpu=False) as pool,
+        RayWorkerGroup(pool, create_colocated_worker_cls_fused(CLASSES)) as group,
+    ):
+        yield group
+
+
+def test_roles_of_one_process_have_one_pid_and_an_object_each(together: RayWorkerGroup) -> None:
+    roles = together.spawn(CLASSES)
+    assert len({tuple(group.pid()) for group in roles.values()}) == 1
+    assert roles["actor"].get() == ["of the actor"] * 2
+
+
+def test_methods_of_one_name_belong_to_their_own_role(together: RayWorkerGroup) -> None:
+    roles = together.spawn({"actor", "actor_x", "critic"})
+    assert {role: group.get()[0] for role, group in roles.items()} == {
+        "actor": "of the actor",
+        "actor_x": "of the other",
+        "critic": "neighbour",
+    }
+
+
+def test_a_fused_group_shows_its_roles_as_attributes(together: RayWorkerGroup) -> None:
+    assert together.actor_x.get() == ["of the other"] * 2
+    assert together.critic.name == "critic"
+
+
+def test_a_role_reaches_its_siblings_object_also_from_an_async_method(together: RayWorkerGroup) -> None:
+    assert together.critic.through_the_wall("actor") == [("of the actor", True)] * 2
+
+
+def test_a_sibling_that_is_not_there_is_an_error_that_lists_those_that_are(together: RayWorkerGroup) -> None:
+    with pytest.raises(ConfigError, match=r"hold actor, actor_x, critic, not 'reward'"):
+        together.spawn({"reward"})
+
+
+def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> None:
+    classes = {"actor": CLASSES["actor"], "critic": CLASSES["critic"]}
+    with RayWorkerGroup(pool, create_colocated_worker_cls(classes)) as group:
+        assert group.name == "actor+critic"
+        assert pool.tenants == ["actor+critic"]
+        assert not hasattr(group, "actor")
+        assert group.spawn({"critic"})["critic"].get() == ["neighbour"] * 2
+        group.fuse({"actor"})
+        with pytest.raises(WorkerError, match="no role 'reward' in this process") as caught:
+            group.spawn({"critic"})["critic"].through_the_wall("reward")
+        assert caught.value.role == "critic"
+        with pytest.raises(Exception, match="no role 'reward'"):
+            group.actor.get()
+
+
+def test_roles_that_want_different_options_for_one_process_are_refused() -> None:
+    actor = RayClassWithInitArgs(Plain).update_options({"memory": 1})
+    critic = RayClassWithInitArgs(Plain).update_options({"memory": 2})
+    with pytest.raises(ConfigError, match=r"role 'critic' wants option memory=2 .* a role beside it 1"):
+        create_colocated_worker_cls({"actor": actor, "critic": critic})
+
+
+def test_no_role_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name at least one role"):
+        create_colocated_worker_cls({})

@@ -1,0 +1,154 @@
+"""What is sent to whom, how often, and what stays where it was made.
+
+Ranks 0, 1 and 2, 3 of ``wide`` are replicas (tp=2, dp=2); ``other`` splits a batch over 2 ranks, ``third`` over 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from mcontroller.errors import GroupError, WorkerError
+from mcontroller.protocol import DataProto
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from parallel_state import ParallelLayout, Topology
+from tests.mcontroller.ray.batch_roles import Batches
+
+LARGE, SMALL = 100_000, 64
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: None) -> Iterator[dict[str, RayWorkerGroup]]:
+    """Groups on pools of their own."""
+    layouts = {"wide": ParallelLayout(4, tp=2), "other": ParallelLayout(2), "third": ParallelLayout(3)}
+    groups = {}
+    for name, layout in layouts.items():
+        pool = RayResourcePool([layout.world_size], use_gpu=False, name_prefix=name)
+        init = RayClassWithInitArgs(Batches)
+        groups[name] = RayWorkerGroup(pool, init, name_prefix=name, topology=Topology.from_layout(layout))
+    yield groups
+    for group in groups.values():
+        group.shutdown()
+
+
+@pytest.fixture
+def wide(groups: dict[str, RayWorkerGroup]) -> RayWorkerGroup:
+    return groups["wide"]
+
+
+@pytest.fixture
+def puts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Everything that the controller puts into the object store."""
+    stored: list[Any] = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: (stored.append(value), put(value))[1])
+    return stored
+
+
+def batch(elements: int) -> DataProto:
+    ids = torch.arange(elements).view(8, -1)
+    return DataProto.from_dict({"ids": ids}, {"name": [f"row {row}" for row in range(8)]}, {"seed": 7})
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_a_batch_comes_back_as_it_went(wide: RayWorkerGroup, elements: int) -> None:
+    assert wide.same(batch(elements)) == batch(elements)
+
+
+def test_a_shard_is_stored_once_whatever_the_number_of_its_replicas(wide: RayWorkerGroup, puts: list[Any]) -> None:
+    wide.same(batch(LARGE))
+    assert [packed.nbytes > LARGE * 8 / 2 for packed in puts] == [True, True]
+
+
+def test_a_small_batch_goes_inline_and_is_not_stored(wide: RayWorkerGroup, puts: list[Any]) -> None:
+    wide.same(batch(SMALL))
+    assert puts == []
+
+
+def test_one_argument_for_all_ranks_is_stored_once(wide: RayWorkerGroup, puts: list[Any]) -> None:
+    assert wide.total(torch.ones(LARGE)) == [LARGE] * 4
+    assert len(puts) == 1
+
+
+def test_a_plain_argument_beside_a_batch_is_stored_once_and_private_to_each_rank(
+    wide: RayWorkerGroup, puts: list[Any]
+) -> None:
+    plain = torch.ones(LARGE)
+    sums = wide.with_plain(batch(SMALL), plain)
+    assert sums.batch["sum"].tolist() == [2 * LARGE] * 8
+    assert plain.sum() == LARGE
+    assert len(puts) == 1
+
+
+def test_replicas_write_into_one_shard_and_neither_the_other_nor_the_caller_sees_it(wide: RayWorkerGroup) -> None:
+    given = batch(LARGE)
+    got = wide.scribble(given)
+    assert got.batch["ids"][:, 0].tolist() == [0] * 4 + [2] * 4
+    assert given == batch(LARGE)
+
+
+def test_ranks_that_are_not_collected_drop_their_values_before_serialization(wide: RayWorkerGroup) -> None:
+    assert wide.unshippable_unless_collected(batch(SMALL)) == batch(SMALL)
+
+
+def test_a_value_that_cannot_be_shipped_is_the_failure_of_its_rank(groups: dict[str, RayWorkerGroup]) -> None:
+    with RayResourcePool([1], use_gpu=False) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Batches), name_prefix="lone")
+        with pytest.raises(WorkerError, match=r"cannot pickle '_thread\.lock' object"):
+            group.execute_with_func_generator(lambda worker: __import__("threading").Lock())
+
+
+def test_a_future_goes_from_worker_to_worker_and_each_fetches_its_own_shard(groups: dict[str, RayWorkerGroup]) -> None:
+    groups["other"].count_fetched()
+    future = groups["wide"].same_later(batch(LARGE))
+    assert groups["other"].same(future) == batch(LARGE)
+    assert groups["other"].count_fetched() == [1, 1]
+
+
+def test_unequal_splits_fetch_only_the_shards_that_overlap(groups: dict[str, RayWorkerGroup]) -> None:
+    groups["third"].count_fetched()
+    future = groups["wide"].same_later(batch(LARGE))
+    assert groups["third"].same(future) == batch(LARGE)
+    lengths = 2
+    assert groups["third"].count_fetched() == [lengths + 1, lengths + 2, lengths + 1]
+
+
+def test_a_future_is_not_fetched_by_the_controller_on_its_way(
+    groups: dict[str, RayWorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Any] = []
+    get = ray.get
+    monkeypatch.setattr(ray, "get", lambda refs, **options: (fetched.append(refs), get(refs, **options))[1])
+    chained = groups["third"].same_later(groups["wide"].same_later(batch(LARGE)))
+    assert chained.wait(20)
+    fetched.clear()
+    assert chained.get() == batch(LARGE)
+    assert len(chained.parts) == 3
+
+
+def test_groups_on_different_pools_run_at_the_same_time(groups: dict[str, RayWorkerGroup], tmp_path: Path) -> None:
+    left, right = str(tmp_path / "left"), str(tmp_path / "right")
+    first = groups["wide"].meet(left, right)
+    second = groups["other"].meet(right, left)
+    assert all(first.get() + second.get())
+
+
+def test_a_consumer_of_a_failed_future_is_told_the_producers_failure_and_stays_whole(
+    groups: dict[str, RayWorkerGroup],
+) -> None:
+    with RayResourcePool([1], use_gpu=False, name_prefix="lone") as pool:
+        failing = RayWorkerGroup(
+            pool, RayClassWithInitArgs(Batches), name_prefix="failing", topology=Topology.from_layout(ParallelLayout(1))
+        )
+        future = failing.fail_later(batch(SMALL))
+        with pytest.raises(WorkerError, match="no batch from here") as caught:
+            groups["wide"].same(future)
+        assert caught.value.role == "failing"
+        assert groups["wide"].same(batch(SMALL)) == batch(SMALL)
+        with pytest.raises(GroupError, match="no batch from here"):
+            failing.count_fetched()

@@ -1,0 +1,94 @@
+"""What happens between drivers: the end of one, and what another finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+import ray
+
+from mcontroller.errors import ResourceError
+from mcontroller.ray import RayWorkerGroup
+
+PRELUDE = """
+import ray
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tests.mcontroller.ray.roles import Plain
+ray.init(address={address!r}, logging_level="ERROR", log_to_driver=False)
+pool = RayResourcePool([2], use_gpu=False, detached={detached})
+group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, "kept"), name_prefix={name!r}, detached={detached})
+print(*group.pid(), flush=True)
+"""
+
+
+def driver(then: str, name: str = "other", detached: bool = False) -> subprocess.Popen[str]:
+    """Another driver on the same cluster, which starts a group, says its pids, and does what ``then`` says."""
+    prelude = PRELUDE.format(address=ray.get_runtime_context().gcs_address, name=name, detached=detached)
+    command = [sys.executable, "-c", prelude + textwrap.dedent(then)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def pids_of(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    return [int(word) for word in process.stdout.readline().split()]
+
+
+def gone(pids: list[int], seconds: float = 10) -> bool:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def test_a_driver_that_ends_takes_its_processes_along(cluster: None) -> None:
+    process = driver("")
+    pids = pids_of(process)
+    assert len(pids) == 2
+    assert process.wait(30) == 0
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_that_is_stopped_in_a_call_takes_its_processes_along(cluster: None, sign: signal.Signals) -> None:
+    process = driver("group.patient_on(1)")
+    pids = pids_of(process)
+    process.send_signal(sign)
+    assert process.wait(30) != 0
+    assert gone(pids)
+
+
+def test_a_failed_call_does_not_keep_the_driver_from_exiting(cluster: None) -> None:
+    process = driver("group.fail_later_on({1: 'unseen'})")
+    pids = pids_of(process)
+    assert process.wait(30) == 0
+    assert gone(pids)
+
+
+def test_a_detached_group_outlives_its_driver_and_is_found_by_name(cluster: None) -> None:
+    process = driver("", name="lasting", detached=True)
+    pids = pids_of(process)
+    assert process.wait(30) == 0
+    group = RayWorkerGroup.from_detached("lasting")
+    assert group.pid() == pids
+    assert group.get() == ["kept", "kept"]
+    assert RayWorkerGroup.from_detached(worker_names=group.worker_names).pid() == pids
+    group.shutdown()
+    assert gone(pids)
+    assert ray.available_resources()["CPU"] >= 2
+    with pytest.raises(ResourceError, match="no detached group named 'lasting'"):
+        RayWorkerGroup.from_detached("lasting")
+
+
+def test_two_jobs_with_groups_of_one_name_do_not_collide(cluster: None) -> None:
+    processes = [driver("", name="same", detached=True) for _ in range(2)]
+    pids = [pids_of(process) for process in processes]
+    assert [process.wait(30) for process in processes] == [0, 0]
+    with pytest.raises(ResourceError, match="has 2 detached groups named 'same'") as caught:
+        RayWorkerGroup.from_detached("same")
+    for group in caught.value.groups:
+        RayWorkerGroup.from_detached(worker_names=[f"{group}/{rank}" for rank in range(2)]).shutdown()
+    assert gone([pid for each in pids for pid in each])

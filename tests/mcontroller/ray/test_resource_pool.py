@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from mcontroller.errors import ResourceError
+from mcontroller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    extract_pg_from_exist,
+    merge_resource_pool,
+)
+from mcontroller.ray.reservation import NodeShape, by_address, fits
+from tests.mcontroller.ray.roles import Plain
+
+Start = Callable[..., RayWorkerGroup]
+
+
+def held() -> int:
+    return sum(entry["state"] == "CREATED" for entry in placement_group_table().values())
+
+
+def test_a_place_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:
+    pool.reserve()
+    assert [group.bundle_specs for group in pool.get_placement_groups()] == [[{"CPU": 2.0}, {"CPU": 2.0}]]
+
+
+def test_several_groups_live_on_one_pool_and_the_table_says_where(pool: RayResourcePool, start: Start) -> None:
+    assert pool.describe() == "pool two: 2 CPU place(s) x 2 slot(s), not reserved yet"
+    pids = [pid for name in ("actor", "critic") for pid in start(name).pid()]
+    assert len(set(pids)) == 4
+    rows = [line.split() for line in pool.describe().splitlines()[2:]]
+    assert [(row[0], *row[3:]) for row in rows] == [("0", "actor", "critic"), ("1", "actor", "critic")]
+
+
+def test_one_group_too_many_is_told_at_once_who_sits_there(start: Start) -> None:
+    start("actor"), start("critic")
+    began = time.monotonic()
+    with pytest.raises(ResourceError, match="taken by actor, critic") as error:
+        start("reward")
+    assert time.monotonic() - began < 1
+    assert error.value.tenants == ["actor", "critic"]
+    assert error.value.max_colocate_count == 2
+
+
+def test_a_released_slot_is_taken_again(pool: RayResourcePool, start: Start) -> None:
+    start("actor"), start("critic").shutdown()
+    assert start("reward").get() == [None, None]
+    assert pool.tenants == ["actor", "reward"]
+
+
+def test_the_last_group_to_leave_gives_the_places_back(pool: RayResourcePool, start: Start) -> None:
+    before = held()
+    first, second = start("actor"), start("critic")
+    assert held() == before + 1
+    first.shutdown()
+    assert held() == before + 1
+    second.shutdown()
+    assert held() == before
+    assert "not reserved" in pool.describe()
+
+
+def test_a_pool_reserved_by_name_is_kept_when_its_groups_leave(pool: RayResourcePool, start: Start) -> None:
+    before = held()
+    pool.reserve()
+    start("actor").shutdown()
+    assert held() == before + 1
+    pool.shutdown()
+    assert held() == before
+
+
+def test_a_pool_larger_than_the_cluster_fails_at_once_with_the_numbers(cluster: None) -> None:
+    pool = RayResourcePool([40], use_gpu=False, max_colocate_count=2, name_prefix="huge")
+    began = time.monotonic()
+    with pytest.raises(
+        ResourceError, match=r"pool 'huge' asks for 80 CPU on one node.* 1 node\(s\) with 16 CPU"
+    ) as error:
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain))
+    assert time.monotonic() - began < 2
+    assert error.value.asked == [{"CPU": 80}]
+    assert error.value.exists == [{"CPU": 16}]
+
+
+def test_a_pool_whose_places_others_hold_says_who(cluster: None) -> None:
+    with RayResourcePool([14], use_gpu=False, name_prefix="holder").reserve():
+        pool = RayResourcePool([8], use_gpu=False, name_prefix="second")
+        with pytest.raises(ResourceError, match=r"did not become free within 0.5 s.*by .*holder") as error:
+            pool.reserve(timeout=0.5)
+    assert error.value.taken["CPU"] >= 14
+    assert all(
+        "second" not in entry["name"] for entry in placement_group_table().values() if entry["state"] != "REMOVED"
+    )
+
+
+def test_a_gpu_pool_on_a_cluster_without_gpus_is_told_so(cluster: None) -> None:
+    with pytest.raises(ResourceError, match=r"2 CPU \+ 2 GPU on one node, and the cluster does not have it"):
+        RayResourcePool([2]).reserve()
+
+
+def test_a_pool_needs_positive_counts() -> None:
+    with pytest.raises(ResourceError, match=r"process_on_nodes=\[2, 0\]"):
+        RayResourcePool([2, 0])
+
+
+def test_addresses_are_ordered_as_numbers() -> None:
+    addresses = ["10.0.0.10", "node-b", "10.0.0.9", "fe80::1", "10.0.0.100"]
+    assert sorted(addresses, key=by_address) == ["10.0.0.9", "10.0.0.10", "10.0.0.100", "fe80::1", "node-b"]
+
+
+def test_two_declared_nodes_may_share_one_that_has_room_but_none_is_torn_apart() -> None:
+    def shapes(*counts: int) -> list[NodeShape]:
+        return [NodeShape(count, (("GPU", 1.0),)) for count in counts]
+
+    assert fits(shapes(2, 6), [{"GPU": 8}])
+    assert fits(shapes(6, 6), [{"GPU": 8}, {"GPU": 8}])
+    assert not fits(shapes(6, 6), [{"GPU": 16 - 8}, {"GPU": 4}])
+    assert not fits(shapes(8), [{"GPU": 4}, {"GPU": 4}])
+
+
+def test_nodes_with_different_numbers_of_processes_agree_on_the_world(cluster: None) -> None:
+    with (
+        RayResourcePool([3, 1], use_gpu=False) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain)) as group,
+    ):
+        environments = group.environment()
+    assert [each["WORLD_SIZE"] for each in environments] == ["4"] * 4
+    assert [each["RANK"] for each in environments] == ["0", "1", "2", "3"]
+    assert [each["LOCAL_RANK"] for each in environments] == ["0", "1", "2", "0"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in environments] == ["3", "3", "3", "1"]
+    assert [each["RAY_LOCAL_RANK"] for each in environments] == ["0", "1", "2", "0"]
+    assert [each["RAY_LOCAL_WORLD_SIZE"] for each in environments] == ["3", "3", "3", "1"]
+
+
+def test_parts_of_a_pool_share_its_slots(pool: RayResourcePool, start: Start) -> None:
+    start("actor")
+    left, right = pool.split(1)
+    with RayWorkerGroup(left, RayClassWithInitArgs(Plain, "left"), name_prefix="left") as group:
+        assert group.get() == ["left"]
+        assert group.environment()[0]["WORLD_SIZE"] == "1"
+        assert left.tenants == ["actor", "left"]
+        assert right.tenants == ["actor"]
+        with pytest.raises(ResourceError, match="1 of them have none left"):
+            start("everywhere")
+
+
+def test_a_pool_is_split_into_sizes_that_add_up(pool: RayResourcePool) -> None:
+    assert [part.world_size for part in pool.split([1, 1])] == [1, 1]
+    with pytest.raises(ResourceError, match=r"has 2 places; split\(\[1, 2\]\) makes 3"):
+        pool.split([1, 2])
+    with pytest.raises(ResourceError, match="ranks 1 to 2 are not all among them"):
+        pool.sub_pool(1, 3)
+
+
+def test_merged_pools_are_one_world(pool: RayResourcePool) -> None:
+    with RayResourcePool([1], use_gpu=False, name_prefix="one", max_colocate_count=2) as other:
+        merged = merge_resource_pool(pool, other)
+        with RayWorkerGroup(merged, RayClassWithInitArgs(Plain), name_prefix="both") as group:
+            assert [each["WORLD_SIZE"] for each in group.environment()] == ["3"] * 3
+            assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1", "0"]
+            assert (pool.tenants, other.tenants) == (["both"], ["both"])
+        with pytest.raises(ResourceError, match="share places"):
+            merged.merge(other)
+
+
+def test_pools_of_different_kinds_are_not_merged(cluster: None) -> None:
+    with pytest.raises(ResourceError, match="differ in kind"):
+        merge_resource_pool(RayResourcePool([1], use_gpu=False), RayResourcePool([1], use_gpu=True))
+
+
+def test_placement_groups_of_existing_pools_serve_another(pool: RayResourcePool) -> None:
+    with RayResourcePool([1], use_gpu=False, name_prefix="one") as other:
+        pools = {"actor": pool, "critic": other}
+        wanted = RayResourcePool([1, 2], use_gpu=False)
+        chosen = extract_pg_from_exist(pools, ["actor", "critic"], wanted)
+        assert [group.bundle_count for group in chosen] == [1, 2]
+        with pytest.raises(ResourceError, match=r"whose placement groups have \[1\] places"):
+            extract_pg_from_exist(pools, ["critic"], wanted)
+
+
+def test_a_pool_comes_back_after_its_cluster_was_left_by_its_groups(pool: RayResourcePool, start: Start) -> None:
+    assert start("first").environment()[0]["RANK"] == "0"
+    pool.shutdown()
+    assert ray.available_resources()["CPU"] >= 4
+    assert start("second").environment()[1]["RANK"] == "1"

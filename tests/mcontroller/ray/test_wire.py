@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import datetime
+
+import numpy as np
+import pytest
+import ray
+import torch
+from tensordict import TensorDict
+
+from mcontroller.errors import DataError
+from mcontroller.protocol import DataProto
+from mcontroller.ray.wire import IN_BAND_BYTES, Packed, pack, unpack
+
+
+def travelled(value: object) -> object:
+    return unpack(pack(value))
+
+
+@pytest.mark.parametrize("count", [0, 3, 5_000])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
+)
+def test_tensors_of_any_dtype_and_size_arrive_unchanged(dtype: torch.dtype, count: int) -> None:
+    tensor = (torch.arange(count) % 2).to(dtype)
+    got = travelled({"here": tensor})["here"]
+    assert got.dtype == dtype
+    assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_shapes_without_elements_or_dims_and_views_arrive_unchanged() -> None:
+    table = torch.arange(10_000.0).view(100, 100)
+    for tensor in (torch.tensor(3.0), torch.empty(0, 7), table.T, table[::2, 1:3], table[0].expand(5, 100)):
+        got = travelled(tensor)
+        assert got.shape == tensor.shape
+        assert torch.equal(got, tensor)
+
+
+def test_nested_tensordicts_and_jagged_tensors_arrive_unchanged() -> None:
+    jagged = torch.nested.nested_tensor([torch.arange(3), torch.arange(900)], layout=torch.jagged)
+    nested = TensorDict({"inner": TensorDict({"jagged": jagged}, [2]), "flat": torch.ones(2)}, [2])
+    got = travelled(nested)
+    assert got.batch_size == nested.batch_size
+    assert torch.equal(got["flat"], nested["flat"])
+    assert all(map(torch.equal, got["inner", "jagged"].unbind(), jagged.unbind()))
+
+
+def test_strings_objects_and_arrays_arrive_unchanged() -> None:
+    words = np.array(["a", {"b": [1]}, None], dtype=object)
+    days = np.arange("2020-01-01", "2021-01-01", dtype="datetime64[D]")
+    got = travelled((words, days, np.arange(9_000)[::3], "ü", datetime.date(2020, 1, 1)))
+    assert got[0].tolist() == words.tolist()
+    assert (got[1] == days).all()
+    assert got[2].tolist() == list(range(0, 9_000, 3))
+    assert got[3:] == ("ü", datetime.date(2020, 1, 1))
+
+
+def test_large_memory_travels_beside_the_pickle_and_is_not_copied_into_it() -> None:
+    batch = DataProto.from_dict({"ids": torch.zeros(1_000, 100, dtype=torch.int64)})
+    packed = pack({"batch": batch, "array": np.zeros(50_000), "bare": torch.zeros(50_000)})
+    assert isinstance(packed, Packed)
+    assert len(packed.data) < 2_000
+    assert sorted(memoryview(buffer).nbytes for buffer in packed.buffers) == [200_000, 400_000, 800_000]
+    assert np.shares_memory(np.frombuffer(packed.buffers[0], np.int64), batch.batch["ids"].numpy())
+
+
+def test_what_arrives_is_written_into_without_a_trace_elsewhere() -> None:
+    sent = {"tensor": torch.zeros(IN_BAND_BYTES), "array": np.zeros(IN_BAND_BYTES), "small": np.zeros(2)}
+    packed = pack(sent)
+    first, second = unpack(packed), unpack(packed)
+    for value in first.values():
+        value[:] = 1
+    assert all(value.sum() == 0 for value in (*second.values(), *sent.values()))
+
+
+def test_object_references_and_actors_inside_a_value_stay_handles(cluster: None) -> None:
+    ref = ray.put(41)
+    assert ray.get(travelled({"list": [ref]})["list"][0]) == 41
+
+
+def test_a_tensor_that_cannot_travel_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(DataError, match="sparse_coo"):
+        pack({"batch": [torch.ones(3).to_sparse()]})

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from mcontroller.errors import ConfigError, GroupError
+from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tests.mcontroller.ray.roles import Plain
+
+Start = Callable[..., RayWorkerGroup]
+
+
+def test_ranks_get_the_environment_that_torchrun_sets(steady: RayWorkerGroup) -> None:
+    environments = steady.environment()
+    assert [each["RANK"] for each in environments] == ["0", "1", "2", "3"]
+    assert [each["LOCAL_RANK"] for each in environments] == ["0", "1", "2", "3"]
+    assert {each["WORLD_SIZE"] for each in environments} == {"4"}
+    assert {each["LOCAL_WORLD_SIZE"] for each in environments} == {"4"}
+    assert {each["OMP_NUM_THREADS"] for each in environments} == {"1"}
+    assert {each["MASTER_ADDR"] for each in environments} == {steady.executor.nodes[0]}
+    assert len({each["MASTER_PORT"] for each in environments}) == 1
+
+
+def test_groups_that_start_together_have_ports_of_their_own_and_can_listen_there(start: Start) -> None:
+    groups = [start("actor"), start("critic")]
+    assert len({group.environment()[0]["MASTER_PORT"] for group in groups}) == 2
+    assert all(group.can_listen_on_master_port.options(ranks=[0])() == [True] for group in groups)
+
+
+def test_values_go_to_their_rank_and_come_back_by_rank(steady: RayWorkerGroup) -> None:
+    assert steady.echo(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
+    assert steady.first("x") == (0, "x")
+
+
+def test_async_methods_are_called_like_others(steady: RayWorkerGroup) -> None:
+    assert steady.awaited("x") == [(0, "x"), (1, "x"), (2, "x"), (3, "x")]
+
+
+def test_a_future_is_polled_waited_for_and_got(steady: RayWorkerGroup) -> None:
+    future = steady.later("x")
+    assert future.wait(10)
+    assert future.done()
+    assert future.get() == future.get() == [(0, "x"), (1, "x"), (2, "x"), (3, "x")]
+
+
+def test_a_call_cancelled_before_it_began_is_never_run(steady: RayWorkerGroup, tmp_path: Path) -> None:
+    steady.keep("before")
+    running = steady.wait_for_file(str(tmp_path / "go"))
+    cancelled = steady.keep("after")
+    cancelled.cancel()
+    (tmp_path / "go").touch()
+    running.get()
+    assert steady.get() == ["before"] * 4
+    with pytest.raises(GroupError, match=r"steady\.keep was cancelled"):
+        cancelled.get()
+
+
+def test_a_call_cancelled_after_one_rank_began_is_run_by_all(steady: RayWorkerGroup, tmp_path: Path) -> None:
+    running = steady.wait_for_file.options(ranks=[1, 2, 3])(str(tmp_path / "go"))
+    half_begun = steady.keep("begun")
+    assert steady.get.options(ranks=[0])() == ["begun"]
+    half_begun.cancel()
+    (tmp_path / "go").touch()
+    running.get()
+    assert steady.get() == ["begun"] * 4
+
+
+def test_a_subset_of_the_ranks_is_called(steady: RayWorkerGroup) -> None:
+    assert steady.awaited.options(ranks=[1, 3])("x") == [(1, "x"), (3, "x")]
+
+
+def test_execute_all_and_rank_zero_reach_methods_that_are_not_registered(steady: RayWorkerGroup) -> None:
+    assert steady.execute_all_sync("not_registered") == [0, 1, 2, 3]
+    assert steady.execute_all_async("not_registered").get() == [0, 1, 2, 3]
+    assert steady.execute_rank_zero_sync("not_registered") == 0
+    assert steady.execute_rank_zero_async("not_registered").get() == 0
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_worker_writes_into_what_it_receives_and_nobody_else_sees_it(steady: RayWorkerGroup, size: int) -> None:
+    array = np.full(size, 7)
+    assert steady.scribble(array) == [rank * size for rank in range(4)]
+    assert (array == 7).all()
+
+
+def test_what_comes_back_may_be_written_into(steady: RayWorkerGroup) -> None:
+    arrays = steady.echo([np.zeros(50_000) for _ in range(4)])
+    arrays[0][:] = 1
+    assert [array.sum() for array in arrays] == [50_000, 0, 0, 0]
+
+
+def test_a_class_made_an_actor_by_ray_is_taken_as_the_class(pool: RayResourcePool) -> None:
+    with RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Plain), "given"), name_prefix="remote") as group:
+        assert group.worker_cls is Plain
+        assert group.get() == ["given", "given"]
+
+
+def test_options_of_the_pool_cannot_be_taken_from_it() -> None:
+    with pytest.raises(ConfigError, match=r"option\(s\) num_gpus of Plain's processes are set by the pool"):
+        RayClassWithInitArgs(Plain).update_options({"num_gpus": 1})
+
+
+def test_options_of_the_process_are_passed_on(pool: RayResourcePool) -> None:
+    init = RayClassWithInitArgs(Plain).update_options({"runtime_env": {"env_vars": {"RAY_LOCAL_RANK": "overwritten"}}})
+    with RayWorkerGroup(pool, init, name_prefix="options") as group:
+        assert [each["RAY_LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
+
+
+def test_a_group_of_workers_that_know_no_megatron_is_refused(pool: RayResourcePool) -> None:
+    with pytest.raises(ConfigError, match="Plain has no get_megatron_rank_info"):
+        MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Plain))
+    assert pool.tenants == []

@@ -1,0 +1,230 @@
+"""Futures: what they give, and which parts of them travel where."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mcontroller import (
+    ClassWithInitArgs,
+    DataProto,
+    DataProtoFuture,
+    Dispatch,
+    DispatchError,
+    Future,
+    GroupBroken,
+    Worker,
+    WorkerError,
+    WorkerGroup,
+    register,
+)
+from mcontroller.local import LocalExecutor
+from parallel_state.topology import Topology
+from tests.mcontroller.batches import numbered, numbers
+from tests.mcontroller.groups import topology_of
+
+
+class Counting(LocalExecutor):
+    """Keeps how many rows each fetch brings, or the count itself where a row count is fetched."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.fetched: list[list[Any]] = []
+
+    def fetch(self, handles: Sequence[Any]) -> list[Any]:
+        values = super().fetch(handles)
+        self.fetched.append([numbers(value) if value and isinstance(value, DataProto) else value for value in values])
+        return values
+
+
+class Model(Worker):
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    def compute(self, batch: DataProto, other: DataProto | None = None) -> DataProto:
+        self.received = batch
+        return batch
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    def expand(self, batch: DataProto) -> DataProto:
+        return batch.repeat(2, interleave=True)
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    def metrics(self, batch: DataProto) -> DataProto:
+        return DataProto(meta_info={"metrics": {"rows": len(batch)}})
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, materialize_futures=False)
+    def later(self, batch: Any) -> DataProto:
+        assert isinstance(batch, DataProtoFuture)
+        return batch.get()
+
+    @register(Dispatch.RANK_ZERO)
+    def whole(self, batch: DataProto) -> list[int]:
+        return numbers(batch)
+
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def entry(self, batch: DataProto) -> list[int]:
+        return numbers(batch)
+
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def pass_on(self, value: int) -> int:
+        return value
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def number(self, value: int) -> int:
+        return value + self.rank
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    def fail(self, batch: DataProto) -> DataProto:
+        raise RuntimeError("out of memory")
+
+
+def group_of(topology: Topology, name: str = "actor") -> Any:
+    executor = Counting(ClassWithInitArgs(Model), topology.world_size, name)
+    return WorkerGroup(Model, executor, name, topology=topology)
+
+
+TP2_DP2 = topology_of(4, tp=2)
+DP4 = topology_of(4)
+DP3 = topology_of(3)
+
+
+def test_a_call_that_is_not_waited_for_gives_a_future_of_its_result() -> None:
+    future = group_of(TP2_DP2).compute(numbered(5))
+    assert isinstance(future, DataProtoFuture)
+    assert future.done() and future.ready() and future.wait(0)
+    assert numbers(future.get()) == [0, 1, 2, 3, 4]
+    assert repr(future) == "DataProtoFuture(done)"
+
+
+def test_a_result_that_is_a_list_is_a_plain_future() -> None:
+    future = group_of(TP2_DP2).number(10)
+    assert type(future) is Future and future.get() == [10, 11, 12, 13] and len(future.parts) == 4
+
+
+def test_a_future_of_a_list_is_waited_for_when_it_is_passed_on() -> None:
+    entries = group_of(topology_of(2)).number(10)
+    assert group_of(topology_of(2), "critic").pass_on(entries) == [10, 11]
+
+
+def test_metrics_of_a_call_that_is_not_waited_for_are_merged_when_it_is() -> None:
+    assert group_of(TP2_DP2).metrics(numbered(5)).get().meta_info == {"metrics": {"rows": [2, 3]}}
+
+
+def test_with_as_many_shards_each_consumer_fetches_its_own_shard_and_nothing_else() -> None:
+    producer, consumer = group_of(TP2_DP2), group_of(topology_of(2), "critic")
+    future = producer.compute(numbered(5))
+    result = consumer.compute(future)
+    assert consumer.executor.fetched == [[[0, 1]], [[2, 3, 4]]]
+    assert producer.executor.fetched == []
+    assert numbers(result.get()) == [0, 1, 2, 3, 4]
+
+
+def test_with_other_shards_a_consumer_fetches_the_parts_that_overlap_its_rows() -> None:
+    producer, consumer = group_of(DP4), group_of(DP3, "critic")
+    consumer.compute(producer.compute(numbered(8)))  # parts of 2 rows; shards of 2, 3 and 3 rows
+    assert consumer.executor.fetched == [
+        *([2, 2, 2, 2], [[0, 1]]),
+        *([2, 2, 2, 2], [[2, 3], [4, 5]]),
+        *([2, 2, 2, 2], [[4, 5], [6, 7]]),
+    ]
+    assert [numbers(worker.received) for worker in consumer.executor.workers] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+def test_rows_multiplied_on_the_way_are_split_by_their_new_number() -> None:
+    expanded = group_of(TP2_DP2).expand(numbered(3))
+    result = group_of(DP3, "critic").compute(expanded).get()
+    assert result.batch["n"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("topology", [TP2_DP2, DP3, DP4])
+def test_padding_of_the_first_call_is_undone_at_the_end_of_a_chain(topology: Topology) -> None:
+    future = group_of(DP4).compute.options(padding="repeat")(numbered(2))
+    consumer = group_of(topology, "critic")
+    assert numbers(consumer.compute(consumer.compute(future)).get()) == [0, 1]
+    assert all(len(worker.received) for worker in consumer.executor.workers)
+
+
+def test_a_balanced_order_is_undone_at_the_end_of_a_chain() -> None:
+    future = group_of(TP2_DP2).compute.options(balance="n")(numbered(6))
+    aligned, other = group_of(TP2_DP2, "critic"), group_of(DP3, "reward")
+    assert numbers(aligned.compute(future).get()) == [0, 1, 2, 3, 4, 5]
+    assert numbers(other.compute(future).get()) == [0, 1, 2, 3, 4, 5]
+    assert [numbers(worker.received) for worker in other.executor.workers] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_batch_beside_a_future_must_have_its_rows() -> None:
+    future = group_of(TP2_DP2).compute(numbered(4))
+    assert numbers(group_of(TP2_DP2, "critic").compute(future, numbered(4)).get()) == [0, 1, 2, 3]
+    for topology in (TP2_DP2, DP3):
+        with pytest.raises(WorkerError, match="a future of 4 rows stands beside a batch of 5"):
+            group_of(topology, "critic").compute(future, numbered(5)).get()
+
+
+def test_futures_beside_each_other_must_have_the_same_rows() -> None:
+    producer = group_of(TP2_DP2)
+    short, long = producer.compute(numbered(4)), producer.expand(numbered(4))
+    for topology in (TP2_DP2, DP3):
+        with pytest.raises(WorkerError, match="same rows"):
+            group_of(topology, "critic").compute(short, long).get()
+
+
+def test_a_method_may_ask_for_the_future_itself() -> None:
+    future = group_of(TP2_DP2).compute(numbered(5))
+    assert numbers(group_of(TP2_DP2, "critic").later(future)) == [0, 1, 2, 3, 4]
+
+
+def test_modes_that_do_not_split_rows_take_futures_whole_or_chunk_by_chunk() -> None:
+    future, consumer = group_of(TP2_DP2).compute(numbered(5)), group_of(TP2_DP2, "critic")
+    assert consumer.whole(future) == [0, 1, 2, 3, 4]
+    assert consumer.entry(future.chunk(2)) == [[0, 1], [2, 3, 4]]
+    with pytest.raises(DispatchError, match=r"split it with chunk\(\)"):
+        consumer.entry(future)
+
+
+def test_what_is_no_batch_cannot_be_passed_on_row_by_row() -> None:
+    future = group_of(TP2_DP2).metrics(numbered(5))
+    assert group_of(TP2_DP2, "critic").compute(future).get().meta_info == {"metrics": {"rows": [2, 3]}}
+    numbers_only = group_of(DP3).compute.options(blocking=False)
+    assert isinstance(numbers_only(numbered(3)), DataProtoFuture)
+
+
+def test_futures_of_another_transport_are_fetched_first() -> None:
+    producer, consumer = group_of(TP2_DP2), group_of(TP2_DP2, "critic")
+    future = producer.compute(numbered(5))
+    future.transport = "elsewhere"
+    assert numbers(consumer.compute(future).get()) == [0, 1, 2, 3, 4]
+    assert consumer.executor.fetched == []
+
+
+def test_a_failure_is_raised_by_get_and_by_every_future_made_from_it() -> None:
+    group = group_of(TP2_DP2)
+    future = group.fail(numbered(4))
+    assert future.done()
+    with pytest.raises(WorkerError, match="out of memory"):
+        future.get()
+    with pytest.raises(GroupBroken) as raised:
+        group.compute(numbered(4))
+    assert isinstance(raised.value.first_cause, WorkerError)
+
+
+def test_chunks_of_a_failed_call_raise_its_failure() -> None:
+    future = group_of(TP2_DP2).compute(numbered(4))
+    failed = group_of(TP2_DP2).fail(numbered(4))
+    joined = DataProtoFuture.concat([future])
+    joined._pendings += failed._pendings
+    with pytest.raises(WorkerError, match="out of memory"):
+        joined.chunk(2)[0].get()
+
+
+def test_a_future_inside_another_value_is_refused() -> None:
+    future = group_of(TP2_DP2).compute(numbered(4))
+    with pytest.raises(DispatchError, match="pass it as an argument by itself"):
+        pickle.dumps({"batch": future})
+
+
+@pytest.mark.parametrize("operation", [lambda future: future.chunk(0), lambda future: future.concat([])])
+def test_no_chunks_and_no_parts_are_refused(operation: Any) -> None:
+    with pytest.raises(DispatchError, match="at least"):
+        operation(group_of(TP2_DP2).compute(numbered(4)))

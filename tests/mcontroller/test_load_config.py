@@ -1,0 +1,68 @@
+"""Configurations are read strictly: layers over each other, every key known, every value of its type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from mcontroller.load_config import load_config
+
+
+@dataclass(frozen=True)
+class Engine:
+    power: int
+    fuel: str = "petrol"
+    ratios: tuple[float, ...] = (3.5, 2.0)
+    further: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Car:
+    engine: Engine
+    doors: int = 4
+    trailer: Engine | None = None
+
+
+def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
+    file = tmp_path / "car.yaml"
+    file.write_text("doors: 2\nengine: {power: 50, fuel: diesel}\n")
+    car = load_config(Car, file, {"engine": {"power": 60}}, overrides=["engine.fuel=gas", "engine.further.turbo=true"])
+    assert car == Car(Engine(60, "gas", further={"turbo": True}), doors=2)
+
+
+def test_an_instance_of_the_dataclass_is_a_source() -> None:
+    assert load_config(Car, Car(Engine(50)), overrides=["trailer.power=5"]).trailer == Engine(5)
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "key", "part_of_message"),
+    [
+        ({"engine": {"power": 1, "fual": "gas"}}, [], "engine.fual", "did you mean engine.fuel"),
+        ({"engine": {"power": 1}}, ["dors=3"], "dors", "did you mean doors"),
+        ({"trailer": {"x": 1}}, [], "trailer.x", "possible there: power, fuel"),
+        ({"engine": {"power": "much"}}, [], "engine.power", "'much' of type 'str' could not be converted to Integer"),
+        ({"engine": {"power": 1}, "doors": None}, [], "doors", "None"),
+        ({"engine": 3}, [], "engine", "int is not a subclass of Engine"),
+        ({"engine": {"fuel": "gas"}}, [], "engine.power", "Car needs a value for engine.power"),
+        ({"engine": {"power": 1}}, ["doors"], "doors", "not of the form key=value"),
+        ("no_such.yaml", [], "no_such.yaml", "no configuration file"),
+        ([1, 2], [], "", "holds a list"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_key(
+    source: Any, overrides: list[str], key: str, part_of_message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Car, source, overrides=overrides)
+    assert caught.value.fields["key"] == key
+    assert part_of_message in str(caught.value)
+
+
+def test_close_matches_are_a_field_of_the_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Car, {"engine": {"power": 1}, "door": 2})
+    assert caught.value.fields["close_matches"] == ["doors"]

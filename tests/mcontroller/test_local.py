@@ -1,0 +1,207 @@
+"""Groups in the calling process: workers' environment, isolation of values, failures as a cluster would tell them."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcontroller import (
+    ClassWithInitArgs,
+    DataProto,
+    Dispatch,
+    DistGlobalInfo,
+    DistRankInfo,
+    Execute,
+    GroupBroken,
+    LocalWorkerGroup,
+    TopologyError,
+    Worker,
+    WorkerError,
+    register,
+)
+from parallel_state.layout import ParallelLayout
+from tests.mcontroller.batches import every_kind, numbered, numbers
+
+
+@dataclass
+class Settings:
+    """An object of the user's own."""
+
+    steps: list[int] = field(default_factory=list)
+
+
+class Model(Worker):
+    def __init__(self, start: int, settings: Settings) -> None:
+        self.weights = torch.full((2,), float(start))
+        self.settings = settings
+        self.variables = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def environment(self) -> tuple[Any, ...]:
+        return self.rank, self.world_size, self.variables, os.environ["RANK"]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spoil(self, value: Any) -> Any:
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Settings):
+                item.steps.append(self.rank)
+            elif isinstance(item, DataProto):
+                item.batch["n"] += 1  # type: ignore[index]
+            else:
+                item += 1
+        return value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def get_weights(self) -> torch.Tensor:
+        return self.weights
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ValueError("loss is nan")
+
+    @register(Dispatch.DP_COMPUTE)
+    def settle(self, number: int) -> list[int]:
+        self.settings.steps.append(number)
+        return self.settings.steps
+
+
+class NoInit(Worker):
+    """Does not call ``super().__init__()`` although its base has one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @register(Dispatch.ONE_TO_ALL)
+    def who(self) -> tuple[str, int, int]:
+        return self.name, self.rank, self.world_size
+
+
+class Plain:
+    """No Worker at all."""
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def double(self, number: int) -> int:
+        return 2 * number
+
+
+def group_of(layout: int | ParallelLayout = 4, settings: Settings | None = None) -> Any:
+    return LocalWorkerGroup(ClassWithInitArgs(Model, 1, settings=settings or Settings()), layout, name_prefix="actor")
+
+
+def test_a_rank_sees_its_own_environment_when_made_and_when_called() -> None:
+    before = dict(os.environ)
+    rank, world_size, variables, at_call = group_of(4).environment()[2]
+    assert (rank, world_size, at_call) == (2, 4, "2")
+    assert variables == {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+    assert dict(os.environ) == before
+
+
+def test_workers_need_not_call_super_init_nor_be_workers() -> None:
+    assert LocalWorkerGroup(ClassWithInitArgs(NoInit, "a"), 2).who() == [("a", 0, 2), ("a", 1, 2)]
+    assert LocalWorkerGroup(ClassWithInitArgs(Plain), 2).double(4) == 8
+
+
+def test_a_worker_made_without_a_group_is_rank_zero_of_one() -> None:
+    assert NoInit("a").who() == ("a", 0, 1)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2), [torch.zeros(2)]])
+def test_what_a_worker_writes_into_its_arguments_nobody_else_sees(value: Any) -> None:
+    result = group_of(3).spoil(value)
+    assert np.asarray(value).sum() == 0
+    assert [float(np.asarray(item).sum()) for item in result] == [2, 2, 2]
+
+
+def test_objects_and_batches_are_private_to_each_rank_too() -> None:
+    settings, batch = Settings(), numbered(2)
+    group = group_of(2)
+    assert [item.steps for item in group.spoil(settings)] == [[0], [1]] and settings.steps == []
+    assert [item.batch["n"].tolist() for item in group.spoil(batch)] == [[1, 2], [1, 2]]
+    assert numbers(batch) == [0, 1]
+
+
+def test_init_arguments_are_private_to_each_rank() -> None:
+    settings = Settings()
+    group = group_of(2, settings)
+    assert group.settle([7, 8]) == [[7], [8]] and settings.steps == []
+
+
+def test_writing_into_a_result_does_not_reach_the_worker() -> None:
+    group = group_of(2)
+    group.get_weights()[0].zero_()
+    assert group.get_weights()[0].tolist() == [1.0, 1.0]
+
+
+def test_a_layout_gives_the_ranks_their_coordinates() -> None:
+    group = group_of(ParallelLayout(8, tp=2, pp=2))
+    assert group.topology.coordinates(6) == {"tp": 0, "cp": 0, "dp": 1, "pp": 1, "etp": 0, "ep": 0, "edp": 1}
+    assert group.compute(every_kind(5)) == every_kind(5)
+
+
+def test_workers_that_report_their_place_are_asked_and_held_to_the_layout() -> None:
+    class Reporting(Plain):
+        def get_megatron_rank_info(self) -> DistRankInfo:
+            return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0)
+
+        def get_megatron_global_info(self) -> DistGlobalInfo:
+            return DistGlobalInfo(tp_size=1, dp_size=1, pp_size=1)
+
+    assert LocalWorkerGroup(ClassWithInitArgs(Reporting), 1).topology.size("dp") == 1
+    with pytest.raises(TopologyError, match="the layout declares"):
+        _ = LocalWorkerGroup(ClassWithInitArgs(Reporting), ParallelLayout(1, extra={"island": 1})).topology
+
+
+def test_an_exception_says_who_and_where_and_keeps_the_workers_traceback() -> None:
+    group = group_of(ParallelLayout(4, tp=2))
+    with pytest.raises(WorkerError, match=r"actor rank 2 .*dp=1.* failed in fail_on: ValueError: loss") as raised:
+        group.fail_on(2)
+    error = raised.value
+    assert (error.role, error.rank, error.method, error.pid) == ("actor", 2, "fail_on", os.getpid())
+    assert error.coordinates["dp"] == 1 and error.cause == "ValueError: loss is nan"
+    assert 'raise ValueError("loss is nan")' in error.worker_traceback
+    assert isinstance(error.__cause__, ValueError)
+    assert traceback.extract_tb(error.__cause__.__traceback__)[-1].name == "fail_on"
+
+
+def test_the_first_failure_breaks_the_group() -> None:
+    group = group_of(4)
+    with pytest.raises(WorkerError):
+        group.fail_on(1)
+    with pytest.raises(GroupBroken, match="broken since actor rank 1") as raised:
+        group.environment()
+    assert raised.value.first_cause.rank == 1  # type: ignore[attr-defined]
+
+
+def test_a_constructor_that_raises_is_told_with_its_rank() -> None:
+    class Refusing(Worker):
+        def __init__(self) -> None:
+            if self.rank == 1:
+                raise ValueError("no weights")
+
+    with pytest.raises(WorkerError, match="local rank 1 failed in __init__: ValueError: no weights"):
+        LocalWorkerGroup(ClassWithInitArgs(Refusing), 2)
+
+
+def test_a_group_can_be_shut_down_twice_and_is_not_called_again() -> None:
+    with group_of(2) as group:
+        assert len(group.workers) == 2
+    group.shutdown()
+    with pytest.raises(GroupBroken, match="was shut down"):
+        group.environment()
+
+
+def test_class_with_init_args_delays_the_construction() -> None:
+    made = ClassWithInitArgs(NoInit, name="later")
+    assert repr(made) == "ClassWithInitArgs(NoInit, name='later')"
+    assert made().name == "later"

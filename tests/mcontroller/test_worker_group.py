@@ -1,0 +1,412 @@
+"""A group's calls: what is sent to whom, what is shipped back, what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller import (
+    ClassWithInitArgs,
+    DataProto,
+    Dispatch,
+    DispatchError,
+    DistGlobalInfo,
+    DistRankInfo,
+    Execute,
+    ParallelStateError,
+    TopologyError,
+    Worker,
+    WorkerGroup,
+    register,
+)
+from mcontroller.executor import RankCall
+from mcontroller.local import LocalExecutor
+from mcontroller.local.executor import LocalPending
+from parallel_state.topology import Topology
+from tests.mcontroller.batches import numbered, numbers
+from tests.mcontroller.groups import topology_of
+
+
+class Model(Worker):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute(self, batch: DataProto, scale: float = 1.0, other: DataProto | None = None) -> DataProto:
+        self.seen.append((batch, scale, other))
+        return batch
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def update(self, batch: DataProto) -> DataProto:
+        metrics = {"loss": float(self.rank), **({"extra": 1} if self.rank == 4 else {})}
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def keep_even(self, batch: DataProto) -> DataProto:
+        return batch[batch.batch["n"] % 2 == 0]  # type: ignore[index]
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def nothing(self, batch: DataProto | None = None) -> None: ...
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def spoil(self, batch: DataProto) -> DataProto:
+        batch.batch["n"] += 100  # type: ignore[index]
+        batch.meta_info["stops"].append(self.rank)
+        return batch.select(meta_info_keys=[])
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def rows_of_rank(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self.rank, args, kwargs
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def on_rank_zero(self, value: Any) -> Any:
+        return value
+
+    @register()
+    def each(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self.rank, args, kwargs
+
+    @register(Dispatch.MEGATRON_PP_ONLY)
+    def stage(self, value: Any) -> tuple[int, Any]:
+        return self.rank, value
+
+    @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def apply(self, function: Any, batch: DataProto) -> DataProto:
+        return function(batch)
+
+    @register(Dispatch.DIRECT_ROLLOUT_METHOD)
+    def generate(self) -> None: ...
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def later(self, value: int) -> int:
+        return value + self.rank
+
+    def unregistered(self, value: int) -> int:
+        return value * self.rank
+
+
+class Recording(LocalExecutor):
+    """Keeps what was submitted."""
+
+    def submit(self, method: str, calls: Sequence[RankCall], **options: Any) -> LocalPending:
+        self.last_calls, self.last_options = list(calls), options
+        return super().submit(method, calls, **options)
+
+
+def group_of(worker_cls: type = Model, topology: Topology | None = None, **options: Any) -> Any:
+    topology = topology or topology_of(8, tp=2, pp=2)
+    executor = Recording(ClassWithInitArgs(worker_cls), topology.world_size, "actor")
+    return WorkerGroup(worker_cls, executor, "actor", topology=topology, **options)
+
+
+def test_only_ranks_that_are_collected_ship_their_results() -> None:
+    group = group_of()
+    group.compute(numbered(4))
+    assert [call.rank for call in group.executor.last_calls if call.ship] == [4, 6]
+    assert len(group.executor.last_calls) == 8
+
+
+def test_replicas_of_a_shard_are_given_the_same_arguments_object() -> None:
+    group = group_of()
+    group.compute(numbered(4))
+    assert len({id(call.arguments) for call in group.executor.last_calls}) == 2
+    group.where(torch.ones(3))
+    assert len({id(call.arguments) for call in group.executor.last_calls}) == 1
+    group.each([numbered(1)] * 8)
+    assert len({id(call.arguments) for call in group.executor.last_calls}) == 1
+
+
+def test_plain_values_beside_batches_are_shared_once_for_all_their_readers() -> None:
+    group, shared = group_of(), []
+    group.executor.share = lambda value, readers: shared.append((value, readers)) or value
+    group.compute(numbered(4), scale=0.5)
+    assert shared == [(0.5, 8)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 7])
+def test_padding_with_keyword_arguments_loses_no_rows(rows: int) -> None:
+    batch = numbered(rows)
+    assert numbers(group_of().compute.options(padding="repeat")(batch=batch, other=numbered(rows))) == list(range(rows))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_padding_is_undone_for_calls_that_are_not_waited_for(rows: int) -> None:
+    future = group_of().compute.options(padding="repeat", blocking=False)(numbered(rows))
+    assert numbers(future.get()) == list(range(rows))
+
+
+def test_padding_is_undone_in_list_results_and_no_rank_is_dropped() -> None:
+    result = group_of().rows_of_rank.options(padding="repeat")(numbered(3))
+    assert [numbers(part) for part in result] == [[], [], [0], [], [], [1], [], [2]]
+
+
+def test_padding_leaves_the_callers_batch_as_it_was() -> None:
+    batch = numbered(3, stops=["a"])
+    batch.batch["response_mask"] = torch.ones(3, 2)
+    group_of().compute.options(padding="zero_loss")(batch)
+    assert len(batch) == 3 and batch.meta_info == {"stops": ["a"]}
+    assert batch.batch["response_mask"].tolist() == [[1, 1]] * 3
+
+
+def test_zero_loss_padding_rows_have_no_loss_mask() -> None:
+    group, batch = group_of(), numbered(3)
+    batch.batch["response_mask"] = torch.ones(3, 2)
+    group.compute.options(padding="zero_loss")(batch)
+    masks = [worker.seen[0][0].batch["response_mask"].sum(1).tolist() for worker in group.executor.workers]
+    assert masks == [[2, 0]] * 2 + [[2, 2]] * 2 + [[2, 0]] * 2 + [[2, 2]] * 2
+    with pytest.raises(DispatchError, match="response_mask or loss_mask"):
+        group.compute.options(padding="zero_loss")(numbered(3))
+
+
+def test_no_rank_is_left_without_a_row_when_there_are_fewer_rows_than_shards() -> None:
+    group = group_of()
+    assert numbers(group.compute(numbered(1))) == [0]
+    assert [numbers(worker.seen[0][0]) for worker in group.executor.workers] == [[0]] * 8
+
+
+def test_shards_have_a_meta_info_and_memory_of_their_own() -> None:
+    batch = numbered(4, stops=["a"])
+    result = group_of().spoil(batch)
+    assert batch.meta_info == {"stops": ["a"]} and numbers(batch) == [0, 1, 2, 3]
+    assert result.batch["n"].tolist() == [100, 101, 102, 103]
+
+
+def test_metrics_of_all_data_parallel_ranks_are_kept_though_their_keys_differ() -> None:
+    result = group_of().update(numbered(4))
+    assert result.meta_info == {"metrics": {"loss": [4.0, 6.0], "extra": [1]}}
+    assert group_of().update(numbered(1)).meta_info["metrics"]["loss"] == [4.0, 6.0]
+
+
+def test_what_is_no_batch_comes_back_as_a_list_by_shard() -> None:
+    assert group_of().nothing(numbered(4)) == [None, None]
+
+
+def test_a_batch_of_meta_info_alone_goes_to_every_shard_and_comes_back() -> None:
+    asked = DataProto(meta_info={"temperature": 0.5})
+    group = group_of()
+    assert group.compute(asked) == asked
+    assert all(worker.seen[0][0] == asked for worker in group.executor.workers)
+
+
+def test_a_batch_that_asks_for_padding_has_equal_shards() -> None:
+    batch = DataProto.from_dict({"n": torch.arange(5)}, auto_padding=True)
+    group = group_of()
+    assert group.compute(batch).batch["n"].tolist() == [0, 1, 2, 3, 4]
+    assert [len(worker.seen[0][0]) for worker in group.executor.workers] == [3] * 8
+
+
+def test_rows_may_be_dropped_by_a_method_when_nothing_has_to_be_undone() -> None:
+    assert numbers(group_of().keep_even(numbered(7))) == [0, 2, 4, 6]
+
+
+def test_rows_that_cannot_be_told_from_padding_are_an_error_that_says_so() -> None:
+    with pytest.raises(DispatchError, match=r"actor.keep_even .*returned 1: its rows cannot be told apart") as raised:
+        group_of().keep_even.options(padding="repeat")(numbered(3))
+    assert (raised.value.role, raised.value.method, raised.value.shard) == ("actor", "keep_even", 0)
+
+
+def test_batches_of_different_lengths_are_refused_with_their_lengths() -> None:
+    group = group_of()
+    with pytest.raises(DispatchError, match="argument 0 has 4, argument 'other' has 3") as raised:
+        group.compute(numbered(4), other=numbered(3))
+    assert raised.value.lengths == {0: 4, "other": 3}
+    assert not hasattr(group.executor, "last_calls")
+
+
+def test_one_to_all_with_execute_rank_zero_hands_over_the_value_itself() -> None:
+    group = group_of()
+    assert group.on_rank_zero([1, 2]) == [1, 2]
+    assert [call.rank for call in group.executor.last_calls] == [0]
+
+
+def test_a_tuple_of_entries_is_taken_as_a_list_of_them() -> None:
+    assert [args for _, args, _ in group_of().each(tuple("abcdefgh"))] == [(entry,) for entry in "abcdefgh"]
+
+
+@pytest.mark.parametrize(("value", "message"), [("path", "is a str; expected a list of 8"), ([1, 2], "has 2 entries")])
+def test_what_is_no_list_of_one_entry_per_rank_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(DispatchError, match=message) as raised:
+        group_of().each(value)
+    assert raised.value.argument == 0 and raised.value.expected == 8
+
+
+def test_a_batch_where_a_list_was_meant_is_told_to_be_chunked() -> None:
+    with pytest.raises(DispatchError, match=r"split it with chunk\(\)"):
+        group_of().each(numbered(8))
+
+
+def test_modes_work_with_keyword_arguments_only_and_with_none() -> None:
+    group = group_of()
+    assert group.each(key=list(range(8)))[3] == (3, (), {"key": 3})
+    assert group.each()[3] == (3, (), {})
+    assert numbers(group.compute(batch=numbered(3))) == [0, 1, 2]
+    assert group.nothing() == [None, None]
+    assert group.where()[7] == (7, (), {})
+
+
+def test_pp_only_lists_one_value_of_each_stage() -> None:
+    assert group_of().stage("x") == [(0, "x"), (4, "x")]
+
+
+def test_a_leading_function_goes_to_every_rank() -> None:
+    assert numbers(group_of().apply(lambda batch: batch[:1], numbered(8))) == list(range(8))
+    with pytest.raises(DispatchError, match="expected a function"):
+        group_of().apply(numbered(8))
+
+
+def test_a_direct_rollout_method_is_never_dispatched() -> None:
+    with pytest.raises(DispatchError, match="the rollout engine calls it on the worker itself"):
+        group_of().generate()
+
+
+def test_async_methods_are_awaited_on_their_worker() -> None:
+    assert group_of().later(10) == [10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def test_a_subset_of_ranks_can_be_called() -> None:
+    group = group_of()
+    assert [rank for rank, _, _ in group.where.options(ranks=[5, 1])()] == [1, 5]
+    assert group.each.options(ranks=[5, 1])(["a", "b"]) == [(1, ("a",), {}), (5, ("b",), {})]
+    assert numbers(group.compute.options(ranks=[2, 3, 6, 7])(numbered(3))) == [0, 1, 2]
+
+
+def test_the_deadline_is_the_calls_else_the_methods_else_the_groups() -> None:
+    class Timed(Model):
+        @register(Dispatch.ONE_TO_ALL, timeout=20)
+        def where(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
+
+    group = group_of(Timed, timeout=60)
+    for call, deadline in ((group.later, 60), (group.where, 20), (group.where.options(timeout=5), 5)):
+        call(1)
+        assert group.executor.last_options["timeout"] == deadline
+
+
+def test_balance_gives_every_shard_about_as_many_tokens_and_keeps_the_callers_order() -> None:
+    group, batch = group_of(), numbered(8)
+    batch.batch["attention_mask"] = torch.arange(16) < torch.tensor([16, 1, 1, 1, 1, 1, 1, 10])[:, None]
+    assert numbers(group.compute.options(balance="attention_mask")(batch)) == list(range(8))
+    tokens = {int(worker.seen[0][0].batch["attention_mask"].sum()) for worker in group.executor.workers}
+    assert tokens == {16}
+    with pytest.raises(DispatchError, match="column 'lengths', which no batch of the call has"):
+        group.compute.options(balance="lengths")(batch)
+
+
+def test_methods_that_are_not_registered_are_told_how_to_be() -> None:
+    group = group_of()
+    with pytest.raises(AttributeError, match=r"decorate it with @register\(\.\.\.\)"):
+        group.unregistered(1)
+    with pytest.raises(AttributeError, match=r"has no method 'unheard'; it has .*compute"):
+        group.unheard()
+    assert "compute" in dir(group)
+
+
+def test_a_method_named_as_something_of_the_group_is_refused() -> None:
+    class Clash(Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def shutdown(self) -> None: ...
+
+    with pytest.raises(DispatchError, match=r"Clash\.shutdown is registered under a name that WorkerGroup has"):
+        group_of(Clash)
+
+
+def test_execute_all_and_rank_zero_call_any_method() -> None:
+    group = group_of()
+    assert group.execute_all_sync("unregistered", 2) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert group.execute_all_sync("unregistered", list(range(8))) == [rank * rank for rank in range(8)]
+    assert group.execute_all("unregistered", value=2).get() == group.execute_all_async("unregistered", 2).get()
+    assert group.execute_rank_zero_sync("where", [1]) == (0, ([1],), {})
+    assert group.execute_rank_zero("where").get() == group.execute_rank_zero_async("where").get() == (0, (), {})
+    with pytest.raises(DispatchError, match="Model has no method 'unheard'"):
+        group.execute_all("unheard")
+
+
+class Reporting(Worker):
+    """Reports the place that its rank would have in a layout whose ranks count down."""
+
+    sizes = DistGlobalInfo(tp_size=2, dp_size=2, pp_size=1)
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def get_megatron_rank_info(self) -> DistRankInfo:
+        self.asked += 1
+        return DistRankInfo(tp_rank=1 - self.rank % 2, dp_rank=1 - self.rank // 2, pp_rank=0)
+
+    def get_megatron_global_info(self) -> DistGlobalInfo:
+        return self.sizes
+
+    @register(Dispatch.MEGATRON_COMPUTE)
+    def entry(self, value: Any) -> tuple[int, Any]:
+        return self.rank, value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def anywhere(self) -> int:
+        return self.asked
+
+
+def test_the_topology_is_asked_of_the_workers_once_and_only_when_a_mode_needs_it() -> None:
+    group: Any = WorkerGroup(Reporting, LocalExecutor(ClassWithInitArgs(Reporting), 4, "actor"), "actor")
+    assert group.anywhere() == [0] * 4
+    assert group.entry(["a", "b"]) == [(3, "a"), (1, "b")]
+    group.entry(["a", "b"])
+    assert group.anywhere() == [1] * 4
+    assert group.executor.coordinates[3]["dp"] == 0
+
+
+def test_ranks_that_form_no_grid_are_an_error_before_the_first_call() -> None:
+    class Twice(Reporting):
+        def get_megatron_rank_info(self) -> DistRankInfo:
+            return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0)
+
+    group: Any = WorkerGroup(Twice, LocalExecutor(ClassWithInitArgs(Twice), 4, "actor"), "actor")
+    with pytest.raises(TopologyError, match="rank"):
+        group.entry(["a", "b"])
+
+
+def test_a_mode_of_axes_on_workers_that_report_none_says_what_to_give_them() -> None:
+    group: Any = WorkerGroup(Model, LocalExecutor(ClassWithInitArgs(Model), 4, "actor"), "actor")
+    assert len(group.where()) == 4
+    with pytest.raises(
+        TopologyError, match=r"group actor: mode MEGATRON_COMPUTE_PROTO .* Model reports no coordinates"
+    ):
+        group.compute(numbered(4))
+
+
+def test_a_group_is_gone_when_its_last_reference_is() -> None:
+    group = group_of()
+    group.compute(numbered(4))
+    watched = weakref.ref(group)
+    del group
+    assert watched() is None
+
+
+def test_explain_runs_nothing_and_says_who_gets_which_rows_and_who_returns() -> None:
+    group = group_of()
+    told = group.compute.explain(numbered(3), scale=2.0)
+    assert not hasattr(group.executor, "last_calls")
+    assert [list(rank.rows) for rank in told.ranks] == [[0], [0], [1, 2], [1, 2]] * 2
+    assert [rank.rank for rank in told.ranks if rank.returns] == [4, 6]
+    assert told.ranks[2].coordinates["dp"] == 1 and told.ranks[2].padding == 0
+    assert told.sent_bytes == sum(rank.bytes for rank in told.ranks) == 4 * told.stored_bytes
+    assert "actor.compute (MEGATRON_COMPUTE_PROTO): 8 ranks, 2 shards, 2 return as concat" in str(told)
+    assert "tp=0 dp=1 pp=1        1      1,2 (2 rows)" in str(told)
+
+
+def test_explain_says_which_rows_are_padding() -> None:
+    told = group_of().compute.explain(numbered(1))
+    assert [(list(rank.rows), rank.padding) for rank in told.ranks[:4]] == [([0], 1), ([0], 1), ([0], 0), ([0], 0)]
+    assert "0 (1 rows, 1 padding)" in str(told)
+
+
+def test_the_callers_errors_have_one_root() -> None:
+    with pytest.raises(ParallelStateError) as raised:
+        group_of().each(3)
+    assert (raised.value.role, raised.value.method, raised.value.mode) == ("actor", "each", "ALL_TO_ALL")
