@@ -86,7 +86,11 @@ class MockedGroup:
 
 @dataclass(frozen=True)
 class _Groups:
-    """All groups over some axes: for every rank, its group as rank -> index within."""
+    """All groups over some axes: for every rank, its group as rank -> index within.
+
+    A group over one axis is in the order of its coordinates, over several in rank order, as torch sorts it; in the
+    order of Megatron's ranks the two agree.
+    """
 
     of_rank: Sequence[Mapping[int, int]]
 
@@ -94,11 +98,14 @@ class _Groups:
     def over(cls, topology: Topology, axes: Sequence[str]) -> _Groups:
         grid = topology.dense_axes if set(axes) <= set(topology.dense_axes) else topology.expert_axes
         group_of = topology.shard_indices([axis for axis in grid if axis not in axes])
-        index_of = topology.shard_indices([axis for axis in reversed(grid) if axis in axes])
+        spread = [axis for axis in axes if topology.size(axis) > 1]
+        order_of = topology.column(spread[0] if len(spread) == 1 else "rank")
         members: dict[int, list[tuple[int, int]]] = {}
         for rank, group in enumerate(group_of):
-            members.setdefault(group, []).append((index_of[rank], rank))
-        places = {group: {rank: index for index, rank in sorted(ranks)} for group, ranks in members.items()}
+            members.setdefault(group, []).append((order_of[rank], rank))
+        places = {
+            group: {rank: index for index, (_, rank) in enumerate(sorted(ranks))} for group, ranks in members.items()
+        }
         return cls([places[group] for group in group_of])
 
 
@@ -114,7 +121,8 @@ class MockedRanks:
         spans = {span for span in (*_GROUPS.values(), *_RANK_LISTS.values()) if self._has(span)}
         self._groups = {span: _Groups.over(topology, span.split()) for span in spans}
         self._world = {rank: rank for rank in range(topology.world_size)}
-        self._states: dict[int, dict[str, Any]] = {}
+        self._initial: dict[int, dict[str, Any]] = {}
+        self._current: dict[int, dict[str, Any]] = {}
 
     def _has(self, span: str) -> bool:
         return self._megatron is not None and set(span.split()) <= set(self.topology.sizes)
@@ -122,11 +130,13 @@ class MockedRanks:
     @contextlib.contextmanager
     def standing(self, rank: int) -> Iterator[None]:
         """While the block runs, torch.distributed and Megatron answer as on this rank; not for use by two threads."""
-        state = self._states.setdefault(rank, self._fresh(rank))
-        with self._torch(rank, state), self._globals(rank, state):
+        if rank not in self._initial:
+            self._initial[rank] = self._initialised(rank)
+            self._current[rank] = dict(self._initial[rank])
+        with self._torch(rank), self._globals(rank):
             yield
 
-    def _fresh(self, rank: int) -> dict[str, Any]:
+    def _initialised(self, rank: int) -> dict[str, Any]:
         """Megatron's globals as they are on a rank after its initialisation."""
         if self._megatron is None:
             return {}
@@ -148,9 +158,9 @@ class MockedRanks:
         return overrides | {name: value for name, value in made.items() if name in known}
 
     @contextlib.contextmanager
-    def _torch(self, rank: int, state: Mapping[str, Any]) -> Iterator[None]:
+    def _torch(self, rank: int) -> Iterator[None]:
         world = MockedGroup("world", self._world, rank)
-        groups = {world, *(value for value in state.values() if isinstance(value, MockedGroup))}
+        groups = {world, *(value for value in self._initial[rank].values() if isinstance(value, MockedGroup))}
         registry: dict[Any, Any] = c10d._world.pg_group_ranks
         backends: dict[Any, Any] = c10d._world.pg_map
         before = c10d.GroupMember.WORLD
@@ -165,10 +175,11 @@ class MockedRanks:
                 del registry[group], backends[group]
 
     @contextlib.contextmanager
-    def _globals(self, rank: int, state: dict[str, Any]) -> Iterator[None]:
+    def _globals(self, rank: int) -> Iterator[None]:
         if self._megatron is None:
             yield
             return
+        state = self._current[rank]
         held = vars(self._megatron)
         before = {name: held[name] for name in (*state, "initialize_model_parallel")}
         held.update(state, initialize_model_parallel=self._initialize(rank))
@@ -203,7 +214,7 @@ class MockedRanks:
                     asked=asked,
                     mocked=sizes,
                 )
-            vars(self._megatron).update(self._fresh(rank))
+            vars(self._megatron).update(self._initial[rank])
 
         return initialize_model_parallel
 

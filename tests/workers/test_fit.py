@@ -1,0 +1,96 @@
+"""Models and axes that do not fit each other are refused with the numbers, before any process group exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError, DataError
+from workers.config import ModelConfig, ParallelConfig
+from workers.fit import check_fit, check_sequence_length, padded_vocab_size
+
+GPT = ModelConfig(
+    vocab_size=100,
+    max_sequence_length=64,
+    num_layers=4,
+    hidden_size=48,
+    num_attention_heads=12,
+    num_query_groups=4,
+)
+EXPERTS = {"num_moe_experts": 6}
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        ({}, {"tp": 4, "pp": 4, "cp": 2}),
+        ({}, {"pp": 2, "vpp": 2}),
+        ({"num_layers": 5, "transformer": {"num_layers_in_first_pipeline_stage": 2}}, {"pp": 2}),
+        ({"hidden_size": 50, "kv_channels": 4, "ffn_hidden_size": 64}, {"tp": 2}),
+        (EXPERTS, {"tp": 2, "ep": 3, "etp": 1, "sequence_parallel": True}),
+    ],
+)
+def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
+    assert check_fit(dataclasses.replace(GPT, **model), ParallelConfig(**axes)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "key", "message"),
+    [
+        ({}, {"tp": 5}, "model.num_attention_heads", "is 12, which does not divide by parallel.tp=5"),
+        ({}, {"tp": 3}, "model.num_query_groups", "is 4, which does not divide by parallel.tp=3"),
+        ({"num_query_groups": 5}, {}, "model.num_attention_heads", "12, which does not divide by model.num_query_gr"),
+        ({"hidden_size": 50}, {}, "model.hidden_size", "is 50, which does not divide by model.num_attention_heads=12"),
+        ({"ffn_hidden_size": 75}, {"tp": 2}, "model.ffn_hidden_size", "is 75, which does not divide by parallel.tp=2"),
+        ({}, {"pp": 3}, "model.num_layers", "is 4, which does not divide by pp=3 x vpp=1 = 3: take 6 layers"),
+        ({}, {"pp": 2, "vpp": 3}, "model.num_layers", "is 4, which does not divide by pp=2 x vpp=3 = 6: take 6 layers"),
+        ({}, {"vpp": 2}, "parallel.vpp", "is 2 with pp=1"),
+        ({}, {"tp": 0}, "parallel.tp", "is 0; it must be at least 1"),
+        ({}, {"ep": 2}, "parallel.ep", "is 2, but the model has no experts"),
+        ({}, {"sequence_parallel": True}, "parallel.sequence_parallel", "over tp, which is 1"),
+        (EXPERTS, {"ep": 4}, "model.num_moe_experts", "is 6, which does not divide by parallel.ep=4"),
+        (EXPERTS, {"tp": 2}, "parallel.sequence_parallel", "experts with tp=2 need parallel.sequence_parallel=true"),
+        ({**EXPERTS, "moe_router_topk": 7}, {}, "model.moe_router_topk", "is 7, more than the 6 experts"),
+        ({**EXPERTS, "moe_ffn_hidden_size": 9}, {"etp": 2}, "model.moe_ffn_hidden_size", "by parallel.etp=2"),
+        ({"dtype": "float8"}, {}, "model.dtype", "is 'float8'; possible: float32, bfloat16, float16"),
+        ({"activation": "swish"}, {}, "model.activation", "is 'swish'; possible: silu, gelu"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_numbers(
+    model: dict[str, Any], axes: dict[str, Any], key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_fit(dataclasses.replace(GPT, **model), ParallelConfig(**axes))
+    assert caught.value.fields["key"] == key
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "axes"),
+    [(7, {}), (7, {"tp": 2}), (8, {"tp": 2, "sequence_parallel": True}), (12, {"cp": 3}), (24, {"cp": 3, "tp": 4})],
+)
+def test_lengths_that_divide_pass(length: int, axes: dict[str, Any]) -> None:
+    assert check_sequence_length(length, ParallelConfig(**axes)) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "axes", "multiple", "padded"),
+    [
+        (7, {"cp": 2}, 4, 8),
+        (10, {"cp": 2}, 4, 12),
+        (9, {"tp": 2, "sequence_parallel": True}, 2, 10),
+        (20, {"cp": 2, "tp": 2, "sequence_parallel": True}, 8, 24),
+    ],
+)
+def test_other_lengths_are_refused_with_the_length_to_pad_to(
+    length: int, axes: dict[str, Any], multiple: int, padded: int
+) -> None:
+    with pytest.raises(DataError, match=f"sequences of {length} tokens .* pad to {padded}") as caught:
+        check_sequence_length(length, ParallelConfig(**axes))
+    assert caught.value.fields["multiple"] == multiple
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
+    assert [padded_vocab_size(100, tp) for tp in (1, 2, 3, 8)] == [100, 100, 102, 104]

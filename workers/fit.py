@@ -1,0 +1,142 @@
+"""Does this model fit these axes? Arithmetic only: asked before any process starts and before any collective."""
+
+from __future__ import annotations
+
+from mcontroller.errors import ConfigError, DataError
+from workers.config import ModelConfig, ParallelConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu")
+POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
+IMPLEMENTATIONS = ("auto", "transformer_engine", "local")
+# Fields of TransformerConfig that split the layers over the stages in the user's own way.
+_OWN_SPLIT = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Return if the axes can divide the model.
+
+    Raises:
+        ConfigError: with the numbers; ``key`` is the field of the model or of the axes that does not fit.
+    """
+    _check_choices(model)
+    _check_sizes(model, parallel)
+    _check_attention(model, parallel)
+    _check_layers(model, parallel)
+    if model.num_moe_experts is not None:
+        _check_experts(model.num_moe_experts, model, parallel)
+    elif parallel.ep > 1:
+        text = f"parallel.ep is {parallel.ep}, but the model has no experts"
+        raise ConfigError(text, key="parallel.ep", value=parallel.ep)
+
+
+def check_sequence_length(length: int, parallel: ParallelConfig) -> None:
+    """Return if sequences of ``length`` tokens can be divided over cp and, under sequence parallelism, over tp.
+
+    Context parallelism gives every rank two pieces of a sequence (zigzag, so that causal attention is balanced).
+
+    Raises:
+        DataError: with the length to pad to.
+    """
+    pieces = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+    if length % pieces:
+        padded = -(-length // pieces) * pieces
+        raise DataError(
+            f"sequences of {length} tokens do not divide over cp={parallel.cp}, tp={parallel.tp} with "
+            f"sequence_parallel={parallel.sequence_parallel}: {pieces} equal pieces are needed; pad to {padded}",
+            length=length,
+            multiple=pieces,
+        )
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """The least multiple of ``tp`` that holds the vocabulary; the ids above it never get probability."""
+    return -(-vocab_size // tp) * tp
+
+
+def _check_choices(model: ModelConfig) -> None:
+    choices = {
+        "dtype": DTYPES,
+        "activation": ACTIVATIONS,
+        "position_embedding_type": POSITION_EMBEDDINGS,
+        "transformer_impl": IMPLEMENTATIONS,
+        "normalization": ("RMSNorm", "LayerNorm"),
+    }
+    for name, possible in choices.items():
+        value = getattr(model, name)
+        if value not in possible:
+            key = f"model.{name}"
+            raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)
+
+
+def _check_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
+    sizes = ("vocab_size", "max_sequence_length", "num_layers", "hidden_size", "num_attention_heads")
+    values = {f"model.{name}": getattr(model, name) for name in sizes}
+    values |= {f"parallel.{name}": getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    for key, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{key} is {value}; it must be at least 1", key=key, value=value)
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel divides sequences over tp, which is 1: leave it off",
+            key="parallel.sequence_parallel",
+            value=True,
+        )
+    if parallel.sequence_parallel:
+        _divides("model.max_sequence_length", model.max_sequence_length, "parallel.tp", parallel.tp)
+
+
+def _check_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
+    heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
+    if model.kv_channels is None:
+        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
+    _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
+    _divides("model.num_attention_heads", heads, "parallel.tp", parallel.tp)
+    _divides("model.num_query_groups", groups, "parallel.tp", parallel.tp)
+    _divides("model.ffn_hidden_size", model.ffn_hidden_size or 4 * model.hidden_size, "parallel.tp", parallel.tp)
+
+
+def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
+    if parallel.vpp is not None and parallel.pp == 1:
+        raise ConfigError(
+            f"parallel.vpp is {parallel.vpp} with pp=1: chunks interleave stages of a pipeline; leave vpp out",
+            key="parallel.vpp",
+            value=parallel.vpp,
+        )
+    chunks = parallel.pp * (parallel.vpp or 1)
+    if model.num_layers % chunks and not any(name in model.transformer for name in _OWN_SPLIT):
+        raise ConfigError(
+            f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
+            f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or other axes",
+            key="model.num_layers",
+            value=model.num_layers,
+        )
+
+
+def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig) -> None:
+    _divides("model.num_moe_experts", experts, "parallel.ep", parallel.ep)
+    width = model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
+    _divides("model.moe_ffn_hidden_size", width, "parallel.etp", parallel.etp or parallel.tp)
+    if model.moe_router_topk > experts:
+        raise ConfigError(
+            f"model.moe_router_topk is {model.moe_router_topk}, more than the {experts} experts",
+            key="model.moe_router_topk",
+            value=model.moe_router_topk,
+        )
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"experts with tp={parallel.tp} need parallel.sequence_parallel=true (Megatron routes each token once)",
+            key="parallel.sequence_parallel",
+            value=False,
+        )
+
+
+def _divides(key: str, value: int, by_key: str, by: int) -> None:
+    if value % by:
+        raise ConfigError(f"{key} is {value}, which does not divide by {by_key}={by}", key=key, value=value, divisor=by)

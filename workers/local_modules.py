@@ -1,0 +1,160 @@
+"""Norms and linears in plain PyTorch with the parameter names, and the class names, of Transformer Engine's.
+
+Checkpoints, weight bridges and refits go by these names: with them a model built here and one built of Transformer
+Engine's modules are the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from mcontroller.errors import ConfigError
+
+
+class TENorm(torch.nn.Module):
+    """RMSNorm or LayerNorm, as the config says, over the last dim; replicated over tp."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **engine_only: Any) -> None:
+        super().__init__()
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.eps = eps
+        self.weight = _norm_parameter(config, hidden_size, 0.0 if self.zero_centered else 1.0)
+        self.bias = _norm_parameter(config, hidden_size, 0.0) if config.normalization == "LayerNorm" else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _normalized(hidden, self.weight, self.bias, self.eps, self.zero_centered)
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    """A norm and the column-parallel linear after it, in one module."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = _norm_parameter(config, input_size, 0.0 if self.zero_centered else 1.0)
+        has_bias = config.normalization == "LayerNorm"
+        self.layer_norm_bias = _norm_parameter(config, input_size, 0.0) if has_bias else None
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        normalized = _normalized(hidden, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered)
+        return super().forward(normalized, *args, **kwargs)
+
+
+def _norm_parameter(config: TransformerConfig, size: int, value: float) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(
+        torch.full((size,), value, dtype=config.params_dtype, device=torch.cuda.current_device())
+    )
+    # Under sequence parallelism each tp rank has the gradient of its own tokens: Megatron sums those of the marked.
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+def _normalized(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
+) -> torch.Tensor:
+    scale = weight + 1 if zero_centered else weight
+    if bias is None:
+        return torch.nn.functional.rms_norm(hidden, scale.shape, scale, eps)
+    return torch.nn.functional.layer_norm(hidden, scale.shape, scale, bias, eps)
+
+
+class _GroupedLinear(torch.nn.Module):
+    """One linear per local expert, as parameters ``weight0``, ``weight1``, ...; divided over etp at dim ``split_dim``.
+
+    The token dispatcher communicates; a linear computes what it is given.
+    """
+
+    split_dim: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        pg_collection: ProcessGroupCollection,
+        **engine_only: Any,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ConfigError(
+                "experts with biases need Transformer Engine: set model.add_bias_linear=false",
+                key="model.add_bias_linear",
+                value=True,
+            )
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
+        etp = pg_collection.expt_tp.size()
+        shape = [output_size, input_size]
+        shape[self.split_dim] //= etp
+        own_groups = config.expert_model_parallel_size > 1 or etp != config.tensor_model_parallel_size
+        pieces = 2 if self.split_dim == 0 and config.gated_linear_unit else 1
+        for index in range(num_gemms):
+            weight = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                init_method(weight)
+            parameter = torch.nn.Parameter(weight)
+            parameter.allreduce = not own_groups  # type: ignore[attr-defined]  # over the dense dp, or the experts'
+            set_tensor_model_parallel_attributes(parameter, True, self.split_dim, pieces)
+            self.register_parameter(f"weight{index}", parameter)
+
+    def forward(self, tokens: torch.Tensor, tokens_per_expert: Sequence[int]) -> tuple[torch.Tensor, None]:
+        """[tokens, output] from [tokens, input], the tokens sorted by expert."""
+        parts = torch.split(tokens, [int(count) for count in tokens_per_expert])
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        outputs = [torch.nn.functional.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
+        return torch.cat(outputs), None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As Transformer Engine's grouped linear in Megatron: the experts are one more dim, or one key each."""
+        metadata = metadata or {}
+        first = self.groups.ep.rank() * self.num_gemms
+        experts = self.groups.ep.size() * self.num_gemms
+        sharded = {}
+        for index in range(self.num_gemms):
+            one_by_one = metadata.get("singleton_local_shards", False)
+            offset = (len(sharded_offsets), first + index, experts)
+            tensors = make_sharded_tensors_for_checkpoint(
+                {f"{index}.weight": getattr(self, f"weight{index}")},
+                "",
+                {f"{index}.weight": self.split_dim},
+                sharded_offsets if one_by_one else (*sharded_offsets, offset),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata.get("dp_cp_group", self.groups.dp_cp),
+            )
+            replace_prefix_for_sharding(tensors, f"{index}.", f"{first + index}.{prefix}" if one_by_one else prefix)
+            tensor = tensors[f"{index}.weight"]
+            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+            sharded[f"{prefix}weight{index}"] = tensor
+        return sharded
+
+
+class TEColumnParallelGroupedLinear(_GroupedLinear):
+    """The experts' first linears, divided by output."""
+
+    split_dim = 0
+
+
+class TERowParallelGroupedLinear(_GroupedLinear):
+    """The experts' second linears, divided by input."""
+
+    split_dim = 1
