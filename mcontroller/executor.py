@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from mcontroller.decorator import registration_of
-
 __all__ = ["Arguments", "Deferred", "Executor", "Fetch", "Handle", "Outcome", "Pending", "RankCall", "run_method"]
 
 Handle = Any
@@ -59,10 +57,6 @@ class Deferred(ABC):
     @abstractmethod
     def resolve(self, fetch: Fetch) -> Any:
         """The value itself, of which no more than needed is fetched."""
-
-    def unresolved(self, fetch: Fetch) -> Any:
-        """What a method gets that asked for its futures as they are (``register(..., materialize_futures=False)``)."""
-        return self.resolve(fetch)
 
 
 class Pending(Protocol):
@@ -152,26 +146,17 @@ def run_method(
     number of rows of a DataProto when ``measure`` asks for it, None for any other value. What the method raises
     passes through.
     """
-    function = getattr(worker, method)
-    read = _reader(worker, method, fetch)
-    value = function(*map(read, arguments.args), **{name: read(value) for name, value in arguments.kwargs.items()})
+
+    def read(value: Any) -> Any:
+        return value.resolve(fetch) if isinstance(value, Deferred) else value
+
+    kwargs = {name: read(value) for name, value in arguments.kwargs.items()}
+    value = getattr(worker, method)(*map(read, arguments.args), **kwargs)
     if inspect.isawaitable(value):
         value = _finish(value)
     if not ship:
         return Outcome(None, None)
     return Outcome(value, _rows(value) if measure else None)
-
-
-def _reader(worker: Any, method: str, fetch: Fetch) -> Callable[[Any], Any]:
-    registration = registration_of(type(worker), method)
-    materialize = registration is None or registration.materialize_futures
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, Deferred):
-            return value
-        return value.resolve(fetch) if materialize else value.unresolved(fetch)
-
-    return read
 
 
 _runner: asyncio.Runner | None = None

@@ -1,4 +1,4 @@
-"""One Ray cluster for the whole run, of 16 CPUs that need not exist: the processes of the tests hardly compute."""
+"""One Ray cluster for the whole run, of CPUs and GPUs that need not exist: the tests' processes hardly compute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.mcontroller.ray.roles import Plain
 def cluster() -> Iterator[None]:
     ray.init(
         num_cpus=16,
+        num_gpus=2,
         object_store_memory=300_000_000,
         include_dashboard=False,
         logging_level="ERROR",

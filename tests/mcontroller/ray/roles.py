@@ -11,9 +11,10 @@ from typing import Any
 from mcontroller.decorator import register
 from mcontroller.dispatch import Dispatch, Execute
 from mcontroller.worker import Worker
+from parallel_state import DistGlobalInfo, DistRankInfo, ParallelLayout
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RAYS = ("RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE")
+OTHERS = ("RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 class Plain(Worker):
@@ -24,7 +25,7 @@ class Plain(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str | None]:
-        return {name: os.environ.get(name) for name in (*TORCHRUN, *RAYS, "OMP_NUM_THREADS")}
+        return {name: os.environ.get(name) for name in (*TORCHRUN, *OTHERS)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
@@ -137,6 +138,25 @@ class Neighbour(Worker):
         from mcontroller.colocate import sibling
 
         return sibling(role).value, self.fused_worker_dict[role] is sibling(role)
+
+
+class Standing(Worker):
+    """Reports the coordinates of a layout, as a Megatron worker does of its own."""
+
+    def __init__(self, layout: ParallelLayout) -> None:
+        self.layout = layout
+
+    def get_megatron_rank_info(self) -> DistRankInfo:
+        at = self.layout.coordinates(self.rank)
+        return DistRankInfo(**{f"{axis}_rank": at[axis] for axis in ("tp", "dp", "pp", "cp")})
+
+    def get_megatron_global_info(self) -> DistGlobalInfo:
+        sizes = self.layout.sizes
+        return DistGlobalInfo(**{f"{axis}_size": sizes[axis] for axis in ("tp", "dp", "pp", "cp")})
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
+    def echo(self, value: Any) -> Any:
+        return value
 
 
 def block() -> None:

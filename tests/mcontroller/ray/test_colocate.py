@@ -6,13 +6,15 @@ import pytest
 
 from mcontroller.errors import ConfigError, WorkerError
 from mcontroller.ray import (
+    MegatronRayWorkerGroup,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
 )
-from tests.mcontroller.ray.roles import Neighbour, Plain
+from parallel_state import ParallelLayout
+from tests.mcontroller.ray.roles import Neighbour, Plain, Standing
 
 CLASSES = {
     "actor": RayClassWithInitArgs(Plain, "of the actor"),
@@ -72,6 +74,18 @@ def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> No
         assert caught.value.role == "critic"
         with pytest.raises(Exception, match="no role 'reward'"):
             group.actor.get()
+
+
+def test_roles_of_one_process_may_have_different_layouts(pool: RayResourcePool) -> None:
+    classes = {
+        "actor": RayClassWithInitArgs(Standing, ParallelLayout(2, tp=2)),
+        "critic": RayClassWithInitArgs(Standing, ParallelLayout(2)),
+    }
+    with MegatronRayWorkerGroup(pool, create_colocated_worker_cls_fused(classes)) as group:
+        assert (group.actor.tp_size, group.actor.dp_size) == (2, 1)
+        assert (group.critic.tp_size, group.critic.dp_size) == (1, 2)
+        assert group.actor.echo(["a"]) == ["a"]
+        assert group.critic.echo(["a", "b"]) == ["a", "b"]
 
 
 def test_roles_that_want_different_options_for_one_process_are_refused() -> None:

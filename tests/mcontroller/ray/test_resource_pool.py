@@ -97,9 +97,21 @@ def test_a_pool_whose_places_others_hold_says_who(cluster: None) -> None:
     )
 
 
-def test_a_gpu_pool_on_a_cluster_without_gpus_is_told_so(cluster: None) -> None:
-    with pytest.raises(ResourceError, match=r"2 CPU \+ 2 GPU on one node, and the cluster does not have it"):
-        RayResourcePool([2]).reserve()
+def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(cluster: None) -> None:
+    with pytest.raises(ResourceError, match=r"3 CPU \+ 3 GPU on one node, and the cluster does not have it: .* 2 GPU"):
+        RayResourcePool([3]).reserve()
+
+
+def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(cluster: None) -> None:
+    with RayResourcePool([2], max_colocate_count=2, name_prefix="gpus") as pool:
+        groups = [RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix=name) for name in ("actor", "critic")]
+        for group in groups:
+            assert [each["CUDA_VISIBLE_DEVICES"] for each in group.environment()] == ["0,1", "0,1"]
+            assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
+        assert ray.available_resources().get("GPU", 0) == 0
+        assert [bundle.gpu for bundle in pool.bundles()] == [0, 1]
+        for group in groups:
+            group.shutdown()
 
 
 def test_a_pool_needs_positive_counts() -> None:

@@ -1,0 +1,259 @@
+"""Round trips of a batch through 8 worker processes (TP2 x PP2 x DP2), beside bare Ray and the memory's own speed.
+
+    python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20]
+
+Bare Ray does the least that could be right: one put a shard, one task a rank, one get of the ranks that return.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+
+from mcontroller import (
+    DataProto,
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    WorkerGroup,
+    register,
+)
+from parallel_state import ParallelLayout, Topology
+
+LAYOUT = ParallelLayout(8, tp=2, pp=2)
+TOPOLOGY = Topology.from_layout(LAYOUT)
+SEQUENCE = 1024
+TARGETS = {0.2: 1.3, 15: 1.2, 120: 1.2}
+EMPTY_TARGET = 1.3
+
+
+class Ours(Worker):
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def column(self, batch: DataProto) -> DataProto:
+        return batch.select(batch_keys=["score"])
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def metrics(self, batch: DataProto) -> DataProto:
+        return DataProto(meta_info={"metrics": {"rows": len(batch)}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def empty(self) -> None:
+        return None
+
+
+@ray.remote(num_cpus=1)
+class Bare:
+    def column(self, shard: dict[str, np.ndarray], collected: bool) -> Any:
+        return shard["score"] if collected else None
+
+    def metrics(self, shard: dict[str, np.ndarray], collected: bool) -> Any:
+        return {"rows": len(shard["score"])} if collected else None
+
+    def empty(self) -> None:
+        return None
+
+
+class BareRay:
+    """The same work as ``Ours``, written by hand for this layout."""
+
+    def __init__(self) -> None:
+        self.actors = [Bare.remote() for _ in range(LAYOUT.world_size)]  # type: ignore[attr-defined]
+        self.shard_of = TOPOLOGY.shard_indices(("dp",))
+        self.collected = TOPOLOGY.select(tp=0, pp=-1)
+        ray.get([actor.empty.remote() for actor in self.actors])
+
+    def call(self, method: str, batch: DataProto) -> list[Any]:
+        columns = {name: tensor.numpy() for name, tensor in batch.batch.items()}
+        half = len(batch) // LAYOUT.dp
+        shards = [
+            ray.put({name: array[part * half : (part + 1) * half] for name, array in columns.items()})
+            for part in range(LAYOUT.dp)
+        ]
+        refs = [
+            getattr(actor, method).remote(shards[self.shard_of[rank]], rank in self.collected)
+            for rank, actor in enumerate(self.actors)
+        ]
+        values = ray.get(refs)
+        return [values[rank] for rank in self.collected]
+
+    def column(self, batch: DataProto) -> np.ndarray:
+        return np.concatenate(self.call("column", batch))
+
+    def metrics(self, batch: DataProto) -> list[Any]:
+        return self.call("metrics", batch)
+
+    def empty(self) -> None:
+        ray.get([actor.empty.remote() for actor in self.actors])
+
+
+class Importing(Worker):
+    def __init__(self, code: str) -> None:
+        exec(code)
+
+
+@ray.remote(num_cpus=1)
+class BareImporting:
+    def __init__(self, code: str) -> None:
+        exec(code)
+
+    def ready(self) -> None:
+        return None
+
+
+def make_batch(megabytes: float) -> DataProto:
+    rows = max(2, round(megabytes * 1e6 / (SEQUENCE * 28)) // 2 * 2)
+    ids = {name: torch.randint(0, 100, (rows, SEQUENCE)) for name in ("input_ids", "attention_mask", "position_ids")}
+    return DataProto.from_dict({**ids, "score": torch.rand(rows, SEQUENCE)})
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, run in turns so that what disturbs the machine disturbs all alike."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 2):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            if repeat >= 2:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def bandwidth() -> float:
+    """Bytes a second of one copy of 120 MB into memory that has been touched before."""
+    source = np.ones(120_000_000, np.uint8)
+    target = source.copy()
+    return source.nbytes / interleaved({"copy": lambda: np.copyto(target, source)}, 5)["copy"]
+
+
+def peak_memory(run: Callable[[], Any]) -> int:
+    """The most resident bytes of this process above where it stood, shared memory included, while ``run`` runs."""
+    process, stop, most = psutil.Process(), threading.Event(), [0]
+    before = process.memory_info().rss
+
+    def sample() -> None:
+        while not stop.wait(0.001):
+            most[0] = max(most[0], process.memory_info().rss)
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    run()
+    stop.set()
+    sampler.join()
+    return most[0] - before
+
+
+class Nowhere:
+    """A transport that answers at once, without ranks: what a call costs beside it is the controller's own."""
+
+    transport = "nowhere"
+    parts = lengths = ()
+
+    def __init__(self, world_size: int, answer: Any) -> None:
+        self.world_size = world_size
+        self.nodes = ["nowhere"] * world_size
+        self.answer = answer
+
+    def place(self, coordinates: Any) -> None:
+        pass
+
+    def share(self, value: Any, readers: int) -> Any:
+        return value
+
+    def submit(self, method: str, calls: Any, **options: Any) -> Nowhere:
+        self.values = [self.answer for call in calls if call.ship]
+        return self
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        return self.values
+
+    def fetch(self, handles: Any) -> list[Any]:
+        return list(handles)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def report_cost_per_rank() -> None:
+    print("controller's own cost of a call with metrics out (tp 2, pp 2), without a transport:")
+    answer = DataProto(meta_info={"metrics": {"rows": 2}})
+    for world_size in (8, 64, 512, 4096):
+        topology = Topology.from_layout(ParallelLayout(world_size, tp=2, pp=2))
+        group = WorkerGroup(Ours, Nowhere(world_size, answer), "nowhere", topology=topology)
+        batch = DataProto.from_dict({"ids": torch.zeros(world_size // 2, 8)})
+        taken = interleaved({"call": lambda group=group, batch=batch: group.metrics(batch)}, 5)["call"]
+        print(f"{world_size:>6} ranks {taken * 1e3:>9.2f} ms {taken / world_size * 1e6:>8.1f} us a rank")
+
+
+def report_start() -> None:
+    """A group of 4 beside 4 bare actors that import what its processes import, each started once to warm the files."""
+    code = "import torch, tensordict, mcontroller.protocol"
+    pool = RayResourcePool([4], use_gpu=False)
+
+    def ours() -> None:
+        RayWorkerGroup(pool, RayClassWithInitArgs(Importing, code), name_prefix="start").shutdown()
+
+    def bare() -> None:
+        actors = [BareImporting.remote(code) for _ in range(4)]  # type: ignore[attr-defined]
+        ray.get([actor.ready.remote() for actor in actors])
+        for actor in actors:
+            ray.kill(actor)
+
+    taken = interleaved({"ours": ours, "bare": bare}, 3)
+    report("start of 4 ranks", taken["ours"], taken["bare"], 1.3)
+
+
+def report(what: str, ours: float, bare: float, target: float) -> None:
+    verdict = "ok" if ours / bare <= target else "MISSED"
+    print(f"{what:<34} {ours * 1e3:>9.2f} {bare * 1e3:>9.2f} {ours / bare:>7.2f} {target:>8.2f}  {verdict}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.2, 15, 120])
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    ray.init(num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, logging_level="ERROR")
+    pool = RayResourcePool([8], use_gpu=False)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Ours), name_prefix="ours", topology=TOPOLOGY)
+    bare = BareRay()
+    print(f"{'median of ' + str(options.repeats):<34} {'ours ms':>9} {'bare ms':>9} {'ratio':>7} {'at most':>8}")
+    for megabytes in options.megabytes:
+        batch = make_batch(megabytes)
+        assert np.array_equal(group.column(batch).batch["score"].numpy(), bare.column(batch))
+        for method, what in (("column", "batch in, a column out"), ("metrics", "batch in, metrics out")):
+            runs = {
+                "ours": lambda method=method, batch=batch: getattr(group, method)(batch),
+                "bare": lambda method=method, batch=batch: getattr(bare, method)(batch),
+            }
+            taken = interleaved(runs, options.repeats)
+            target = TARGETS.get(megabytes, max(TARGETS.values()))
+            report(f"{megabytes:g} MB: {what}", taken["ours"], taken["bare"], target)
+    taken = interleaved({"ours": group.empty, "bare": bare.empty}, options.repeats * 5)
+    report("empty call", taken["ours"], taken["bare"], EMPTY_TARGET)
+    largest = make_batch(max(options.megabytes))
+    size = largest.nbytes()
+    print(f"memory bandwidth: {bandwidth() / 1e9:.1f} GB/s (one copy, one thread)")
+    peak = peak_memory(lambda: group.column(largest)) + size
+    print(f"controller's peak with a batch of {size / 1e6:.0f} MB: {peak / size:.2f} x the batch, itself included")
+    group.shutdown()
+    pool.shutdown()
+    for actor in bare.actors:
+        ray.kill(actor)
+    report_start()
+    ray.shutdown()
+    report_cost_per_rank()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""RayClassWithInitArgs: a worker class, what to make it with, and what its process asks of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
+
+from ray.actor import ActorClass
+
+from mcontroller.errors import ConfigError
+from mcontroller.worker import ClassWithInitArgs
+
+__all__ = ["RayClassWithInitArgs"]
+
+W = TypeVar("W")
+
+OWN_OPTIONS = frozenset({"num_cpus", "num_gpus", "scheduling_strategy", "name", "namespace", "lifetime"})
+"""What the pool and the group decide for every process."""
+
+
+class RayClassWithInitArgs(ClassWithInitArgs[W]):
+    """A worker class, plain or made an actor by ``ray.remote``, whose object is made in every process of a group."""
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_plain(cls), *args, **kwargs)
+        self.options: dict[str, Any] = {}
+
+    fused: bool = False
+    """Whether a group of several roles shows each as an attribute of its own."""
+
+    @property
+    def default_name(self) -> str:
+        """The name of a group that is given none."""
+        return self.cls.__name__
+
+    def roles_of(self, name: str) -> Mapping[str, RayClassWithInitArgs[Any]]:
+        """What a group called ``name`` makes in each of its processes, by role."""
+        return {name: self}
+
+    def update_options(self, options: dict[str, Any]) -> Self:
+        """Adds Ray actor options for the processes (``runtime_env``, ``resources``, ...).
+
+        Raises ConfigError for those that the pool decides: the share of a GPU, the place, the name.
+        """
+        refused = sorted(OWN_OPTIONS.intersection(options))
+        if refused:
+            raise ConfigError(
+                f"option(s) {', '.join(refused)} of {self.cls.__name__}'s processes are set by the pool and the group: "
+                "leave them out",
+                key=refused[0],
+                value=options[refused[0]],
+            )
+        self.options.update(options)
+        return self
+
+
+def _plain(cls: Any) -> Any:
+    """The class that ``ray.remote`` was given; Ray keeps it on the subclass that it makes for the actor."""
+    if not isinstance(cls, ActorClass):
+        return cls
+    metadata: Any = cls.__ray_metadata__  # type: ignore[attr-defined]
+    return metadata.modified_class.__ray_actor_class__

@@ -1,0 +1,337 @@
+"""The processes of one group, as the controller holds them: their start, their calls in flight, their end.
+
+The first failure ends all of them. Ranks that wait for a peer in a collective would wait for ever, so nothing is
+asked of them any more: they are killed at once, and later calls are told the first cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from mcontroller.errors import CallTimeout, GroupBroken, GroupError
+from mcontroller.ray.failures import Failure, Place, first_cause
+from mcontroller.ray.host import HostInfo, Ticket
+
+__all__ = ["Flight", "Hosts", "Processes"]
+
+DRAIN_SECONDS = 0.1
+"""How long the failures that come together with the first one are waited for, to be counted with it."""
+
+CAUSE_SECONDS = 2.0
+"""How long the cause is waited for when all that is known are its consequences."""
+
+STACK_SECONDS = 2.0
+END_SECONDS = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One method on its way on some ranks; ``refs`` has one entry a rank, ready when that rank has answered."""
+
+    role: str
+    method: str
+    ranks: tuple[int, ...]
+    refs: list[Any]
+    timeout: float | None
+    ticket: Ticket | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def remaining(self, timeout: float | None = None) -> float | None:
+        """Seconds until the deadline or for ``timeout`` more, whichever is less; None for no limit."""
+        limits = [] if timeout is None else [timeout]
+        if self.timeout is not None:
+            limits.append(self.started + self.timeout - time.monotonic())
+        return max(0.0, min(limits)) if limits else None
+
+
+class Places(Protocol):
+    """What the processes sit in."""
+
+    def leave(self) -> None:
+        """Frees it, once the processes are gone."""
+
+
+@dataclass(eq=False, slots=True)
+class Processes:
+    """What has to be ended: the actors, the slots they sit in, and how to see that they are gone."""
+
+    names: list[str]
+    handles: list[Any]
+    introductions: list[Any]
+    watches: list[Any]
+    places: Places
+    ended: bool = False
+
+    def infos(self, timeout: float = 0.0) -> list[HostInfo | None]:
+        """Where each process runs; None for one that has not said so in ``timeout`` seconds, or could not."""
+        ray.wait(self.introductions, num_returns=len(self.introductions), timeout=timeout)
+        return [_value_or_none(ref) for ref in self.introductions]
+
+    def end(self) -> None:
+        """Kills the processes, waits until they are gone, and frees their slots; a second call does nothing."""
+        if self.ended:
+            return
+        self.ended = True
+        if not ray.is_initialized():
+            return
+        infos = self.infos()
+        for handle in self.handles:
+            ray.kill(handle)
+        deadline = time.monotonic() + END_SECONDS
+        ray.wait(self.watches, num_returns=len(self.watches), timeout=END_SECONDS)
+        here = ray.get_runtime_context().get_node_id()
+        for info in infos:
+            while info is not None and info.node_id == here and _runs(info.pid) and time.monotonic() < deadline:
+                time.sleep(0.002)
+        self.places.leave()
+
+
+class Hosts:
+    """The processes of the group ``name``, for every role that lives in them."""
+
+    def __init__(self, name: str, processes: Processes, *, detached: bool = False) -> None:
+        self.name = name
+        self.processes = processes
+        self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
+        self._flights: list[Flight] = []
+        self._broken: GroupError | None = None
+        self._lock = threading.RLock()
+        self._caller = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        if not detached:
+            weakref.finalize(self, processes.end)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.processes.handles)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node address of every rank."""
+        return [info.node if info else "unknown" for info in self.processes.infos(timeout=None)]  # type: ignore[arg-type]
+
+    def ticket(self) -> Ticket:
+        """The name of the next call."""
+        return Ticket(self._caller, next(self._numbers))
+
+    def depart(self, flight: Flight) -> None:
+        """Notes a call, so that its failure is seen by whichever call is waited for."""
+        self._flights.append(flight)
+
+    def check(self, role: str) -> None:
+        """Raises GroupBroken when a call before has failed, whether or not its result was asked for."""
+        self._poll()
+        if self._broken is not None:
+            self._refuse(role)
+        if self.processes.ended:
+            raise GroupError(f"group {role} has been shut down: start it again to call it", role=role)
+
+    def settle(self, flight: Flight, timeout: float | None = None) -> list[Any]:
+        """What the refs of a flight hold, once all of its ranks have answered.
+
+        Raises what the first failing rank raised, CallTimeout past the deadline, GroupBroken for another's failure.
+        """
+        if self.processes.ended:
+            return self._posthumous(flight)
+        try:
+            if len(self._flights) > 1:
+                self._await(flight, flight.remaining(timeout))
+            values = ray.get(flight.refs, timeout=flight.remaining(timeout))
+        except GetTimeoutError:
+            self._late(flight, timeout)
+        except RayError:
+            self._fail(flight)
+        self._arrived(flight)
+        return values
+
+    def wait(self, flight: Flight, timeout: float | None = None) -> bool:
+        """Whether all ranks of a flight have answered, or failed, within ``timeout`` seconds; raises nothing."""
+        if self.processes.ended:
+            return True
+        try:
+            self._await(flight, flight.remaining(timeout))
+        except GetTimeoutError:
+            if flight.remaining() != 0.0:
+                return False
+            self._break(lambda: self._timeout_of(flight, None))
+        except RayError:
+            self._break(self._first_cause)
+        return True
+
+    def withdraw(self, flight: Flight) -> bool:
+        """Takes a call back if no rank has begun it, and says so; a call that one has begun is run by all.
+
+        A rank that ran it alone would wait for its peers for ever.
+        """
+        if flight.ticket is None or self.processes.ended:
+            return False
+        hosts = [self.processes.handles[rank] for rank in flight.ranks]
+        asked = [host.hold.remote(flight.ticket) for host in hosts]
+        ray.wait(asked, num_returns=len(asked), timeout=STACK_SECONDS)
+        nobody = all(_value_or_none(answer) is True for answer in asked)
+        for host in hosts:
+            host.decide.remote(flight.ticket, nobody)
+        return nobody
+
+    def shutdown(self) -> None:
+        """Ends the processes and frees their slots; a second call does nothing."""
+        self.processes.end()
+
+    # ---- one failure ends all --------------------------------------------------------------------------------------
+
+    def _await(self, flight: Flight, seconds: float | None) -> None:
+        """Waits for one flight, and raises as soon as any flight of the group has failed."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        own = set(flight.refs)
+        waiting = [*flight.refs, *(ref for other in self._flights if other is not flight for ref in other.refs)]
+        while own:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, waiting = ray.wait(waiting, timeout=left, fetch_local=False)
+            if not ready:
+                raise GetTimeoutError
+            ray.get(ready)
+            own.difference_update(ready)
+
+    def _poll(self) -> None:
+        for flight in tuple(self._flights):
+            ready, late = ray.wait(flight.refs, num_returns=len(flight.refs), timeout=0, fetch_local=False)
+            try:
+                ray.get(ready)
+            except RayError:
+                self._break(self._first_cause)
+                return
+            if not late:
+                self._arrived(flight)
+
+    def _arrived(self, flight: Flight) -> None:
+        if flight in self._flights:
+            self._flights.remove(flight)
+
+    def _posthumous(self, flight: Flight) -> list[Any]:
+        """The values of a flight that had arrived before the end; else what ended the group."""
+        try:
+            return ray.get(flight.refs, timeout=0)
+        except RayError:
+            if self._broken is None:
+                raise GroupError(
+                    f"group {flight.role} was shut down before {flight.method} had answered", role=flight.role
+                ) from None
+            self._refuse(flight.role)
+
+    def _refuse(self, role: str) -> NoReturn:
+        raise GroupBroken(
+            f"group {role} is broken and its processes are stopped; first cause: {self._broken}",
+            role=role,
+            first_cause=self._broken,
+        ) from self._broken
+
+    def _fail(self, flight: Flight) -> NoReturn:
+        failures = self._drain()
+        mine = [failure for failure in failures if failure.flight is flight]
+        if len(mine) == len(flight.ranks) and all(failure.upstream for failure in mine):
+            self._arrived(flight)  # no rank has begun: the arguments were never made, and the group is whole
+            raise first_cause(mine) from None
+        raise self._break(lambda: first_cause(failures)) from None
+
+    def _late(self, flight: Flight, timeout: float | None) -> NoReturn:
+        raise self._break(lambda: self._timeout_of(flight, timeout)) from None
+
+    def _break(self, make: Any) -> GroupError:
+        with self._lock:
+            if self._broken is None:
+                self._broken = make()
+                self._flights.clear()
+                self.processes.end()
+            return self._broken
+
+    def _first_cause(self) -> GroupError:
+        return first_cause(self._drain())
+
+    def _drain(self) -> list[Failure]:
+        """The failures known so far, and those that come with them; when all only follow, the cause they follow."""
+        end = time.monotonic() + CAUSE_SECONDS
+        failures = self._failures(DRAIN_SECONDS)
+        while self._incomplete(failures) and time.monotonic() < end:
+            failures = self._failures(DRAIN_SECONDS)
+        return failures
+
+    def _incomplete(self, failures: Sequence[Failure]) -> bool:
+        """Whether more is to come: a cause that is not among them, or the ranks beside one whose arguments failed."""
+        failed = {id(failure.flight): failure.flight for failure in failures}
+        expected = sum(len(flight.ranks) for flight in failed.values())
+        return all(failure.follows for failure in failures) or (
+            all(failure.upstream for failure in failures) and len(failures) < expected
+        )
+
+    def _failures(self, seconds: float) -> list[Failure]:
+        watches = Flight(self.name, "no call", tuple(range(self.world_size)), self.processes.watches, None)
+        flights = [*self._flights, watches]
+        refs = [ref for flight in flights for ref in flight.refs]
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[0])
+        found: dict[int, Failure] = {}
+        infos = self.processes.infos()
+        for flight in flights:
+            for rank, ref in zip(flight.ranks, flight.refs, strict=True):
+                error = _error_or_none(ref) if ref in ready else None
+                if error is not None and rank not in found:
+                    found[rank] = Failure(self._place(flight.role, rank, infos[rank]), flight.method, error, flight)
+        return list(found.values())
+
+    def _place(self, role: str, rank: int, info: HostInfo | None) -> Place:
+        coordinates = self.coordinates.get(role)
+        return Place(role, rank, coordinates[rank] if coordinates else {}, info)
+
+    def _timeout_of(self, flight: Flight, timeout: float | None) -> CallTimeout:
+        _, refs = ray.wait(flight.refs, num_returns=len(flight.refs), timeout=0, fetch_local=False)
+        late = [rank for rank, ref in zip(flight.ranks, flight.refs, strict=True) if ref in refs]
+        asked = {rank: self.processes.handles[rank].stacks.remote() for rank in late}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACK_SECONDS)
+        unknown = "(no answer: the process holds the interpreter in native code, or is gone)"
+        stacks = {rank: _value_or_none(ref) or unknown for rank, ref in asked.items()}
+        infos = self.processes.infos()
+        places = [self._place(flight.role, rank, infos[rank]) for rank in late]
+        limit = min(limit for limit in (flight.timeout, timeout) if limit is not None)
+        told = "\n".join(f"{place}:\n{stacks[place.rank]}" for place in places)
+        return CallTimeout(
+            f"{flight.role}.{flight.method} had no answer in {limit:g} s from {len(late)} of {len(flight.ranks)} "
+            f"ranks, {', '.join(map(str, late))}:\n{told}",
+            role=flight.role,
+            method=flight.method,
+            timeout=limit,
+            ranks=tuple(late),
+            stacks=stacks,
+        )
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _value_or_none(ref: Any) -> Any:
+    try:
+        return ray.get(ref, timeout=0)
+    except RayError:
+        return None
+
+
+def _error_or_none(ref: Any) -> RayError | None:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        return error
+    return None

@@ -1,0 +1,120 @@
+"""The start of a group: every process at once, and none waited for before all are on their way."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from mcontroller.errors import ResourceError
+from mcontroller.ray.host import LANES, Identity, WorkerHost
+from mcontroller.ray.hosts import Flight, Hosts, Processes
+from mcontroller.ray.resource_pool import RayResourcePool, Tenancy
+from mcontroller.ray.wire import pack
+from mcontroller.worker import ClassWithInitArgs, RankEnvironment
+
+__all__ = ["NAMESPACE", "launch"]
+
+NAMESPACE = "mcontroller"
+"""Ray's namespace for the processes of detached groups, where other drivers look for them."""
+
+
+def launch(
+    pool: RayResourcePool,
+    name: str,
+    roles: Mapping[str, ClassWithInitArgs[Any]],
+    *,
+    options: Mapping[str, Any],
+    detached: bool,
+    timeout: float | None,
+) -> Hosts:
+    """Starts one process on every place of ``pool`` and constructs the workers of ``roles`` in each of them.
+
+    Raises ResourceError where the pool has no slot; WorkerError, WorkerDied or CallTimeout (after ``timeout`` seconds)
+    where a rank does not come up, and leaves nothing of the group then.
+    """
+    if not ray.is_initialized():
+        raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")
+    tenancy = pool.occupy(name)
+    processes = _start(pool, tenancy, f"{name}/{uuid.uuid4().hex[:8]}", options, detached)
+    hosts = Hosts(name, processes, detached=detached)
+    flight = _build(hosts, pool, tenancy, roles, timeout)
+    hosts.depart(flight)
+    with _progress(name, flight.refs) as show:
+        show(hosts, flight)
+        hosts.settle(flight)
+    return hosts
+
+
+def _start(
+    pool: RayResourcePool, tenancy: Tenancy, unique: str, options: Mapping[str, Any], detached: bool
+) -> Processes:
+    actor: Any = ray.remote(concurrency_groups=LANES)(WorkerHost)  # type: ignore[call-overload]
+    share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0}
+    names = [f"{unique}/{rank}" for rank in range(len(tenancy.bundles))]
+    handles = []
+    for name, bundle in zip(names, tenancy.bundles, strict=True):
+        named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
+        chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
+        handles.append(actor.options(**chosen).remote())
+    introductions = [handle.introduce.remote() for handle in handles]
+    return Processes(names, handles, introductions, [handle.watch.remote() for handle in handles], tenancy)
+
+
+def _build(
+    hosts: Hosts,
+    pool: RayResourcePool,
+    tenancy: Tenancy,
+    roles: Mapping[str, ClassWithInitArgs[Any]],
+    timeout: float | None,
+) -> Flight:
+    handles = hosts.processes.handles
+    endpoint = handles[0].reserve_endpoint.remote()
+    packed = [pack((init.cls, init.args, init.kwargs)).as_argument() for init in roles.values()]
+    index = {role: position for position, role in enumerate(roles)}
+    refs = [
+        handle.build.remote(identity, endpoint, index, *packed)
+        for handle, identity in zip(handles, _identities(pool, hosts.name, tenancy), strict=True)
+    ]
+    first_role = next(iter(roles))
+    return Flight(first_role, "__init__", tuple(range(len(handles))), refs, timeout)
+
+
+def _identities(pool: RayResourcePool, name: str, tenancy: Tenancy) -> Iterator[Identity]:
+    """Every rank's variables as torchrun would set them, local ranks counting the visible GPUs of a node."""
+    locals_ = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
+    for rank, (bundle, (local_rank, local_size)) in enumerate(zip(tenancy.bundles, locals_, strict=True)):
+        environment = RankEnvironment(rank, pool.world_size, local_rank, local_size)
+        env = {**environment.variables(), "RAY_LOCAL_RANK": str(local_rank), "RAY_LOCAL_WORLD_SIZE": str(local_size)}
+        if not pool.use_gpu:
+            yield Identity(name, rank, env)
+            continue
+        mine = [other.gpu for other in tenancy.bundles if other.group.id == bundle.group.id]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+        yield Identity(name, rank, env, local_rank)
+
+
+@contextmanager
+def _progress(name: str, refs: list[Any]) -> Iterator[Any]:
+    """A bar of the ranks that are up, where someone is looking at a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda hosts, flight: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"starting {name}", total=len(refs))
+
+        def show(hosts: Hosts, flight: Flight) -> None:
+            waiting = list(refs)
+            while waiting and not hosts.wait(flight, 0.2):
+                waiting = ray.wait(refs, num_returns=len(refs), timeout=0)[1]
+                bar.update(task, completed=len(refs) - len(waiting))
+
+        yield show
