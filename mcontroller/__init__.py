@@ -46,6 +46,7 @@ _NAMES = {
         "update_dispatch_mode",
     ),
     "protocol": ("DataProto", "DataProtoConfig", "DataProtoItem", "collate_fn"),
+    "colocate": ("sibling",),
     "ray": (
         "MegatronRayWorkerGroup",
         "RayClassWithInitArgs",

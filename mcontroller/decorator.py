@@ -103,7 +103,8 @@ def _as_spec(mode: Any) -> DispatchSpec:
         return mode
     if isinstance(mode, Mapping):
         if set(mode) == {"dispatch_fn", "collect_fn"} and all(map(callable, mode.values())):
-            return mode_of_functions("functions", **mode)
+            names = ", ".join(getattr(function, "__name__", "a function") for function in mode.values())
+            return mode_of_functions(f"functions({names})", **mode)
         raise DispatchError(
             f"a mode as a dict has two functions, dispatch_fn and collect_fn; this one has {dict(mode)}",
             dispatch_mode=mode,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Literal, NoReturn, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.names import NamedMembers
@@ -85,6 +85,10 @@ def mode_of_functions(name: str, dispatch_fn: Callable[..., Any], collect_fn: Ca
     return DispatchSpec(name, "entries", (RANK,), by=(RANK,), functions=(dispatch_fn, collect_fn))
 
 
+def _undefined(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise DispatchError(f"mode {name} has a name and no functions: give it two with update_dispatch_mode", mode=name)
+
+
 def _row(name: str, arguments: ArgumentRule, axes: str, collect: Mapping[str, int], by: str, **more: Any) -> Any:
     return DispatchSpec(name, arguments, tuple(axes.split()), tuple(collect.items()), tuple(by.split()), **more)
 
@@ -117,7 +121,8 @@ class Dispatch(metaclass=NamedMembers):
 
     @staticmethod
     def new_member(name: str, member: DispatchSpec | None) -> DispatchSpec:
-        return DispatchSpec(name) if member is None else replace(member, name=name)
+        undefined = partial(_undefined, name)
+        return mode_of_functions(name, undefined, undefined) if member is None else replace(member, name=name)
 
     @staticmethod
     def over(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mcontroller.dispatch import Plan, RowRule
-from mcontroller.dispatched import Call, Caller, Dispatched
+from mcontroller.dispatch import RowRule
+from mcontroller.dispatched import Call, Dispatched
 from mcontroller.executor import Arguments, Executor
-from mcontroller.future import DataProtoFuture, Future
+from mcontroller.future import DataProtoFuture, Future, LazyRows
 from mcontroller.partition import Partition, split_rows
 from mcontroller.protocol import DataProto
-from mcontroller.remote_rows import Part, ResultRows, Split, Window, take_shard
+from mcontroller.remote_rows import Part, ResultRows, Rows, Split, Window, take_shard
 
 __all__ = ["dispatch"]
 
@@ -20,35 +20,36 @@ Key = int | str
 
 
 def dispatch(
-    plan: Plan,
+    call: Call,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     rule: RowRule,
-    group: Caller,
-    method: str,
     *,
+    materialize: bool = True,
     share: bool = True,
 ) -> Dispatched:
-    """What each shard of a plan is sent; the caller's arguments are left as they are.
+    """What each shard of the call's plan is sent; the caller's arguments are left as they are.
 
-    ``share=False`` leaves plain values in place of what the transport would store once: nothing is sent at all.
+    Futures are made into batches before the method runs where ``materialize`` says so. ``share=False`` leaves plain
+    values in place of what the transport would store once: nothing is sent at all.
     Raises DispatchError where the arguments do not fit the mode.
     """
-    call = Call(group, method, plan)
+    plan, group = call.plan, call.group
     if plan.spec.functions is not None:
         args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
     named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
     given = {key: _carried(value, group.executor) for key, value in named}
     if plan.spec.arguments == "entries":
-        return Dispatched(call, _entries(call, given), None)
+        return Dispatched(call, _entries(call, given, materialize), None)
     if plan.spec.arguments == "whole":
-        return Dispatched(call, [_arguments({key: _passed(value) for key, value in given.items()})], None)
+        whole = {key: _passed(value, materialize) for key, value in given.items()}
+        return Dispatched(call, [_arguments(whole)], None)
     _check_leading_function(call, given)
     shards, origin = _split(call, given, rule)
     plain = {key: value for key, value in given.items() if key not in shards}
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
-    columns = [_in_place(given, plain, shards, shard) for shard in range(plan.shard_count)]
+    columns = [_in_place(given, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
     return Dispatched(call, [_arguments(column) for column in columns], origin)
 
 
@@ -60,9 +61,9 @@ def _arguments(values: Mapping[Key, Any]) -> Arguments:
 
 
 def _in_place(
-    given: Iterable[Key], plain: Mapping[Key, Any], shards: Mapping[Key, Sequence[Any]], shard: int
+    given: Iterable[Key], plain: Mapping[Key, Any], shards: Mapping[Key, Sequence[Any]], shard: int, materialize: bool
 ) -> dict[Key, Any]:
-    return {key: shards[key][shard] if key in shards else plain[key] for key in given}
+    return {key: _passed(shards[key][shard], materialize) if key in shards else plain[key] for key in given}
 
 
 def _carried(value: Any, executor: Executor) -> Any:
@@ -72,8 +73,10 @@ def _carried(value: Any, executor: Executor) -> Any:
     return value.get()
 
 
-def _passed(value: Any) -> Any:
-    return value.rows if isinstance(value, DataProtoFuture) else value
+def _passed(value: Any, materialize: bool) -> Any:
+    """What stands for a future on its way; everything else as it is."""
+    rows = value.rows if isinstance(value, DataProtoFuture) else value
+    return rows if materialize or not isinstance(rows, Rows | Part) else LazyRows(rows)
 
 
 def _from_function(call: Call, returned: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -86,7 +89,7 @@ def _from_function(call: Call, returned: Any) -> tuple[Sequence[Any], Mapping[st
     )
 
 
-def _entries(call: Call, given: Mapping[Key, Any]) -> list[Arguments]:
+def _entries(call: Call, given: Mapping[Key, Any], materialize: bool) -> list[Arguments]:
     """One ``Arguments`` per shard; shards whose entries are the same objects share theirs."""
     count = call.plan.shard_count
     for key, value in given.items():
@@ -111,7 +114,9 @@ def _entries(call: Call, given: Mapping[Key, Any]) -> list[Arguments]:
         identity = tuple(map(id, entries.values()))
         if identity not in made:
             executor = call.group.executor
-            made[identity] = _arguments({key: _passed(_carried(value, executor)) for key, value in entries.items()})
+            made[identity] = _arguments(
+                {key: _passed(_carried(value, executor), materialize) for key, value in entries.items()}
+            )
         shards.append(made[identity])
     return shards
 
@@ -163,7 +168,7 @@ def _partition(call: Call, batches: Mapping[Key, DataProto], rows: int | None, r
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
     if rule.group_by is not None:
-        groups = _labels(_with_column(call, batches, rule.group_by), rule.group_by)
+        groups = _labels(call, _with_column(call, batches, rule.group_by), rule.group_by)
     padding = rule.padding
     if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
         padding = "repeat"
@@ -181,9 +186,16 @@ def _with_column(call: Call, batches: Mapping[Key, DataProto], column: str) -> D
     )
 
 
-def _labels(batch: DataProto, column: str) -> list[Any]:
-    held = batch.non_tensor_batch.get(column)
-    return (batch.batch[column] if held is None and batch.batch is not None else held).tolist()  # type: ignore[union-attr]
+def _labels(call: Call, batch: DataProto, column: str) -> list[Hashable]:
+    held: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.batch[column]  # type: ignore[index]
+    labels: list[Any] = held.tolist()
+    wrong = next((label for label in labels if not isinstance(label, Hashable)), None)
+    if wrong is not None:
+        raise call.error(
+            f"column {column!r} has {wrong!r} as the label of a row; expected one text or number for each row",
+            column=column,
+        )
+    return labels
 
 
 def _split_futures(

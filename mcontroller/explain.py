@@ -65,8 +65,9 @@ class Explanation:
         return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail])
 
 
-def explain(method: str, plan: Plan, dispatched: Dispatched) -> Explanation:
+def explain(dispatched: Dispatched) -> Explanation:
     """The explanation of a call from what it would send."""
+    plan, call = dispatched.plan, dispatched.call
     sizes = {id(arguments): payload_bytes(arguments) for arguments in dispatched.shards}
     origin = dispatched.origin if isinstance(dispatched.origin, Partition) else None
     returning = set(plan.collected)
@@ -84,7 +85,8 @@ def explain(method: str, plan: Plan, dispatched: Dispatched) -> Explanation:
         )
         for rank, shard in zip(plan.ranks, plan.shards, strict=True)
     )
-    return Explanation(method, plan.spec.name, plan, ranks, sum(rank.bytes for rank in ranks), sum(sizes.values()))
+    sent, stored = sum(rank.bytes for rank in ranks), sum(sizes.values())
+    return Explanation(f"{call.group.name}.{call.method}", plan.spec.name, plan, ranks, sent, stored)
 
 
 def payload_bytes(value: Any) -> int:

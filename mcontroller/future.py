@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mcontroller.errors import DispatchError
-from mcontroller.executor import Deferred, Fetch, Pending
+from mcontroller.executor import Deferred, Fetch, Handle, Pending
 from mcontroller.remote_rows import JoinedRows, Rows, Window
 
-__all__ = ["DataProtoFuture", "Future"]
+__all__ = ["DataProtoFuture", "Future", "LazyRows"]
 
 
 class Future:
@@ -108,6 +109,19 @@ class DataProtoFuture(Future):
         if not isinstance(self.rows, Rows):
             raise DispatchError(f"a future inside a worker's method has no {operation}: get() it first")
         return self.rows
+
+
+@dataclass(frozen=True)
+class LazyRows(Deferred):
+    """An argument that a method gets as a DataProtoFuture (``register(..., materialize_futures=False)``)."""
+
+    rows: Deferred
+
+    def handles(self) -> Sequence[Handle]:
+        return self.rows.handles()
+
+    def resolve(self, fetch: Fetch) -> DataProtoFuture:
+        return DataProtoFuture(self.rows, fetch)
 
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:

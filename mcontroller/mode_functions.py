@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from mcontroller.dispatch import Dispatch, DispatchSpec, ExecuteMode, RowRule, mode_of_functions, plan
+from mcontroller.dispatch import Dispatch, DispatchSpec, ExecuteMode, Plan, RowRule, mode_of_functions, plan
 from mcontroller.dispatch_data import dispatch
 from mcontroller.dispatched import Call, Dispatched
 from mcontroller.errors import DispatchError
@@ -69,21 +69,21 @@ def _spec(mode: Mode) -> DispatchSpec:
 
 def _functions_of(spec: DispatchSpec) -> tuple[Function, Function]:
     def dispatch_fn(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        rows = RowRule(padding="none")
-        sent = dispatch(_plan(spec, worker_group), args, kwargs, rows, worker_group, "dispatch_fn", share=False)
+        call = Call(worker_group, "dispatch_fn", _plan(spec, worker_group))
+        sent = dispatch(call, args, kwargs, RowRule(padding="none"), share=False)
         given = [call.arguments for call in sent.calls]
         lists = tuple([arguments.args[index] for arguments in given] for index in range(len(args)))
         return lists, {name: [arguments.kwargs[name] for arguments in given] for name in kwargs}
 
     def collect_fn(worker_group: WorkerGroup, output: Sequence[Any]) -> Any:
-        made = _plan(spec, worker_group)
-        call = Dispatched(Call(worker_group, "collect_fn", made), (), None)
-        return call.collect([output[rank] for rank in made.collected], worker_group.executor)
+        call = Call(worker_group, "collect_fn", _plan(spec, worker_group))
+        values = [output[rank] for rank in call.plan.collected]
+        return Dispatched(call, (), None).collect(values, worker_group.executor)
 
     return dispatch_fn, collect_fn
 
 
-def _plan(spec: DispatchSpec, group: WorkerGroup) -> Any:
+def _plan(spec: DispatchSpec, group: WorkerGroup) -> Plan:
     return plan(spec, group.topology_for(spec))
 
 

@@ -203,9 +203,12 @@ def _gather(
     offsets: np.ndarray,
     read: Callable[[Sequence[int], Sequence[np.ndarray]], list[DataProto]],
 ) -> DataProto:
-    """The rows at ``places`` of parts that begin at ``offsets``; only parts that hold one of them are read."""
+    """The rows at ``places`` of parts that begin at ``offsets``; only parts that hold one of them are read.
+
+    Where no part has a row all are read, for what their ``meta_info`` says.
+    """
     part_of = np.searchsorted(offsets[1:], places, side="right")
-    needed = np.unique(part_of).tolist() or [0]
+    needed = np.unique(part_of).tolist() or list(range(1 if offsets[-1] else len(offsets) - 1))
     joined = DataProto.concat(read(needed, [places[part_of == part] - offsets[part] for part in needed]))
     if bool((np.diff(part_of) >= 0).all()):
         return joined

@@ -12,7 +12,8 @@ from typing import Any, Self
 from mcontroller.decorator import Registration, registrations
 from mcontroller.dispatch import Dispatch, DispatchSpec, Execute, Plan, plan
 from mcontroller.dispatch_data import dispatch
-from mcontroller.errors import DispatchError
+from mcontroller.dispatched import Call
+from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.executor import Executor
 from mcontroller.explain import Explanation, explain
 from mcontroller.future import Future
@@ -36,8 +37,8 @@ class GroupMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         group, rule = self.group, self.registration
-        plan = self.plan()
-        dispatched = dispatch(plan, args, kwargs, rule.rows, group, self.name)
+        call = Call(group, self.name, self.plan())
+        dispatched = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
         measure = dispatched.concatenates and not rule.blocking
         timeout = group.deadline(rule.timeout)
         pending = group.executor.submit(self.name, dispatched.calls, timeout=timeout, measure=measure)
@@ -61,9 +62,8 @@ class GroupMethod:
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call with these arguments would send to whom and bring back from whom; the method does not run."""
-        plan = self.plan()
-        dispatched = dispatch(plan, args, kwargs, self.registration.rows, self.group, self.name, share=False)
-        return explain(f"{self.group.name}.{self.name}", plan, dispatched)
+        call = Call(self.group, self.name, self.plan())
+        return explain(dispatch(call, args, kwargs, self.registration.rows, share=False))
 
     def options(
         self,
@@ -121,9 +121,12 @@ class WorkerGroup:
             self._place(topology)
 
     def __getattr__(self, method: str) -> GroupMethod:
-        if method.startswith("_") or method not in self._methods:
+        methods = self.__dict__.get("_methods")  # not there while the group is being made
+        if methods is None:
+            raise AttributeError(method)
+        if method not in methods:
             raise AttributeError(self._no_method(method))
-        return GroupMethod(self, method, self._methods[method])
+        return GroupMethod(self, method, methods[method])
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
@@ -151,8 +154,21 @@ class WorkerGroup:
         return self._topology or self._place(self._collect_topology())
 
     def topology_for(self, spec: DispatchSpec) -> Topology:
-        """The topology that a mode is planned on: no worker is asked for axes that the mode does not name."""
-        return self.topology if spec.needs_topology else self._topology or self._flat
+        """The topology that a mode is planned on: no worker is asked for axes that the mode does not name.
+
+        Raises TopologyError where the mode names axes, and the workers report none.
+        """
+        if not spec.needs_topology:
+            return self._topology or self._flat
+        if self.topology == self._flat:
+            raise TopologyError(
+                f"group {self.name}: mode {spec} splits or collects by axes, and {self.worker_cls.__name__} reports no "
+                "coordinates: give it get_megatron_rank_info and get_megatron_global_info, as MegatronWorker has, or "
+                "make the group with topology=...",
+                role=self.name,
+                mode=spec.name,
+            )
+        return self.topology
 
     def _place(self, topology: Topology) -> Topology:
         self._topology = topology

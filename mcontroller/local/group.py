@@ -32,7 +32,8 @@ class LocalWorkerGroup(WorkerGroup):
         timeout: float | None = None,
     ) -> None:
         declared = layout if isinstance(layout, ParallelLayout) else None
-        executor = LocalExecutor(cls_with_init, declared.world_size if declared else int(layout), name_prefix)  # type: ignore[arg-type]
+        world_size = layout.world_size if isinstance(layout, ParallelLayout) else layout
+        executor = LocalExecutor(cls_with_init, world_size, name_prefix)
         reports = hasattr(cls_with_init.cls, "get_megatron_rank_info")
         topology = Topology.from_layout(declared, executor.nodes) if declared and not reports else None
         super().__init__(

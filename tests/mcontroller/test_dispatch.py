@@ -98,6 +98,8 @@ def test_an_axis_that_is_not_named_is_collected_at_its_lowest_index() -> None:
     assert made.shards == (0, 1, 2, 3, 0, 1, 2, 3)
     assert made.collected == (0, 1, 2, 3)
     assert plan(Dispatch.over("island", "dp"), topology).shards == tuple(range(8))
+    backwards = permuted(topology, range(7, -1, -1))
+    assert plan(Dispatch.MEGATRON_COMPUTE_PROTO, backwards).collected == (7, 6, 5, 4)
 
 
 def test_expert_axes_split_and_collect_like_the_others() -> None:

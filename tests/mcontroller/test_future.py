@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from mcontroller import (
     ClassWithInitArgs,
@@ -43,7 +44,7 @@ class Counting(LocalExecutor):
 class Model(Worker):
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
     def compute(self, batch: DataProto, other: DataProto | None = None) -> DataProto:
-        self.received = batch
+        self.received, self.beside = batch, other
         return batch
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
@@ -53,6 +54,10 @@ class Model(Worker):
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
     def metrics(self, batch: DataProto) -> DataProto:
         return DataProto(meta_info={"metrics": {"rows": len(batch)}})
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    def size(self, batch: DataProto) -> int:
+        return len(batch)
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, materialize_futures=False)
     def later(self, batch: Any) -> DataProto:
@@ -146,6 +151,19 @@ def test_padding_of_the_first_call_is_undone_at_the_end_of_a_chain(topology: Top
     assert all(len(worker.received) for worker in consumer.executor.workers)
 
 
+def test_padding_rows_of_a_future_have_no_loss_mask_where_that_is_asked_for() -> None:
+    batch = numbered(4)
+    batch.batch["loss_mask"] = torch.ones(4, dtype=torch.int64)
+    consumer = group_of(DP3, "critic")
+    result = consumer.compute.options(padding="zero_loss")(group_of(TP2_DP2).compute(batch))
+    assert [worker.received.batch["loss_mask"].tolist() for worker in consumer.executor.workers] == [
+        [1, 0],
+        [1, 0],
+        [1, 1],
+    ]
+    assert result.get() == batch
+
+
 def test_a_balanced_order_is_undone_at_the_end_of_a_chain() -> None:
     future = group_of(TP2_DP2).compute.options(balance="n")(numbered(6))
     aligned, other = group_of(TP2_DP2, "critic"), group_of(DP3, "reward")
@@ -170,6 +188,15 @@ def test_futures_beside_each_other_must_have_the_same_rows() -> None:
             group_of(topology, "critic").compute(short, long).get()
 
 
+def test_futures_that_were_split_differently_meet_row_by_row() -> None:
+    producer, consumer = group_of(TP2_DP2), group_of(TP2_DP2, "critic")
+    balanced = producer.compute.options(balance="n")(numbered(6))
+    result = consumer.compute(balanced, producer.compute(numbered(6)))
+    assert [numbers(worker.received) for worker in consumer.executor.workers] == [[0, 1, 2]] * 2 + [[3, 4, 5]] * 2
+    assert all(worker.received == worker.beside for worker in consumer.executor.workers)
+    assert numbers(result.get()) == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_method_may_ask_for_the_future_itself() -> None:
     future = group_of(TP2_DP2).compute(numbered(5))
     assert numbers(group_of(TP2_DP2, "critic").later(future)) == [0, 1, 2, 3, 4]
@@ -183,11 +210,17 @@ def test_modes_that_do_not_split_rows_take_futures_whole_or_chunk_by_chunk() -> 
         consumer.entry(future)
 
 
-def test_what_is_no_batch_cannot_be_passed_on_row_by_row() -> None:
+@pytest.mark.parametrize("topology", [TP2_DP2, topology_of(1)])
+def test_metrics_of_every_part_are_passed_on(topology: Topology) -> None:
     future = group_of(TP2_DP2).metrics(numbered(5))
-    assert group_of(TP2_DP2, "critic").compute(future).get().meta_info == {"metrics": {"rows": [2, 3]}}
-    numbers_only = group_of(DP3).compute.options(blocking=False)
-    assert isinstance(numbers_only(numbered(3)), DataProtoFuture)
+    assert group_of(topology, "critic").compute(future).get().meta_info == {"metrics": {"rows": [2, 3]}}
+
+
+def test_what_is_no_batch_cannot_be_passed_on_row_by_row() -> None:
+    future = group_of(TP2_DP2).size(numbered(5))
+    assert future.get() == [2, 3]
+    with pytest.raises(WorkerError, match=r"actor\.size did not give a DataProto on shard 0"):
+        group_of(DP3, "critic").compute(future).get()
 
 
 def test_futures_of_another_transport_are_fetched_first() -> None:

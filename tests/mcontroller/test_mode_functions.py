@@ -71,6 +71,15 @@ def test_a_named_mode_of_functions_is_a_member_of_dispatch(named: Any) -> None:
         register_dispatch_mode("BACKWARDS", backwards, last_two)
 
 
+def test_a_mode_that_has_only_a_name_says_what_it_lacks() -> None:
+    group = group_of(Dispatch.register("NAME_ONLY"))
+    with pytest.raises(DispatchError, match="mode NAME_ONLY has a name and no functions"):
+        group.method("x")
+    update_dispatch_mode("NAME_ONLY", backwards, collect_all_to_all)
+    assert len(group.method("x")) == 8
+    Dispatch.remove("NAME_ONLY")
+
+
 def test_updating_a_mode_reaches_methods_registered_before(named: Any) -> None:
     group = group_of(named)
     update_dispatch_mode(named, backwards, collect_all_to_all)

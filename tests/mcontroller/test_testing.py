@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,8 @@ def test_nothing_is_left_over():
 
 def test_the_plugin_gives_users_its_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_user.py").write_text(USERS_TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mcontroller.pytest_plugin"]
-    done = subprocess.run([*command, f"--rootdir={tmp_path}", str(tmp_path)], capture_output=True, text=True)
+    installed = any(point.value == "mcontroller.pytest_plugin" for point in entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", "mcontroller.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, f"--rootdir={tmp_path}"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert "3 passed" in done.stdout, done.stdout + done.stderr

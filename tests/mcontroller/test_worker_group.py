@@ -124,6 +124,15 @@ def test_replicas_of_a_shard_are_given_the_same_arguments_object() -> None:
     assert len({id(call.arguments) for call in group.executor.last_calls}) == 1
 
 
+def test_row_counts_are_asked_for_only_where_a_result_may_be_passed_on() -> None:
+    group = group_of()
+    for call, measured in ((group.compute, False), (group.compute.options(blocking=False), True)):
+        call(numbered(4))
+        assert group.executor.last_options["measure"] is measured
+    group.rows_of_rank.options(blocking=False)(numbered(4))
+    assert group.executor.last_options["measure"] is False
+
+
 def test_plain_values_beside_batches_are_shared_once_for_all_their_readers() -> None:
     group, shared = group_of(), []
     group.executor.share = lambda value, readers: shared.append((value, readers)) or value
@@ -297,6 +306,17 @@ def test_balance_gives_every_shard_about_as_many_tokens_and_keeps_the_callers_or
     assert tokens == {16}
     with pytest.raises(DispatchError, match="column 'lengths', which no batch of the call has"):
         group.compute.options(balance="lengths")(batch)
+
+
+def test_rows_of_one_label_stay_in_one_shard() -> None:
+    group, batch = group_of(), numbered(6)
+    batch.batch["prompt"] = torch.tensor([7, 8, 9, 7, 8, 7])
+    assert numbers(group.compute.options(group_by="prompt")(batch)) == [0, 1, 2, 3, 4, 5]
+    shards = {tuple(numbers(worker.seen[0][0])) for worker in group.executor.workers}
+    assert shards == {(0, 3, 5), (1, 2, 4)}
+    batch.batch["prompt"] = torch.zeros(6, 2)
+    with pytest.raises(DispatchError, match=r"has \[0.0, 0.0\] as the label of a row"):
+        group.compute.options(group_by="prompt")(batch)
 
 
 def test_methods_that_are_not_registered_are_told_how_to_be() -> None:
