@@ -1,1 +1,41 @@
-"""What is computed? Megatron-Core models and their training. No controller code."""
+"""What is computed? Megatron-Core models and their training. No controller code.
+
+Importing the package makes Megatron-Core importable on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from parallel_state import cpu
+
+cpu.install()
+
+_HOME = {
+    "ActorConfig": "config",
+    "ActorRolloutRefWorker": "actor",
+    "CriticConfig": "config",
+    "CriticWorker": "critic",
+    "MegatronWorker": "megatron_worker",
+    "ModelConfig": "config",
+    "ModelWorker": "model_worker",
+    "OptimConfig": "config",
+    "ParallelConfig": "config",
+    "RewardConfig": "config",
+    "RewardModelWorker": "reward",
+    "RolloutConfig": "config",
+    "build_model": "model",
+    "load_config": "config",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,122 @@
+"""Tiny roles on real ranks, and batches to give them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcontroller.protocol import DataProto
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, CriticConfig, load_config
+from workers.critic import CriticWorker
+from workers.full_state import full_state_dict
+
+PROMPT, RESPONSE = 10, 6
+EOS, PAD, VOCAB = 1, 0, 61  # a vocabulary that tp does not divide
+MODEL = {
+    "vocab_size": VOCAB,
+    "max_sequence_length": 32,
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 64,
+    "init_method_std": 0.1,
+}
+# A larger eps than usual: otherwise Adam turns rounding noise on near-zero gradients into steps of full size.
+OPTIM = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01, "warmup_steps": 2}
+SAMPLED = {"eos_token_id": EOS, "pad_token_id": PAD}
+GREEDY = SAMPLED | {"do_sample": False}
+
+
+def actor(parallel: dict[str, Any], role: str = "actor_rollout_ref", **changes: Any) -> ActorRolloutRefWorker:
+    """An initialised actor on this rank of a ``run_ranks`` world."""
+    defaults = {
+        "model": MODEL,
+        "parallel": parallel,
+        "optim": OPTIM,
+        "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3},
+        "ppo_mini_batch_size": 8,
+        "ppo_micro_batch_size": 2,
+        "ppo_epochs": 2,
+    }
+    _be_a_worker()
+    worker = ActorRolloutRefWorker(load_config(ActorConfig, defaults, changes), role)
+    worker.init_model()
+    return worker
+
+
+def critic(parallel: dict[str, Any], **changes: Any) -> CriticWorker:
+    """An initialised critic on this rank."""
+    defaults = {
+        "model": MODEL,
+        "parallel": parallel,
+        "optim": OPTIM,
+        "ppo_mini_batch_size": 8,
+        "ppo_micro_batch_size": 2,
+        "ppo_epochs": 2,
+    }
+    _be_a_worker()
+    worker = CriticWorker(load_config(CriticConfig, defaults, changes))
+    worker.init_model()
+    return worker
+
+
+def _be_a_worker() -> None:
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+
+
+def prompts(rows: int, meta_info: dict[str, Any]) -> DataProto:
+    """Random prompts of different lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, VOCAB, (rows, PROMPT), generator=generator)
+    lengths = torch.randint(3, PROMPT + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(PROMPT) >= PROMPT - lengths).long()
+    return DataProto.from_dict({"input_ids": ids * mask, "attention_mask": mask}, meta_info=meta_info)
+
+
+def experience(rows: int) -> DataProto:
+    """A batch as the trainer hands it to an update: responses of different lengths, and columns for the losses."""
+    generator = torch.Generator().manual_seed(6)
+    start = prompts(rows, {}).batch
+    responses = torch.randint(2, VOCAB, (rows, RESPONSE), generator=generator)
+    lengths = torch.randint(1, RESPONSE + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(RESPONSE) < lengths).long()
+
+    def noise(scale: float) -> torch.Tensor:
+        return torch.randn(rows, RESPONSE, generator=generator) * scale * mask
+
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.cat((start["input_ids"], responses * mask), 1),
+            "attention_mask": torch.cat((start["attention_mask"], mask), 1),
+            "responses": responses * mask,
+            "response_mask": mask,
+            "old_log_probs": -4.0 * mask + noise(0.2),
+            "ref_log_prob": -4.0 * mask + noise(0.2),
+            "advantages": noise(1.0),
+            "values": noise(0.5),
+            "returns": noise(1.0),
+        }
+    )
+
+
+def own_shard(batch: DataProto, worker: Any) -> DataProto:
+    """The rows that dispatch gives to this rank: consecutive ones, by its place on the dp axis."""
+    group = worker.context.pg.dp
+    return batch.chunk(group.size())[group.rank()]
+
+
+def weights(worker: Any) -> dict[str, torch.Tensor]:
+    """Every weight of the whole model."""
+    with worker.context.activate():
+        return full_state_dict(worker.model, worker.context)
+
+
+def largest_difference(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """Over all tensors of two models or batches with the same names."""
+    assert some.keys() == others.keys()
+    return max(float((some[name] - others[name]).abs().max()) for name in some)

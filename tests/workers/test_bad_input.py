@@ -1,0 +1,136 @@
+"""What does not fit is refused by name and number, before a collective, or on every rank at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError, DataError, LayoutError
+from tests.forking import run_ranks
+from tests.workers.roles import MODEL, RESPONSE, actor, critic, experience, largest_difference, own_shard, weights
+from workers.config import ActorConfig, load_config
+from workers.nonfinite import NonFiniteGradient
+
+
+def refused(role: str, without: str) -> str:
+    """On rank 0 only: the other rank of its pipeline never takes part."""
+    worker = {"actor": actor, "critic": critic}[role]({"pp": 2})
+    if worker.rank == 1:
+        return ""
+    batch = experience(4)
+    batch.batch.pop(without)
+    with pytest.raises(DataError) as caught:
+        worker.update_actor(batch) if role == "actor" else worker.update_critic(batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("role", "column"), [("actor", "advantages"), ("critic", "returns"), ("actor", "responses")])
+def test_a_missing_column_is_named_before_the_first_collective(role: str, column: str) -> None:
+    message = run_ranks(refused, 2, role, column, timeout_s=30)[0]
+    assert f"update_{role} needs the column '{column}'; the batch has ['" in message
+
+
+def refused_alone() -> list[str]:
+    worker = actor({}, "actor")
+    batch = experience(4)
+    messages = []
+    for change in (
+        {name: torch.cat((batch.batch[name], batch.batch[name]), 1) for name in ("responses", "response_mask")},
+        {"attention_mask": torch.zeros_like(batch.batch["attention_mask"])},
+    ):
+        with pytest.raises(DataError) as caught:
+            worker.compute_log_prob(type(batch)(batch.batch.clone().update(change)))
+        messages.append(str(caught.value))
+    for call in (worker.generate_sequences, worker.compute_ref_log_prob):
+        with pytest.raises(ConfigError) as refusal:
+            call(batch)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_batches_and_calls_that_do_not_fit_the_role_are_refused() -> None:
+    too_long, padding, no_rollout, no_reference = run_ranks(refused_alone, 1)[0]
+    assert (
+        f"responses are {2 * RESPONSE} tokens wide, more than rollout.response_length, which is {RESPONSE}" in too_long
+    )
+    assert "row 0, of 0 tokens, is padding only" in padding
+    assert "generate_sequences needs the role 'rollout'" in no_rollout
+    assert "compute_ref_log_prob needs the role 'ref'" in no_reference
+
+
+def poisoned(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, Any]:
+    """One row of the batch, which dp rank 1 holds, has an advantage of NaN in a mini-batch of its own."""
+    worker = actor(parallel, "actor", ppo_epochs=1, optim={"on_nonfinite": on_nonfinite, "warmup_steps": 0})
+    before = weights(worker)
+    batch = experience(16)
+    batch.batch["advantages"][9, 0] = float("nan")
+    try:
+        metrics = worker.update_actor(own_shard(batch, worker)).meta_info["metrics"]
+    except NonFiniteGradient as error:
+        return {"error": error, "moved": largest_difference(before, weights(worker))}
+    return {"metrics": metrics, "finite": all(bool(w.isfinite().all()) for w in weights(worker).values())}
+
+
+def test_a_loss_of_nan_stops_every_rank_and_names_the_one_it_came_from() -> None:
+    for rank in run_ranks(poisoned, 8, {"tp": 2, "pp": 2}, "raise"):
+        error = rank["error"]
+        assert error.ranks == [6, 7]  # dp 1 on the last stage
+        assert "pg_loss on rank 6" in str(error) and "update_actor, optimizer step" in str(error)
+        assert set(error.parameters) == set(range(8))
+        assert error.step < 2
+
+
+def test_a_step_with_nan_can_be_left_out() -> None:
+    for rank in run_ranks(poisoned, 4, {"pp": 2}, "skip"):
+        assert rank["metrics"]["actor/skipped_steps"] == 1
+        assert rank["metrics"]["actor/grad_norm"] > 0
+        assert rank["finite"]
+
+
+def layout_refused(parallel: dict[str, Any]) -> str:
+    with pytest.raises((LayoutError, ConfigError)) as caught:
+        actor(parallel)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [({"tp": 4}, "4"), ({"tp": 2, "pp": 3}, "2"), ({"cp": 2}, "generation runs with cp=1")],
+)
+def test_axes_that_do_not_fit_are_refused_with_the_numbers(parallel: dict[str, Any], says: str) -> None:
+    assert says in run_ranks(layout_refused, 2, parallel, timeout_s=30)[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.lr=-1", "optim.lr is -1.0; it must be at least 0.0"),
+        ("optim.decay_style=cosine", "optim.total_steps is 0"),
+        ("rollout.top_p=1.5", "rollout.top_p is 1.5; it must lie between 0.0 and 1.0"),
+        (
+            "rollout.response_length=30",
+            "10 + rollout.response_length 30 = 40 is more than model.max_sequence_length 32",
+        ),
+        ("ppo_minibatch_size=4", "ppo_mini_batch_size"),
+        (
+            "sft_optim.distributed_optimizer=true",
+            "sft_optim.distributed_optimizer is True, optim.distributed_optimizer",
+        ),
+        ("kl_loss_type=k4", "possible: k1, k2, k3, abs"),
+    ],
+)
+def test_a_configuration_is_refused_with_key_and_value(override: str, says: str) -> None:
+    base = {"model": MODEL, "rollout": {"prompt_length": 10, "response_length": 6}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(ActorConfig, base, overrides=[override])
+    assert says in str(caught.value)
+
+
+def test_a_role_that_does_not_exist_is_refused() -> None:
+    from workers.actor import ActorRolloutRefWorker
+
+    config = load_config(ActorConfig, {"model": MODEL, "rollout": {"prompt_length": 10, "response_length": 6}})
+    with pytest.raises(ConfigError, match="'actor_critic'; it is one or more of actor, rollout, ref"):
+        ActorRolloutRefWorker(config, "actor_critic")

@@ -1,0 +1,164 @@
+"""TP x PP x DP computes what one process computes: log-probabilities, values, losses, gradients, updates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forking import run_ranks
+from tests.workers.roles import SAMPLED, actor, critic, experience, largest_difference, own_shard, prompts, weights
+from workers.full_state import full_state_dict
+
+TOLERANCE = 1e-5
+ROWS = 16
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
+    "dp4": (4, {}),
+    "pp2-vpp2-dp2": (4, {"pp": 2, "vpp": 2}),
+    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "cp2-pp2": (4, {"cp": 2, "pp": 2}),
+    "dp2-distributed-optimizer": (2, {}),
+    "pp2-dp2-distributed-optimizer-overlap": (4, {"pp": 2}),
+}
+OPTIM = {
+    "dp2-distributed-optimizer": ["distributed_optimizer"],
+    "pp2-dp2-distributed-optimizer-overlap": ["distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"],
+}
+
+
+@functools.cache
+def in_one_process(run: Callable[..., Any]) -> dict[str, Any]:
+    return run_ranks(run, 1, {})[0]
+
+
+def on(layout: str, run: Callable[..., Any]) -> list[dict[str, Any]]:
+    world_size, parallel = LAYOUTS[layout]
+    return run_ranks(run, world_size, parallel, *OPTIM.get(layout, []))
+
+
+def scores(parallel: dict[str, Any], *_: str) -> dict[str, Any]:
+    """What one rank computes of its rows, and which rows these are."""
+    roles = actor({**parallel}, "actor_ref"), critic(parallel)
+    batch = experience(ROWS)
+    shard = own_shard(batch, roles[0])
+    outputs = roles[0].compute_log_prob(shard), roles[0].compute_ref_log_prob(shard), roles[1].compute_values(shard)
+    tensors = {name: column for output in outputs if output for name, column in output.batch.items()}
+    return {"dp": roles[0].context.pg.dp.rank(), "tensors": tensors}
+
+
+@pytest.mark.parametrize("layout", ["tp2-pp2-dp2", "tp2-sp", "cp2-pp2", "pp2-vpp2-dp2"])
+def test_scores_equal_those_of_one_process(layout: str) -> None:
+    expected = in_one_process(scores)["tensors"]
+    ranks = on(layout, scores)
+    last_stage = [rank for rank in ranks if rank["tensors"]]
+    shards = 1 + max(rank["dp"] for rank in ranks)
+    assert {rank["dp"] for rank in last_stage} == set(range(shards))
+    for rank in last_stage:
+        mine = {name: column.chunk(shards)[rank["dp"]] for name, column in expected.items()}
+        assert largest_difference(mine, rank["tensors"]) < TOLERANCE
+
+
+def updated(parallel: dict[str, Any], *optim: str) -> dict[str, Any]:
+    """Weights and metrics after several epochs of shuffled mini-batches."""
+    change = {"optim": dict.fromkeys(optim, True)}
+    roles = actor(parallel, "actor", use_kl_loss=True, entropy_coeff=0.01, **change), critic(parallel, **change)
+    batch = experience(ROWS)
+    metrics = roles[0].update_actor(own_shard(batch, roles[0])).meta_info["metrics"]
+    metrics |= roles[1].update_critic(own_shard(batch, roles[1])).meta_info["metrics"]
+    state = {f"{index}.{name}": tensor for index, role in enumerate(roles) for name, tensor in weights(role).items()}
+    return {"weights": state, "metrics": metrics}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_ends_in_the_weights_and_metrics_of_one_process(layout: str) -> None:
+    expected = in_one_process(updated)
+    ranks = on(layout, updated)
+    assert largest_difference(expected["weights"], ranks[0]["weights"]) < TOLERANCE
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE, rel=TOLERANCE)
+
+
+def gradients(parallel: dict[str, Any]) -> dict[str, Any]:
+    """The gradient of one mini-batch and its norm, with the optimizer held back."""
+    worker = actor(parallel, "actor", ppo_mini_batch_size=ROWS, ppo_epochs=1, optim={"lr": 0.0, "clip_grad": 0.0})
+    metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
+    with torch.no_grad():
+        for chunk in worker.model:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+    with worker.context.activate():
+        return {"gradients": full_state_dict(worker.model, worker.context), "norm": metrics["actor/grad_norm"]}
+
+
+def test_gradients_equal_those_of_one_process() -> None:
+    expected = in_one_process(gradients)
+    found = on("tp2-pp2-dp2", gradients)[0]
+    assert found["norm"] == pytest.approx(expected["norm"], abs=TOLERANCE)
+    assert max(float(gradient.abs().max()) for gradient in expected["gradients"].values()) > 1e-3
+    assert largest_difference(expected["gradients"], found["gradients"]) < TOLERANCE
+
+
+def updated_unevenly(parallel: dict[str, Any], filled_at: list[int]) -> dict[str, torch.Tensor]:
+    """After an update on 13 rows, and rows without loss at these places, as dispatch fills shards up."""
+    worker = actor(parallel, "actor", ppo_mini_batch_size=5, ppo_micro_batch_size=3)
+    order = list(range(13))
+    for place in filled_at:
+        order.insert(place, 0)
+    batch = experience(13).select_idxs(order)
+    batch.batch["response_mask"][filled_at] = 0
+    worker.update_actor(own_shard(batch, worker))
+    return weights(worker)
+
+
+@pytest.mark.parametrize("filled_at", [[], [3, 7, 15]], ids=["shards-of-unequal-size", "rows-without-loss"])
+def test_the_shape_of_the_shards_does_not_change_the_mini_batches(filled_at: list[int]) -> None:
+    expected = run_ranks(updated_unevenly, 1, {}, [])[0]
+    found = run_ranks(updated_unevenly, 8, {"pp": 2}, filled_at)
+    assert largest_difference(expected, found[0]) < TOLERANCE
+
+
+def updated_on_three_rows(parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Of four ranks, one holds nothing but a row without loss."""
+    worker = actor(parallel, "actor", ppo_mini_batch_size=2)
+    batch = experience(4)
+    batch.batch["response_mask"][3] = 0
+    worker.update_actor(own_shard(batch if worker.world_size > 1 else batch[:3], worker))
+    return weights(worker)
+
+
+def test_a_rank_without_a_row_to_learn_from_takes_part() -> None:
+    expected, found = run_ranks(updated_on_three_rows, 1, {})[0], run_ranks(updated_on_three_rows, 4, {})[0]
+    assert largest_difference(expected, found) < TOLERANCE
+
+
+def updated_experts(parallel: dict[str, Any]) -> dict[str, Any]:
+    """A mixture of experts after an update, and what it generates."""
+    experts = {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 32,
+        "transformer": {"moe_router_load_balancing_type": "none"},
+    }
+    worker = actor(parallel, model=experts, ppo_epochs=1)
+    generated = worker.generate_sequences(own_shard(prompts(ROWS, SAMPLED), worker))
+    metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
+    responses = None if generated is None else generated.batch["responses"]
+    return {"dp": worker.context.pg.dp.rank(), "responses": responses, "metrics": metrics, "weights": weights(worker)}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(4, {"ep": 2, "pp": 2}), (4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True})],
+    ids=["ep2-pp2", "tp2-ep2-sp"],
+)
+def test_experts_divided_over_ranks_compute_what_one_process_does(world_size: int, parallel: dict[str, Any]) -> None:
+    expected = in_one_process(updated_experts)
+    ranks = run_ranks(updated_experts, world_size, parallel)
+    assert largest_difference(expected["weights"], ranks[0]["weights"]) < TOLERANCE
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE, rel=TOLERANCE)
+        if rank["responses"] is not None:
+            assert torch.equal(rank["responses"], expected["responses"].chunk(2)[rank["dp"]])

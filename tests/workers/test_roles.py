@@ -1,0 +1,169 @@
+"""Beside PPO: learning from given tokens, the reference, scores of responses, reports, a loss of one's own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.protocol import DataProto
+from parallel_state import DistGlobalInfo, DistRankInfo
+from tests.forking import run_ranks
+from tests.workers.roles import (
+    MODEL,
+    PROMPT,
+    RESPONSE,
+    actor,
+    critic,
+    experience,
+    largest_difference,
+    own_shard,
+    weights,
+)
+from workers.actor import ActorRolloutRefWorker
+from workers.config import RewardConfig, load_config
+from workers.metrics import Rule
+from workers.reward import RewardModelWorker
+
+
+def demonstrations(rows: int) -> DataProto:
+    batch = experience(rows)
+    columns = {name: batch.batch[name] for name in ("input_ids", "attention_mask")}
+    nothing = torch.zeros(rows, PROMPT, dtype=torch.long)
+    return DataProto.from_dict(columns | {"loss_mask": torch.cat((nothing, batch.batch["response_mask"]), 1)})
+
+
+def learn(parallel: dict[str, Any]) -> dict[str, Any]:
+    worker = actor(parallel, sft_optim={"lr": 5e-3})
+    batch = own_shard(demonstrations(12), worker)
+    losses = [worker.update_sft(batch).meta_info["metrics"]["sft/loss"] for _ in range(12)]
+    lr_of_phase = worker.update_sft(batch).meta_info["metrics"]["sft/lr"]
+    steps = worker.optimizer_steps
+    worker.update_actor(own_shard(experience(12), worker))
+    return {"losses": losses, "lr": lr_of_phase, "steps": (steps, worker.optimizer_steps), "weights": weights(worker)}
+
+
+def test_supervised_steps_learn_the_demonstrations_alike_in_every_layout() -> None:
+    alone, divided = run_ranks(learn, 1, {})[0], run_ranks(learn, 4, {"tp": 2, "pp": 2})[0]
+    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
+    assert divided["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert alone["lr"] == 5e-3
+    assert alone["steps"] == (13, 4)  # PPO began with an optimizer of its own
+
+
+def reference_after_learning() -> list[bool]:
+    worker = actor({})
+    batch = experience(8)
+
+    def same() -> bool:
+        policy = worker.compute_log_prob(batch).batch["old_log_probs"]
+        return bool(torch.equal(policy, worker.compute_ref_log_prob(batch).batch["ref_log_prob"]))
+
+    answers = [same()]
+    for _ in range(3):  # the first steps of the warm-up have a rate of 0
+        worker.update_sft(demonstrations(8))
+    answers.append(same())
+    worker.sync_reference()
+    return [*answers, same()]
+
+
+def test_the_reference_stays_until_it_is_made_what_the_actor_is() -> None:
+    assert run_ranks(reference_after_learning, 1)[0] == [True, False, True]
+
+
+def scored() -> dict[str, torch.Tensor]:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    worker = RewardModelWorker(load_config(RewardConfig, {"model": MODEL, "micro_batch_size": 3}))
+    worker.init_model()
+    batch = experience(5)
+    last = []
+    with worker.context.activate(), torch.no_grad():
+        for row in batch.batch:
+            ids = row["input_ids"][row["attention_mask"] == 1]
+            last.append(worker.model[0](ids[None], torch.arange(len(ids))[None], None)[0, -1, 0])
+    return {"scores": worker.compute_rm_score(batch).batch["rm_scores"], "last": torch.stack(last)} | dict(batch.batch)
+
+
+def test_a_reward_model_scores_the_last_token_of_a_response() -> None:
+    result = run_ranks(scored, 1)[0]
+    lengths = result["response_mask"].sum(1)
+    torch.testing.assert_close(
+        result["scores"].gather(1, lengths[:, None] - 1)[:, 0], result["last"], atol=1e-5, rtol=0
+    )
+    assert (result["scores"] != 0).sum(1).tolist() == [1] * 5
+
+
+def infos(parallel: dict[str, Any]) -> tuple[DistRankInfo, DistGlobalInfo]:
+    worker = actor(parallel, "rollout")
+    return worker.get_megatron_rank_info(), worker.get_megatron_global_info()
+
+
+def test_a_worker_says_where_it_stands() -> None:
+    ranks = run_ranks(infos, 4, {"tp": 2})
+    assert [(rank.tp_rank, rank.dp_rank, rank.pp_rank) for rank, _ in ranks] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 1, 0),
+    ]
+    assert {(sizes.tp_size, sizes.dp_size, sizes.pp_size) for _, sizes in ranks} == {(2, 2, 1)}
+
+
+class Reinforce(ActorRolloutRefWorker):
+    """A user's own loss, with a metric of its own."""
+
+    def loss(self, rows: Any, output: torch.Tensor) -> Any:
+        total = -(output[0] * rows.columns["advantages"] * rows.mask).sum()
+        count = rows.mask.sum()
+        longest = rows.mask.sum(1).max()
+        return (
+            total,
+            count,
+            {"loss": total.detach(), "longest": longest, "rows": rows.mask.any(1).sum(), "tokens": count},
+        )
+
+    def metrics(self) -> dict[str, Rule]:
+        return {"loss": Rule.TOKEN_MEAN, "longest": Rule.MAX, "rows": Rule.SUM}
+
+
+def own_loss(parallel: dict[str, Any]) -> dict[str, Any]:
+    template = actor(parallel, "actor", ppo_epochs=1)
+    worker = Reinforce(template.config, "actor")
+    worker.init_model()
+    batch = own_shard(experience(16), worker)
+    return {"metrics": worker.update_actor(batch).meta_info["metrics"], "weights": weights(worker)}
+
+
+def test_a_subclass_changes_the_loss_and_its_metrics() -> None:
+    alone, divided = run_ranks(own_loss, 1, {})[0], run_ranks(own_loss, 4, {"pp": 2})
+    assert alone["metrics"]["actor/rows"] == 16
+    assert alone["metrics"]["actor/longest"] == RESPONSE
+    for rank in divided:
+        assert rank["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
+    assert largest_difference(alone["weights"], divided[0]["weights"]) < 1e-5
+
+
+def both_layouts_at_once() -> dict[str, Any]:
+    """An actor on TP2 x PP2 and a critic on DP4 in the same processes, one call after another."""
+    policy, value = actor({"tp": 2, "pp": 2}, "actor", ppo_epochs=1), critic({}, ppo_epochs=1)
+    for _ in range(2):
+        policy.update_actor(own_shard(experience(16), policy))
+        value.update_critic(own_shard(experience(16), value))
+    return {"actor": weights(policy), "critic": weights(value)}
+
+
+def one_layout() -> dict[str, Any]:
+    policy, value = actor({}, "actor", ppo_epochs=1), critic({}, ppo_epochs=1)
+    for _ in range(2):
+        policy.update_actor(experience(16))
+    for _ in range(2):
+        value.update_critic(experience(16))
+    return {"actor": weights(policy), "critic": weights(value)}
+
+
+def test_two_roles_of_different_layouts_share_processes() -> None:
+    expected, found = run_ranks(one_layout, 1)[0], run_ranks(both_layouts_at_once, 4)[0]
+    for role in ("actor", "critic"):
+        assert largest_difference(expected[role], found[role]) < 1e-5

@@ -1,0 +1,163 @@
+"""Generation: the cache computes what a full pass computes, and a sample does not depend on where it is drawn."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.protocol import DataProto
+from tests.forking import run_ranks
+from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
+
+ROWS = 12
+LAYOUTS = {
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "dp2-pp2-vpp2": (4, {"pp": 2, "vpp": 2}),
+    "tp2-sequence-parallel": (2, {"tp": 2, "sequence_parallel": True}),
+}
+
+
+def generated(parallel: dict[str, Any], meta_info: dict[str, Any], order: list[int]) -> dict[str, torch.Tensor] | None:
+    """What this rank's last stage generates, each row beside the place of its prompt in the batch."""
+    worker = actor(parallel, "actor_rollout")
+    batch = prompts(ROWS, meta_info)
+    batch.batch["place"] = torch.arange(ROWS)
+    mine = own_shard(batch.select_idxs(order), worker)
+    handed_on = [worker.generate_sequences(mine)]
+    stages = worker.context.pg.pp
+    dist.broadcast_object_list(handed_on, src=dist.get_process_group_ranks(stages)[-1], group=stages)
+    output = handed_on[0]
+    scores = worker.compute_log_prob(output)
+    if scores is None:
+        return None
+    place = mine.batch["place"].repeat_interleave(meta_info.get("n", 1))
+    return {"place": place} | dict(output.batch) | dict(scores.batch)
+
+
+@functools.cache
+def everywhere(layout: str | None, greedy: bool = True, n: int = 1, backwards: bool = False) -> dict[str, torch.Tensor]:
+    """The rows of all ranks of a layout, in the order of the batch."""
+    world_size, parallel = (1, {}) if layout is None else LAYOUTS[layout]
+    order = list(range(ROWS))[:: -1 if backwards else 1]
+    meta_info = (GREEDY if greedy else SAMPLED) | {"n": n}
+    parts = [part for part in run_ranks(generated, world_size, parallel, meta_info, order) if part]
+    by_shard = {tuple(part["place"].tolist()): part for part in parts}.values()  # tp ranks hold the same rows
+    joined = {name: torch.cat([part[name] for part in by_shard]) for name in parts[0]}
+    order_back = joined["place"].argsort(stable=True)
+    return {name: column[order_back] for name, column in joined.items()}
+
+
+def argmax_without_cache() -> torch.Tensor:
+    """Greedy responses, one row and one token at a time, from whole unpadded sequences."""
+    worker = actor({}, "rollout")
+    model = worker.model[0].eval()
+    responses = torch.full((ROWS, RESPONSE), PAD)
+    with worker.context.activate(), torch.no_grad():
+        for row, prompt in enumerate(prompts(ROWS, {}).batch):
+            sequence = prompt["input_ids"][prompt["attention_mask"] == 1]
+            for step in range(RESPONSE):
+                logits = model(sequence[None], torch.arange(len(sequence))[None], None)[0, -1, :VOCAB]
+                responses[row, step] = logits.argmax()
+                sequence = torch.cat((sequence, responses[row, step : step + 1]))
+                if responses[row, step] == EOS:
+                    break
+    return responses
+
+
+@functools.cache
+def greedy_reference() -> torch.Tensor:
+    return run_ranks(argmax_without_cache, 1)[0]
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_greedy_tokens_are_the_argmax_of_full_passes(layout: str | None) -> None:
+    assert torch.equal(everywhere(layout)["responses"], greedy_reference())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_are_those_of_one_process(layout: str) -> None:
+    expected, found = everywhere(None, greedy=False, n=2), everywhere(layout, greedy=False, n=2)
+    assert torch.equal(found["responses"], expected["responses"])
+
+
+def test_samples_do_not_depend_on_the_order_of_the_batch() -> None:
+    assert torch.equal(
+        everywhere(None, greedy=False, backwards=True)["responses"], everywhere(None, greedy=False)["responses"]
+    )
+
+
+def test_samples_of_one_prompt_differ_and_repeat_the_prompt_next_to_each_other() -> None:
+    samples = everywhere(None, greedy=False, n=2)
+    assert torch.equal(samples["prompts"][0::2], samples["prompts"][1::2])
+    assert (samples["responses"][0::2] != samples["responses"][1::2]).any(1).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_log_probs_of_samples_are_those_that_scoring_computes(layout: str | None) -> None:
+    samples = everywhere(layout, greedy=False, n=2)
+    assert samples["rollout_log_probs"].abs().max() > 1
+    torch.testing.assert_close(samples["rollout_log_probs"], samples["old_log_probs"], atol=1e-4, rtol=0)
+
+
+def test_responses_end_at_the_stop_token_and_are_padded_after_it() -> None:
+    samples = everywhere(None, greedy=False, n=2)
+    assert 0 < (samples["response_mask"].sum(1) < RESPONSE).sum() < 2 * ROWS
+    for response, mask in zip(samples["responses"], samples["response_mask"], strict=True):
+        stops = (response == EOS).nonzero().flatten().tolist()
+        length = stops[0] + 1 if stops else RESPONSE
+        assert mask.tolist() == [1] * length + [0] * (RESPONSE - length)
+        assert (response[length:] == PAD).all()
+    assert torch.equal(samples["input_ids"], torch.cat((samples["prompts"], samples["responses"]), 1))
+    assert torch.equal(samples["attention_mask"][:, PROMPT:], samples["response_mask"])
+    assert torch.equal(samples["position_ids"], (samples["attention_mask"].cumsum(1) - 1).clamp(min=0))
+
+
+def stops_early() -> list[int]:
+    worker = actor({}, "rollout")
+    first = worker.generate_sequences(prompts(ROWS, GREEDY)).batch["responses"][:, 0]
+    calls = []
+    worker.model[0].register_forward_hook(lambda *_: calls.append(1))
+    out = worker.generate_sequences(prompts(ROWS, GREEDY | {"eos_token_id": first.unique().tolist()}))
+    return [len(calls), int(out.batch["response_mask"].sum())]
+
+
+def test_generation_ends_when_every_row_has_stopped() -> None:
+    assert run_ranks(stops_early, 1)[0] == [1, ROWS]
+
+
+def refusals() -> list[str]:
+    worker = actor({}, "rollout")
+    good = prompts(2, SAMPLED)
+    right_padded = DataProto.from_dict(
+        {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 0]])},
+        meta_info=SAMPLED,
+    )
+    too_long = DataProto.from_dict(
+        dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, PROMPT + 1).long()), meta_info=SAMPLED
+    )
+    messages = []
+    for batch, error in (
+        (right_padded, DataError),
+        (too_long, DataError),
+        (good.select(["input_ids"]), DataError),
+        (good.select(meta_info_keys=["pad_token_id"]), DataError),
+        (DataProto(good.batch, {}, SAMPLED | {"temperature": 0.0}), ConfigError),
+    ):
+        with pytest.raises(error) as caught:
+            worker.generate_sequences(batch)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_prompts_that_cannot_be_generated_from_are_refused_by_name() -> None:
+    right_padded, too_long, no_mask, no_stop, cold = run_ranks(refusals, 1)[0]
+    assert "row 0 is padded on the right" in right_padded
+    assert f"row 0, of {PROMPT + 1} tokens, is longer than {PROMPT}" in too_long
+    assert "'attention_mask'" in no_mask
+    assert "eos_token_id" in no_stop
+    assert "do_sample" in cold

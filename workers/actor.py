@@ -1,0 +1,296 @@
+"""The policy: it generates, scores its samples, is trained by PPO or on given tokens, and keeps a frozen reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from mcontroller.decorator import register
+from mcontroller.dispatch import Dispatch
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.protocol import DataProto
+from workers.batches import Rows, response_rows, supervised_rows, tensor_columns
+from workers.checkpoint import Training
+from workers.config import ActorConfig
+from workers.forward import forward_hidden, owned_targets, token_scores
+from workers.generation import generate_batch
+from workers.losses import kl_divergence, masked_sum, policy_loss
+from workers.metrics import TOKENS, Rule
+from workers.model import build_model
+from workers.model_worker import ModelWorker, reported
+
+__all__ = ["ActorRolloutRefWorker"]
+
+_ROLES = ("actor", "rollout", "ref")
+
+
+class ActorRolloutRefWorker(ModelWorker):
+    """Any of actor, rollout and reference policy on one layout.
+
+    Args:
+        config: of the actor and its rollout.
+        role: which of ``actor``, ``rollout``, ``ref`` this worker is, joined by ``_``. An actor is trained; a rollout
+            samples from the actor's weights, or from its own without an actor; a reference is a frozen copy.
+
+    Raises:
+        ConfigError: another role; a rollout over the cp axis.
+        LayoutError: axes that do not divide the world size.
+    """
+
+    def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
+        self.roles = _parsed_roles(role)
+        if "rollout" in self.roles and config.parallel.cp > 1:
+            raise ConfigError(
+                f"parallel.cp is {config.parallel.cp}: generation runs with cp=1; take another layout or a role "
+                "without rollout",
+                key="parallel.cp",
+                value=config.parallel.cp,
+            )
+        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)
+        self.config = config
+        self.reference: list[nn.Module] = []
+        self.sampled_batches = 0
+
+    # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
+
+    def build_model(self) -> list[nn.Module]:
+        return build_model(self.config.model, self.config.parallel, self.context)
+
+    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Hidden states, or on the last stage ``[2, rows, targets]``: log-probabilities and entropies."""
+        hidden = forward_hidden(model, rows, self.context.pg)
+        if not unwrap_model(model).post_process:
+            return hidden
+        return token_scores(
+            model,
+            hidden,
+            rows,
+            self.context.pg,
+            vocab_size=self.config.model.vocab_size,
+            temperature=rows.temperature,
+            chunk_tokens=self.config.log_prob_chunk_tokens,
+        )
+
+    def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """PPO's clipped loss, with an entropy bonus and a KL penalty where the configuration has them."""
+        config = self.config
+        log_probs, entropy = output
+        old = rows.columns["old_log_probs"]
+        mask = rows.mask * owned_targets(rows, self.context.pg)
+        policy = policy_loss(
+            log_probs,
+            old,
+            rows.columns["advantages"],
+            clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+            clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+            dual_clip=config.clip_ratio_c,
+        )
+        per_token = policy.loss - config.entropy_coeff * entropy
+        token_means = {
+            "pg_loss": policy.loss,
+            "pg_clipfrac": policy.clipped,
+            "ppo_kl": old - log_probs,
+            "entropy": entropy,
+        }
+        if config.use_kl_loss:
+            kl = kl_divergence(log_probs, rows.columns["ref_log_prob"], config.kl_loss_type)
+            per_token = per_token + config.kl_loss_coef * kl
+            token_means["kl_loss"] = kl
+        count = mask.sum()
+        report = {name: masked_sum(values.detach(), mask) for name, values in token_means.items()}
+        report["ratio_max"] = (policy.ratio.detach() * mask).max()
+        return masked_sum(per_token, mask), count, report | {TOKENS: count}
+
+    def metrics(self) -> dict[str, Rule]:
+        means = ["pg_loss", "pg_clipfrac", "ppo_kl", "entropy"] + ["kl_loss"] * self.config.use_kl_loss
+        return dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
+
+    def sft_loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Cross entropy of the targets."""
+        log_probs, entropy = output
+        mask = rows.mask * owned_targets(rows, self.context.pg)
+        total, count = masked_sum(-log_probs, mask), mask.sum()
+        return total, count, {"loss": total.detach(), "entropy": masked_sum(entropy.detach(), mask), TOKENS: count}
+
+    # ---- called through the group ------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build what the role needs: the weights are those of ``model.seed``, the same for every layout."""
+        if self.roles & {"actor", "rollout"}:
+            phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
+            self.set_up(phases if "actor" in self.roles else {})
+        if "ref" in self.roles:
+            self.reference = self.build_model()
+            for chunk in self.reference:
+                chunk.requires_grad_(False)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto | None:
+        """``n`` responses to every prompt, samples of one prompt next to each other; None off the last stage.
+
+        Args:
+            prompts: ``input_ids``, ``attention_mask`` ``[rows, prompt]``, padded on the left. ``meta_info`` holds
+                ``eos_token_id`` (one or several) and ``pad_token_id``, and may set any field of ``RolloutConfig``.
+
+        Returns:
+            ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
+            token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
+            ``position_ids`` of both. Log-probabilities are the policy's at the temperature, before top-k and top-p.
+
+        Sampling depends on the seed, the prompt's tokens, which sample of that prompt it is, and how many batches
+        were sampled before: not on the layout, nor on the order of the batch.
+
+        Raises:
+            DataError: a column or a token id missing, a row of padding only or padded on the right, a prompt longer
+                than ``rollout.prompt_length``.
+        """
+        self._need("rollout", "generate_sequences")
+        call = self.sampled_batches
+        self.sampled_batches += bool(prompts.meta_info.get("do_sample", self.config.rollout.do_sample))
+        return generate_batch(
+            self.model, self.context.pg, prompts, self.config.rollout, self.config.model.vocab_size, call, self.device
+        )
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto | None:
+        """``old_log_probs`` and ``entropys``, float32 ``[rows, response]``, of the policy as it is.
+
+        They are 0 where there is no response token; None off the last stage. The temperature is ``meta_info``'s or
+        the rollout's.
+        """
+        self._need("actor", "compute_log_prob")
+        scores = self._response_scores(self.model, data, "compute_log_prob")
+        return None if scores is None else DataProto.from_dict({"old_log_probs": scores[0], "entropys": scores[1]})
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
+        """``ref_log_prob``, as ``compute_log_prob``, of the reference."""
+        self._need("ref", "compute_ref_log_prob")
+        scores = self._response_scores(self.reference, data, "compute_ref_log_prob")
+        return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
+    def update_actor(self, data: DataProto) -> DataProto:
+        """``ppo_epochs`` of PPO over the batch; ``meta_info["metrics"]`` are the same on every rank.
+
+        Args:
+            data: what ``generate_sequences`` gave, with ``old_log_probs`` and ``advantages`` ``[rows, response]``,
+                and ``ref_log_prob`` under ``use_kl_loss``.
+
+        Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
+        ``batches.mini_batch_rows``.
+        """
+        self._need("actor", "update_actor")
+        config = self.config
+        needed = ["old_log_probs", "advantages"] + ["ref_log_prob"] * config.use_kl_loss
+        rows = self._response_rows(data, "update_actor", needed)
+        self.use_phase("ppo")
+        metrics = self.train(
+            "update_actor",
+            rows,
+            loss=self.loss,
+            rules=self.metrics(),
+            mini_batch_size=config.ppo_mini_batch_size,
+            micro_batch_size=config.ppo_micro_batch_size,
+            epochs=config.ppo_epochs,
+            shuffle_seed=config.seed if config.shuffle else None,
+        )
+        return reported("actor", metrics)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
+    def update_sft(self, batch: DataProto) -> DataProto:
+        """One optimizer step on the tokens with a ``loss_mask`` of 1; ``meta_info["metrics"]`` as ``update_actor``'s.
+
+        Args:
+            batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[rows, seq]``; padding on either side.
+
+        It trains with ``sft_optim``; going over to ``update_actor`` starts a fresh optimizer if ``optim`` differs.
+        """
+        self._need("actor", "update_sft")
+        rows = supervised_rows(
+            tensor_columns(batch),
+            method="update_sft",
+            vocab_size=self.config.model.vocab_size,
+            max_length=self.config.model.max_sequence_length,
+            multiple=self.sequence_multiple,
+        )
+        self.use_phase("sft")
+        metrics = self.train(
+            "update_sft",
+            rows,
+            loss=self.sft_loss,
+            rules={"loss": Rule.TOKEN_MEAN, "entropy": Rule.TOKEN_MEAN},
+            micro_batch_size=self.config.ppo_micro_batch_size,
+        )
+        return reported("sft", metrics)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @torch.no_grad()
+    def sync_reference(self) -> None:
+        """The reference becomes a copy of the actor as it is now, for instance after a supervised phase."""
+        self._need("actor", "sync_reference")
+        self._need("ref", "sync_reference")
+        for frozen, chunk in zip(self.reference, self.model, strict=True):
+            frozen.load_state_dict(unwrap_model(chunk).state_dict())
+
+    def training(self) -> Training:
+        """The model with what trains it, and the reference."""
+        training = super().training()
+        models = {"model": self.model, "reference": self.reference}
+        training.models = {part: chunks for part, chunks in models.items() if chunks}
+        training.counters["sampled_batches"] = self.sampled_batches
+        return training
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        super().restore(counters)
+        self.sampled_batches = counters["sampled_batches"]
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+
+    def _need(self, role: str, method: str) -> None:
+        if role not in self.roles:
+            raise ConfigError(
+                f"{method} needs the role {role!r}; this worker is {'_'.join(sorted(self.roles))!r}",
+                key="role",
+                value="_".join(sorted(self.roles)),
+            )
+
+    def _response_rows(self, data: DataProto, method: str, columns: list[str]) -> Rows:
+        batch = tensor_columns(data)
+        longest = self.config.rollout.response_length
+        if "responses" in batch and batch["responses"].size(1) > longest:
+            raise DataError(
+                f"{method}: responses are {batch['responses'].size(1)} tokens wide, more than "
+                f"rollout.response_length, which is {longest}",
+                method=method,
+                column="responses",
+                length=batch["responses"].size(1),
+            )
+        return response_rows(
+            batch,
+            columns,
+            method=method,
+            vocab_size=self.config.model.vocab_size,
+            max_length=self.config.model.max_sequence_length,
+            multiple=self.sequence_multiple,
+            temperature=float(data.meta_info.get("temperature", self.config.rollout.temperature)),
+        )
+
+    def _response_scores(self, model: list[Any], data: DataProto, method: str) -> Tensor | None:
+        rows = self._response_rows(data, method, [])
+        scores = self.score(model, rows, self.config.log_prob_micro_batch_size or self.config.ppo_micro_batch_size)
+        return None if scores is None else scores * rows.mask
+
+
+def _parsed_roles(role: str) -> frozenset[str]:
+    roles = role.split("_")
+    if len(set(roles)) != len(roles) or not set(roles) <= set(_ROLES):
+        raise ConfigError(
+            f"role is {role!r}; it is one or more of {', '.join(_ROLES)}, joined by '_'", key="role", value=role
+        )
+    return frozenset(roles)

@@ -1,0 +1,87 @@
+"""The directories of checkpoints: found, put in place all at once, and dropped when newer ones are enough."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcontroller.errors import DataError
+
+__all__ = ["directory_of", "find_checkpoint", "new_partial", "publish", "read_manifest"]
+
+_STEP = "global_step_{}"
+_LATEST = "latest"
+_MANIFEST = "manifest.json"
+
+
+def directory_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return root / _STEP.format(step)
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint at ``path``: itself, or the one that ``latest`` in it names.
+
+    Raises:
+        DataError: there is none, or it was never finished.
+    """
+    root = Path(path)
+    pointer = root / _LATEST
+    found = root / pointer.read_text().strip() if pointer.is_file() else root
+    if not (found / _MANIFEST).is_file():
+        raise DataError(
+            f"there is no checkpoint at {str(path)!r}: expected {_MANIFEST} or a file {_LATEST!r} naming a directory "
+            "that has one",
+            path=str(path),
+        )
+    return found
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """What the checkpoint says of itself: step, layout, parts, counters, the shape of every weight."""
+    return json.loads((checkpoint / _MANIFEST).read_text())
+
+
+def new_partial(target: Path) -> Path:
+    """An empty directory beside ``target`` to write into."""
+    partial = _partial(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None:
+    """Finish what was written into ``new_partial(target)``: name it ``target``, point ``latest`` to it.
+
+    Args:
+        keep: how many checkpoints stay, the newest steps; None keeps all.
+    """
+    partial = _partial(target)
+    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if target.exists():
+        replaced = target.with_name(f".{target.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+        partial.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        partial.rename(target)
+    pointer = target.with_name(f".{_LATEST}.partial")
+    pointer.write_text(target.name)
+    os.replace(pointer, target.with_name(_LATEST))
+    if keep is not None:
+        _drop_old(target.parent, keep)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def _drop_old(root: Path, keep: int) -> None:
+    steps = sorted(int(found.name.rsplit("_", 1)[1]) for found in root.glob(_STEP.format("[0-9]*")))
+    for step in steps[: max(len(steps) - keep, 0)]:
+        shutil.rmtree(directory_of(root, step))

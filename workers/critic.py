@@ -1,0 +1,100 @@
+"""The critic: a model with a value head, trained on returns."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mcontroller.decorator import register
+from mcontroller.dispatch import Dispatch
+from mcontroller.protocol import DataProto
+from workers.batches import Rows, response_rows, tensor_columns
+from workers.config import CriticConfig
+from workers.forward import forward_values, owned_targets
+from workers.losses import masked_sum, value_loss
+from workers.metrics import TOKENS, Rule
+from workers.model import build_model
+from workers.model_worker import ModelWorker, reported
+
+__all__ = ["CriticWorker"]
+
+
+class CriticWorker(ModelWorker):
+    """A value for every response token, on one layout.
+
+    Raises:
+        LayoutError: axes that do not divide the world size.
+    """
+
+    def __init__(self, config: CriticConfig) -> None:
+        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)
+        self.config = config
+
+    # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
+
+    def build_model(self) -> list[nn.Module]:
+        return build_model(self.config.model, self.config.parallel, self.context, value_head=True)
+
+    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Hidden states, or on the last stage the values ``[rows, targets]``."""
+        return forward_values(model, rows, self.context.pg)
+
+    def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The squared error to the returns, clipped around the old values."""
+        mask = rows.mask * owned_targets(rows, self.context.pg)
+        value = value_loss(output, rows.columns["values"], rows.columns["returns"], clip=self.config.cliprange_value)
+        count = mask.sum()
+        token_means = {"vf_loss": value.loss, "vf_clipfrac": value.clipped, "vpred_mean": output}
+        report = {name: masked_sum(values.detach(), mask) for name, values in token_means.items()}
+        return masked_sum(value.loss, mask), count, report | {TOKENS: count}
+
+    def metrics(self) -> dict[str, Rule]:
+        return dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), Rule.TOKEN_MEAN)
+
+    # ---- called through the group ------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the model and its optimizer: the weights are those of ``model.seed``, the same for every layout."""
+        self.set_up({"ppo": self.config.optim})
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto | None:
+        """``values``, float32 ``[rows, response]``; None off the last stage.
+
+        Column t is the critic's output at the position that predicts response token t; 0 where there is none.
+        """
+        rows = self._rows(data, "compute_values")
+        values = self.score(self.model, rows, self.config.forward_micro_batch_size or self.config.ppo_micro_batch_size)
+        return None if values is None else DataProto.from_dict({"values": values * rows.mask})
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
+    def update_critic(self, data: DataProto) -> DataProto:
+        """``ppo_epochs`` over the batch; ``meta_info["metrics"]`` are the same on every rank.
+
+        Args:
+            data: as for ``compute_values``, with ``values`` and ``returns`` ``[rows, response]``.
+
+        Mini-batches are drawn as the actor's: see ``batches.mini_batch_rows``.
+        """
+        config = self.config
+        metrics = self.train(
+            "update_critic",
+            self._rows(data, "update_critic", "values", "returns"),
+            loss=self.loss,
+            rules=self.metrics(),
+            mini_batch_size=config.ppo_mini_batch_size,
+            micro_batch_size=config.ppo_micro_batch_size,
+            epochs=config.ppo_epochs,
+            shuffle_seed=config.seed if config.shuffle else None,
+        )
+        return reported("critic", metrics)
+
+    def _rows(self, data: DataProto, method: str, *columns: str) -> Rows:
+        return response_rows(
+            tensor_columns(data),
+            columns,
+            method=method,
+            vocab_size=self.config.model.vocab_size,
+            max_length=self.config.model.max_sequence_length,
+            multiple=self.sequence_multiple,
+        )

@@ -1,0 +1,137 @@
+"""One pass of rows through a model chunk, and what the last stage makes of it: log-probabilities or values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from workers.batches import Rows
+from workers.vocab_parallel import log_probs_and_entropy
+from workers.zigzag import zigzag_slice
+
+__all__ = ["forward_hidden", "forward_values", "owned_targets", "sum_over_context", "token_scores"]
+
+
+def forward_hidden(model: nn.Module, rows: Rows, pg: ProcessGroupCollection) -> Tensor:
+    """The chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``.
+
+    On the last stage they are those that its output layer takes, after the final norm.
+    """
+    with _without_output_layer(unwrap_model(model)):
+        return model(*_inputs(rows, pg), None)
+
+
+def token_scores(
+    model: nn.Module,
+    hidden: Tensor,
+    rows: Rows,
+    pg: ProcessGroupCollection,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+) -> Tensor:
+    """float32 ``[2, rows, targets]``: of every target its log-probability, and the entropy of its distribution.
+
+    Under context parallelism both are 0 for the targets that another rank predicts.
+
+    Args:
+        hidden: what ``forward_hidden`` gave on the last stage.
+        temperature, chunk_tokens: see ``vocab_parallel.log_probs_and_entropy``.
+    """
+    chosen, owned = _at_predictors(hidden, rows, pg, unwrap_model(model).config.sequence_parallel)
+    log_probs, entropy = log_probs_and_entropy(
+        chosen.flatten(0, 1),
+        lambda some: _logits(unwrap_model(model), some),
+        rows.targets.flatten(),
+        pg.tp,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+    return torch.stack((log_probs, entropy)).view(2, *rows.targets.shape) * owned
+
+
+def forward_values(model: nn.Module, rows: Rows, pg: ProcessGroupCollection) -> Tensor:
+    """The output of a chunk with a value head: on the last stage, float32 ``[rows, targets]``.
+
+    A target's value is the head's output at the column that predicts it, as for log-probabilities.
+    """
+    output = model(*_inputs(rows, pg), None)
+    if not unwrap_model(model).post_process:
+        return output
+    columns, owned = _locate(rows.predictors, rows.tokens.size(1), pg)
+    return output.squeeze(-1).gather(1, columns).float() * owned
+
+
+def owned_targets(rows: Rows, pg: ProcessGroupCollection) -> Tensor:
+    """``[rows, targets]``: 1 where this context-parallel rank holds the column that predicts the target."""
+    return _locate(rows.predictors, rows.tokens.size(1), pg)[1]
+
+
+def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:
+    """``column`` with every context-parallel rank's part of the targets."""
+    if pg.cp.size() > 1:
+        dist.all_reduce(column, group=pg.cp)
+    return column
+
+
+def _inputs(rows: Rows, pg: ProcessGroupCollection) -> tuple[Tensor, Tensor]:
+    """This context-parallel rank's tokens and their positions."""
+    positions = torch.arange(rows.tokens.size(1), device=rows.tokens.device).expand_as(rows.tokens)
+    size, rank = pg.cp.size(), pg.cp.rank()
+    return zigzag_slice(rows.tokens, size, rank), zigzag_slice(positions, size, rank)
+
+
+def _at_predictors(
+    hidden: Tensor, rows: Rows, pg: ProcessGroupCollection, sequence_parallel: bool
+) -> tuple[Tensor, Tensor]:
+    """``hidden`` at the columns that predict the targets ``[rows, targets, hidden]``, and 1 where this rank has it."""
+    if sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
+    columns, owned = _locate(rows.predictors, rows.tokens.size(1), pg)
+    return hidden[columns, torch.arange(len(rows), device=hidden.device)[:, None]], owned
+
+
+def _locate(predictors: Tensor, width: int, pg: ProcessGroupCollection) -> tuple[Tensor, Tensor]:
+    """Columns of the whole row as columns of this rank's zigzag part, and 1 where they are in it."""
+    size, rank = pg.cp.size(), pg.cp.rank()
+    if size == 1:
+        return predictors, torch.ones_like(predictors, dtype=torch.float32)
+    piece = width // (2 * size)
+    number, offset = predictors // piece, predictors % piece
+    second = number == 2 * size - 1 - rank
+    owned = (number == rank) | second
+    return torch.where(owned, offset + piece * second, 0), owned.float()
+
+
+def _logits(model: Any, hidden: Tensor) -> Tensor:
+    """This rank's logits ``[tokens, vocab / tp]`` of ``[tokens, hidden]``, by the model's own output layer."""
+    layer = model.output_layer
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    kept = layer.sequence_parallel, layer.allreduce_dgrad
+    layer.sequence_parallel, layer.allreduce_dgrad = False, layer.tp_group.size() > 1  # the sequence is whole here
+    try:
+        hidden = hidden.to((layer.weight if weight is None else weight).dtype)
+        return layer(hidden[:, None], weight=weight, runtime_gather_output=False)[0][:, 0]
+    finally:
+        layer.sequence_parallel, layer.allreduce_dgrad = kept
+
+
+@contextlib.contextmanager
+def _without_output_layer(model: Any) -> Iterator[None]:
+    """A last stage's forward pass ends before its output layer."""
+    kept = model.post_process
+    model.post_process = False
+    try:
+        yield
+    finally:
+        model.post_process = kept

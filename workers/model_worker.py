@@ -1,0 +1,253 @@
+"""What actor, critic and reward worker have in common: a model on a layout that is scored, trained and saved.
+
+To change what is computed, override ``build_model``, ``build_optimizer``, ``forward_step``, ``loss`` or ``metrics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor, nn
+
+from mcontroller.decorator import register
+from mcontroller.dispatch import Dispatch
+from mcontroller.errors import DataError
+from mcontroller.protocol import DataProto
+from workers.batches import Rows, equal_micro_batches, mini_batch_rows
+from workers.checkpoint import Training, load_checkpoint, save_checkpoint
+from workers.checkpoint_files import find_checkpoint, read_manifest
+from workers.config import ModelConfig, OptimConfig, ParallelConfig
+from workers.forward import sum_over_context
+from workers.megatron_worker import MegatronWorker
+from workers.metrics import Rule, reduce_reports
+from workers.nonfinite import raise_nonfinite
+from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
+from workers.pipeline import Loss, run_for_gradients, run_for_scores
+
+__all__ = ["ModelWorker"]
+
+
+class ModelWorker(MegatronWorker):
+    """A model on this rank's place in a layout.
+
+    Attributes:
+        model: the model chunks of this rank, inside DistributedDataParallel where they are trained.
+        optimizer, scheduler: Megatron's, where the model is trained.
+        phases: the ways in which it can be trained, by name; ``phase`` is the one that the optimizer belongs to.
+        updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
+    """
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig, *, timeout_s: float) -> None:
+        super().__init__(parallel, seed=model.seed, timeout_s=timeout_s)
+        self.model_config = model
+        self.model: list[Any] = []
+        self.phases: dict[str, OptimConfig] = {}
+        self.phase = ""
+        self.optimizer: MegatronOptimizer | None = None
+        self.scheduler: OptimizerParamScheduler | None = None
+        self.updates = 0
+        self.optimizer_steps = 0
+
+    # ---- what a user overrides ---------------------------------------------------------------------------------------
+
+    def build_model(self) -> list[nn.Module]:
+        """This rank's model chunks, without DistributedDataParallel."""
+        raise NotImplementedError(f"{type(self).__name__} must say which model it runs: override build_model")
+
+    def build_optimizer(
+        self, model: Sequence[Any], config: OptimConfig
+    ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+        """The optimizer over ``model`` (inside DistributedDataParallel) and its learning-rate schedule."""
+        optimizer = make_optimizer(model, config)
+        return optimizer, make_scheduler(optimizer, config)
+
+    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+        """One micro-batch through one chunk: hidden states, or on the last stage what ``loss`` and scoring take."""
+        raise NotImplementedError(f"{type(self).__name__} must say what its model computes: override forward_step")
+
+    def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``."""
+        raise NotImplementedError(f"{type(self).__name__} is not trained: it has no loss")
+
+    def metrics(self) -> dict[str, Rule]:
+        """What ``loss`` reports beside ``TOKENS``, and how the reports of all micro-batches and ranks are reduced."""
+        return {}
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def set_up(self, phases: Mapping[str, OptimConfig]) -> None:
+        """Build the model, and what trains it in the first of ``phases``; without any it is not trained."""
+        self.model = self.build_model()
+        self.phases = dict(phases)
+        for phase, optim in list(phases.items())[:1]:
+            self.model = wrap_for_training(self.model, optim)
+            self.use_phase(phase)
+
+    def use_phase(self, phase: str) -> None:
+        """Train in this phase from now on: with a fresh optimizer and schedule, unless its settings are the same."""
+        optim = self.phases[phase]
+        if self.optimizer is None or optim != self.phases[self.phase]:
+            self.optimizer, self.scheduler = self.build_optimizer(self.model, optim)
+            self.optimizer_steps = 0
+        self.phase = phase
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of sequences must be a multiple of, for cp and for sequence parallelism."""
+        over_context = 2 * self.parallel.cp if self.parallel.cp > 1 else 1
+        return over_context * (self.parallel.tp if self.parallel.sequence_parallel else 1)
+
+    # ---- scoring -----------------------------------------------------------------------------------------------------
+
+    def score(self, model: Sequence[nn.Module], rows: Rows, micro_batch_size: int) -> Tensor | None:
+        """``forward_step``'s output of all rows, joined along the dim of the rows, on the last stage; None elsewhere.
+
+        The rows' dim is the one before the last. What context-parallel ranks hold of it is summed.
+        """
+        order = torch.arange(len(rows))
+        batches = equal_micro_batches(rows, order, len(rows), micro_batch_size, self._micro_batch_multiple)
+        outputs = run_for_scores(model, [batch.to(self.device) for batch in batches], self.forward_step)
+        if not outputs:
+            return None
+        joined = torch.cat(outputs, dim=-2).narrow(-2, 0, len(rows))
+        return sum_over_context(joined.contiguous(), self.context.pg).cpu()
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        method: str,
+        rows: Rows,
+        *,
+        loss: Loss,
+        rules: Mapping[str, Rule],
+        micro_batch_size: int,
+        mini_batch_size: int | None = None,
+        epochs: int = 1,
+        shuffle_seed: int | None = None,
+    ) -> dict[str, float]:
+        """Optimizer steps over mini-batches of the rows that all data-parallel ranks hold together, and the metrics.
+
+        Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same whatever
+        the data-parallel size, and whatever rows without loss fill the shards up. Every step's loss is averaged over
+        all valid tokens of its mini-batch on all ranks.
+
+        Args:
+            mini_batch_size: rows of all ranks to one step; None takes all of them.
+            shuffle_seed: every epoch draws its own mini-batches from this and the number of updates so far; None
+                takes the rows in their order.
+
+        Raises:
+            DataError: on every rank, if no row of the batch has a valid token.
+            NonFiniteGradient: on every rank, before the weights change, unless ``optim.on_nonfinite`` is ``skip``.
+        """
+        counted = (rows.mask != 0).any(1).nonzero().flatten()
+        sizes = self._shard_sizes(len(counted))
+        if sum(sizes) == 0:
+            raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
+        generator = None
+        if shuffle_seed is not None:
+            generator = torch.Generator().manual_seed(shuffle_seed * 1_000_003 + self.updates)
+        reports: list[dict[str, Tensor]] = []
+        norms: list[float | None] = []
+        for _ in range(epochs):
+            dp_rank = self.context.pg.dp.rank()
+            for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
+                batches = equal_micro_batches(rows, counted[index], most, micro_batch_size, self._micro_batch_multiple)
+                norm, its_reports = self._step(method, batches, loss)
+                norms.append(norm)
+                reports += its_reports
+        self._gather_parameters()
+        self.updates += 1
+        assert self.scheduler is not None
+        made = [norm for norm in norms if norm is not None]
+        return reduce_reports(reports, rules, self.context.pg, self.device) | {
+            "grad_norm": sum(made) / max(len(made), 1),
+            "lr": float(self.scheduler.get_lr({})),
+            "skipped_steps": float(len(norms) - len(made)),
+        }
+
+    def _step(self, method: str, batches: Sequence[Rows], loss: Loss) -> tuple[float | None, list[dict[str, Tensor]]]:
+        """One mini-batch: its gradient norm (None if the step was skipped) and its reports (kept if it was made)."""
+        assert self.optimizer is not None and self.scheduler is not None
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = run_for_gradients(self.model, [batch.to(self.device) for batch in batches], self.forward_step, loss)
+        step = guarded_step(self.optimizer)
+        if step.made:
+            self.scheduler.step(1)
+            self.optimizer_steps += 1
+            return step.grad_norm, reports
+        if not step.overflow and self.phases[self.phase].on_nonfinite == "raise":
+            where = self.context.rank_info()
+            raise_nonfinite(method, self.optimizer_steps, step.grad_norm, self.model, reports, str(where))
+        return None, []
+
+    def _gather_parameters(self) -> None:
+        """Where a distributed optimizer gathers parameters as the next forward pass needs them: gather them now."""
+        if self.phases[self.phase].overlap_param_gather:
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+
+    @property
+    def _micro_batch_multiple(self) -> int:
+        return self.parallel.pp if self.parallel.vpp else 1
+
+    def _shard_sizes(self, rows: int) -> list[int]:
+        """What every data-parallel rank says of its rows, in the order of their shards."""
+        group = self.context.pg.dp
+        sizes = torch.zeros(group.size(), dtype=torch.long, device=self.device)
+        sizes[group.rank()] = rows
+        if group.size() > 1:
+            dist.all_reduce(sizes, group=group)
+        return sizes.tolist()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def training(self) -> Training:
+        """What a checkpoint of this worker holds, and where it is put when one is loaded."""
+        counters: dict[str, int | str] = {
+            "phase": self.phase,
+            "updates": self.updates,
+            "optimizer_steps": self.optimizer_steps,
+        }
+        return Training(self.context, {"model": self.model}, self.optimizer, self.scheduler, counters)
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Take over the counters of a loaded checkpoint."""
+        self.updates = counters["updates"]
+        self.optimizer_steps = counters["optimizer_steps"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, global_step: int = 0, max_to_keep: int | None = None) -> str:
+        """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep the ``max_to_keep`` newest.
+
+        Returns the directory. See ``workers.checkpoint`` for what is in it.
+        """
+        return str(save_checkpoint(self.training(), path, global_step, max_to_keep))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> int:
+        """Go on from the checkpoint at ``path``, or the latest one under it: the step that it was saved at.
+
+        Raises:
+            DataError: there is none, or it does not fit the model; with the names of the weights.
+        """
+        checkpoint = find_checkpoint(path)
+        manifest = read_manifest(checkpoint)
+        if self.phases:
+            self.use_phase(manifest["counters"].get("phase") or self.phase)
+        load_checkpoint(self.training(), checkpoint)
+        self.restore(manifest["counters"])
+        return manifest["step"]
+
+
+def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:
+    """A result that is metrics only, each under ``prefix/name``."""
+    return DataProto(meta_info={"metrics": {f"{prefix}/{name}": value for name, value in metrics.items()}})

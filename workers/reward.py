@@ -1,0 +1,69 @@
+"""The reward model: a model with a value head, whose output at the last token of a response is the score."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mcontroller.decorator import register
+from mcontroller.dispatch import Dispatch
+from mcontroller.protocol import DataProto
+from workers.batches import Rows, response_rows, tensor_columns
+from workers.config import RewardConfig
+from workers.forward import forward_values
+from workers.model import build_model
+from workers.model_worker import ModelWorker
+
+__all__ = ["RewardModelWorker"]
+
+
+class RewardModelWorker(ModelWorker):
+    """A score for every response, on one layout. Its weights come from a checkpoint.
+
+    Raises:
+        LayoutError: axes that do not divide the world size.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)
+        self.config = config
+
+    def build_model(self) -> list[nn.Module]:
+        return build_model(self.config.model, self.config.parallel, self.context, value_head=True)
+
+    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Hidden states, or on the last stage the head's output ``[rows, targets]``."""
+        return forward_values(model, rows, self.context.pg)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the model: the weights are those of ``model.seed`` until a checkpoint is loaded."""
+        self.set_up({})
+        for chunk in self.model:
+            chunk.requires_grad_(False)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto | None:
+        """``rm_scores``, float32 ``[rows, response]``: the score at a response's last token, 0 elsewhere.
+
+        The head is read at that token itself, and not where it is predicted. None off the last stage.
+
+        Args:
+            data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``.
+        """
+        rows = response_rows(
+            tensor_columns(data),
+            method="compute_rm_score",
+            vocab_size=self.config.model.vocab_size,
+            max_length=self.config.model.max_sequence_length,
+            multiple=self.sequence_multiple,
+        )
+        rows.predictors = (rows.predictors + 1).clamp(max=rows.tokens.size(1) - 1)
+        scores = self.score(self.model, rows, self.config.micro_batch_size)
+        return None if scores is None else DataProto.from_dict({"rm_scores": scores * _last(rows.mask)})
+
+
+def _last(mask: Tensor) -> Tensor:
+    """1 at each row's last 1, 0 elsewhere."""
+    following = torch.flip(torch.flip(mask, [1]).cumsum(1), [1])
+    return ((mask != 0) & (following == 1)).float()

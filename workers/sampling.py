@@ -1,0 +1,149 @@
+"""How a token is drawn: temperature, top-k, top-p, and random numbers that belong to the sample and not to the rank.
+
+A sample's random numbers come from a counter-based generator (SplitMix64, Steele et al. 2014) keyed by the seed, the
+tokens of its prompt, and which sample of that prompt it is. The same sample comes out whatever the layout, the order
+of the batch, and whatever else was sampled before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcontroller.errors import ConfigError, DataError
+from workers.config import RolloutConfig
+
+__all__ = ["Sampling", "draw_tokens", "prompt_hashes", "sample_seeds", "uniform"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one batch is generated: the rollout's configuration with what the batch's meta_info sets otherwise."""
+
+    response_length: int
+    temperature: float
+    top_p: float
+    top_k: int
+    do_sample: bool
+    n: int
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+    @classmethod
+    def of(cls, config: RolloutConfig, meta_info: Mapping[str, Any]) -> Sampling:
+        """Raises DataError without ``pad_token_id`` or ``eos_token_id``; ConfigError for a value out of its range."""
+        missing = [name for name in ("eos_token_id", "pad_token_id") if meta_info.get(name) is None]
+        if missing:
+            raise DataError(
+                f"generate_sequences needs {' and '.join(missing)} in meta_info; it has {sorted(meta_info)}",
+                missing=missing,
+            )
+        eos = meta_info["eos_token_id"]
+        names = ("response_length", "temperature", "top_p", "top_k", "do_sample", "n", "seed")
+        sampling = cls(
+            **{name: meta_info.get(name, getattr(config, name)) for name in names},
+            eos_token_ids=tuple(eos) if isinstance(eos, Sequence) else (int(eos),),
+            pad_token_id=int(meta_info["pad_token_id"]),
+        )
+        longest = config.response_length
+        for name, fits, wanted in (
+            ("response_length", 1 <= sampling.response_length <= longest, f"1 to {longest}"),
+            ("temperature", sampling.temperature > 0, "more than 0; for greedy decoding set do_sample to False"),
+            ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+            ("top_k", sampling.top_k >= 0, "at least 0"),
+            ("n", sampling.n >= 1, "at least 1"),
+        ):
+            if not fits:
+                value = getattr(sampling, name)
+                raise ConfigError(f"meta_info[{name!r}] is {value}; it must be {wanted}", key=name, value=value)
+        return sampling
+
+
+def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """One token a row, int64 ``[rows]``, and its log-probability, float32 ``[rows]``.
+
+    Args:
+        logits: ``[rows, vocab]``.
+        noise: float64 ``[rows]`` in [0, 1); None, or ``do_sample`` off, takes the most probable token.
+
+    The log-probability is the policy's own, at the temperature but before top-k and top-p, as ``compute_log_prob``
+    gives it. A token is kept by top-p while the more probable ones have less than ``top_p`` together.
+    """
+    log_probs = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
+    if noise is None or not sampling.do_sample:
+        tokens = log_probs.argmax(-1)
+    else:
+        probs = log_probs.exp().double()
+        if sampling.top_p < 1.0 or 0 < sampling.top_k < probs.size(-1):
+            probs = torch.where(_kept(probs, sampling), probs, 0.0)
+        cumulative = probs.cumsum(-1)
+        point = noise[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=probs.size(-1) - 1)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _kept(probs: Tensor, sampling: Sampling) -> Tensor:
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    kept = ordered.cumsum(-1) - ordered < sampling.top_p
+    if sampling.top_k > 0:
+        kept[:, sampling.top_k :] = False
+    return torch.zeros_like(kept).scatter(-1, order, kept)
+
+
+def prompt_hashes(ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """int64 ``[rows]``: a hash of each prompt's tokens, wherever they stand in the row.
+
+    Args:
+        ids, attention_mask: ``[rows, seq]``; only tokens with a mask of 1 count.
+    """
+    from_the_end = torch.flip(torch.flip(attention_mask.long(), [1]).cumsum(1), [1])
+    mixed = _mix(ids * (1 << 32) + from_the_end)
+    return torch.where(attention_mask != 0, mixed, 0).sum(1)
+
+
+def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, seed: int, call: int) -> Tensor:
+    """int64 ``[rows * n]``: the seed of every sample, samples of one prompt next to each other.
+
+    Args:
+        hashes: of this rank's prompts.
+        earlier: how often each hash comes on the data-parallel ranks before this one, so that a prompt that comes
+            twice in the batch is sampled as its first and as its second sample, wherever its rows are.
+        n: samples per row.
+        seed, call: of the run, and how many batches it has sampled before.
+    """
+    seen = Counter(earlier)
+    numbers = []
+    for value in hashes:
+        numbers += [seen[value] * n + sample for sample in range(n)]
+        seen[value] += 1
+    base = _mix(torch.tensor([seed]) * (1 << 32) + call)
+    prompts = torch.tensor(list(hashes)).repeat_interleave(n)
+    return _mix(_mix(prompts ^ base) + torch.tensor(numbers))
+
+
+def uniform(seeds: Tensor, step: int) -> Tensor:
+    """float64 ``[rows]`` in [0, 1): the ``step``-th random number of each seed."""
+    return _shifted(_mix(seeds + _signed(0x9E3779B97F4A7C15 * (step + 1) % (1 << 64))), 32).double() / (1 << 32)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """SplitMix64's output function, in wrapping int64 arithmetic."""
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right: int64's own copies the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
