@@ -7,6 +7,7 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 from mcontroller.load_config import load_config
+from workers.fit import check_fit
 
 __all__ = [
     "ActorConfig",
@@ -201,6 +202,7 @@ class ActorConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        check_fit(self.model, self.parallel)
         _check_batches(self)
         _at_least("log_prob_micro_batch_size", self.log_prob_micro_batch_size, 0)
         _at_least("log_prob_chunk_tokens", self.log_prob_chunk_tokens, 1)
@@ -245,6 +247,7 @@ class CriticConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        check_fit(self.model, self.parallel)
         _check_batches(self)
         _at_least("forward_micro_batch_size", self.forward_micro_batch_size, 0)
         if self.cliprange_value is not None:
@@ -261,6 +264,7 @@ class RewardConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        check_fit(self.model, self.parallel)
         _at_least("micro_batch_size", self.micro_batch_size, 1)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mcontroller.errors import ConfigError, DataError
-from workers.config import ModelConfig, ParallelConfig
+
+if TYPE_CHECKING:
+    from workers.config import ModelConfig, ParallelConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu")

@@ -97,7 +97,11 @@ def layout_refused(parallel: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("parallel", "says"),
-    [({"tp": 4}, "4"), ({"tp": 2, "pp": 3}, "2"), ({"cp": 2}, "generation runs with cp=1")],
+    [
+        ({"tp": 2, "pp": 2}, "= 4 does not divide world_size 2"),
+        ({"pp": 3}, "which does not divide by"),
+        ({"cp": 2}, "generation runs with cp=1"),
+    ],
 )
 def test_axes_that_do_not_fit_are_refused_with_the_numbers(parallel: dict[str, Any], says: str) -> None:
     assert says in run_ranks(layout_refused, 2, parallel, timeout_s=30)[0]
