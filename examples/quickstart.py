@@ -1,6 +1,6 @@
 """A worker, a pool, a group, a call: the whole programming model, on the CPU cores of this machine.
 
-    python -m examples.quickstart
+python -m examples.quickstart
 """
 
 from __future__ import annotations

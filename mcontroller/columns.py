@@ -44,10 +44,13 @@ def is_jagged(column: Any) -> bool:
     return isinstance(column, Tensor) and column.is_nested and column.layout == torch.jagged
 
 
-def like(source: TensorDict, columns: Mapping[str, Any], rows: int) -> TensorDict:
-    """A TensorDict of ``columns`` with ``source``'s device and batch dims, dim 0 being ``rows`` long."""
+def like(source: TensorDict, columns: dict[str, Any], rows: int) -> TensorDict:
+    """A TensorDict of ``columns`` with ``source``'s device and batch dims, dim 0 being ``rows`` long.
+
+    They are not checked again, which for small batches would cost as much as splitting them does.
+    """
     batch_size = torch.Size((rows, *source.batch_size[1:]))
-    return TensorDict(columns, batch_size=batch_size, device=source.device)
+    return TensorDict._new_unsafe(columns, batch_size=batch_size, device=source.device)
 
 
 def shallow(batch: TensorDict | None) -> TensorDict | None:
@@ -151,6 +154,8 @@ def _join(columns: Sequence[Any], name: str, memo: Memo) -> Any:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    if sum([tensor.nbytes for tensor in tensors]) < _LARGE:
+        return torch.cat(tensors, dim=dim)  # type: ignore[arg-type]
     shape = list(tensors[0].shape)
     shape[dim] = sum([tensor.shape[dim] for tensor in tensors])
     return torch.cat(tensors, dim=dim, out=_huge_pages(tensors, shape))  # type: ignore[arg-type]

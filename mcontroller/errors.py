@@ -5,8 +5,6 @@ The errors of ``parallel_state`` are of the same family and are re-exported, so 
 
 from __future__ import annotations
 
-from typing import Any
-
 from parallel_state.errors import LayoutError, ParallelStateError, TopologyError
 
 __all__ = [
@@ -93,4 +91,3 @@ class GroupBroken(GroupError):
 
     role: str
     first_cause: BaseException
-

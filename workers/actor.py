@@ -20,6 +20,7 @@ from workers.forward import forward_hidden, owned_targets, token_scores
 from workers.generation import generate_batch
 from workers.losses import kl_divergence, masked_sum, policy_loss
 from workers.metrics import TOKENS, Rule
+from workers.micro_batches import MicroBatchSize
 from workers.model import build_model
 from workers.model_worker import ModelWorker, reported
 
@@ -196,7 +197,7 @@ class ActorRolloutRefWorker(ModelWorker):
             loss=self.loss,
             rules=self.metrics(),
             mini_batch_size=config.ppo_mini_batch_size,
-            micro_batch_size=config.ppo_micro_batch_size,
+            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
             shuffle_seed=config.seed if config.shuffle else None,
         )
@@ -225,7 +226,9 @@ class ActorRolloutRefWorker(ModelWorker):
             rows,
             loss=self.sft_loss,
             rules={"loss": Rule.TOKEN_MEAN, "entropy": Rule.TOKEN_MEAN},
-            micro_batch_size=self.config.ppo_micro_batch_size,
+            micro_batch_size=MicroBatchSize(
+                self.config.ppo_micro_batch_size, self.config.ppo_max_tokens_per_micro_batch
+            ),
         )
         return reported("sft", metrics)
 
@@ -283,7 +286,12 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _response_scores(self, model: list[Any], data: DataProto, method: str) -> Tensor | None:
         rows = self._response_rows(data, method, [])
-        scores = self.score(model, rows, self.config.log_prob_micro_batch_size or self.config.ppo_micro_batch_size)
+        config = self.config
+        size = MicroBatchSize(
+            config.log_prob_micro_batch_size or config.ppo_micro_batch_size,
+            config.log_prob_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
+        )
+        scores = self.score(model, rows, size)
         return None if scores is None else scores * rows.mask
 
 

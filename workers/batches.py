@@ -1,4 +1,4 @@
-"""From the columns of a batch to the micro-batches that Megatron's schedules run.
+"""From the columns of a batch to rows that a model takes, and the mini-batches they belong to.
 
 Rows arrive padded on the left (prompts) and on the right (responses). They are moved to the left edge before they
 reach a model, so that a causal mask alone keeps padding out of every attention implementation and of every context
@@ -8,7 +8,7 @@ parallel split, and so that nothing is computed for columns that are padding in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from mcontroller.protocol import DataProto
 __all__ = [
     "Rows",
     "check_prompts",
-    "equal_micro_batches",
     "mini_batch_rows",
     "require_columns",
     "response_rows",
@@ -37,6 +36,7 @@ class Rows:
         targets: ``[rows, targets]`` int64, the tokens asked about.
         predictors: ``[rows, targets]`` int64, the column of ``tokens`` whose output predicts each target.
         mask: ``[rows, targets]`` float32, 0 where a target is padding or does not count.
+        lengths: ``[rows]`` int64, the tokens of each row without padding.
         columns: what else the loss needs, each ``[rows, targets]``.
         temperature: divides the logits that the rows are scored with.
     """
@@ -45,6 +45,7 @@ class Rows:
     targets: Tensor
     predictors: Tensor
     mask: Tensor
+    lengths: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     temperature: float = 1.0
 
@@ -59,6 +60,11 @@ class Rows:
         taken.mask = mask
         return taken
 
+    def narrow(self, width: int) -> Rows:
+        """The rows cut to ``width`` tokens, which no row may be longer than."""
+        predictors = self.predictors.clamp(max=width - 1)
+        return replace(self, tokens=self.tokens[:, :width].contiguous(), predictors=predictors)
+
     def to(self, device: torch.device) -> Rows:
         """The rows on ``device``."""
         return self._each(lambda column: column.to(device))
@@ -69,6 +75,7 @@ class Rows:
             change(self.targets),
             change(self.predictors),
             change(self.mask),
+            change(self.lengths),
             {name: change(column) for name, column in self.columns.items()},
             self.temperature,
         )
@@ -133,7 +140,7 @@ def response_rows(
     if "response_mask" in batch:
         columns = (*columns, "response_mask")
     _check_widths({name: batch[name] for name in columns}, (len(batch["responses"]), width), method)
-    tokens, start = _left_aligned(batch, method, vocab_size, max_length, multiple)
+    tokens, start, lengths = _left_aligned(batch, method, vocab_size, max_length, multiple)
     predictors = prompt_width - 1 + torch.arange(width)[None] - start[:, None]
     mask = batch["response_mask"] if "response_mask" in batch else batch["attention_mask"][:, prompt_width:]
     return Rows(
@@ -141,6 +148,7 @@ def response_rows(
         batch["responses"],
         predictors.clamp(0, tokens.size(1) - 1),
         mask.float(),
+        lengths,
         {name: batch[name] for name in columns if name != "response_mask"},
         temperature,
     )
@@ -159,7 +167,7 @@ def supervised_rows(
     """
     require_columns(batch, ("input_ids", "attention_mask", "loss_mask"), method)
     _check_widths({"loss_mask": batch["loss_mask"]}, tuple(batch["input_ids"].shape), method)
-    tokens, start = _left_aligned(batch, method, vocab_size, max_length, multiple)
+    tokens, start, lengths = _left_aligned(batch, method, vocab_size, max_length, multiple)
     first = torch.arange(batch["input_ids"].size(1))[None] == start[:, None]
     wrong = (batch["loss_mask"] != 0) & ((batch["attention_mask"] == 0) | first)
     if bool(wrong.any()):
@@ -172,7 +180,7 @@ def supervised_rows(
         )
     mask = _shift(batch["loss_mask"].float(), start, tokens.size(1))
     predictors = torch.arange(tokens.size(1) - 1)[None].expand(len(tokens), -1)
-    return Rows(tokens, tokens[:, 1:], predictors, mask[:, 1:].contiguous())
+    return Rows(tokens, tokens[:, 1:], predictors, mask[:, 1:].contiguous(), lengths)
 
 
 def check_prompts(batch: Mapping[str, Tensor], *, method: str, vocab_size: int, prompt_length: int) -> None:
@@ -219,29 +227,14 @@ def mini_batch_rows(
     return [((mine == index).nonzero().flatten(), most[index]) for index in range(count)]
 
 
-def equal_micro_batches(rows: Rows, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1) -> list[Rows]:
-    """The rows at ``index`` in micro-batches of one size, of at most ``micro_batch_size`` rows, filled up at the end.
-
-    Args:
-        most: the largest number of rows that any data-parallel rank has; it alone decides how many micro-batches
-            there are and how large, so that all ranks agree.
-        multiple: the number of micro-batches is a multiple of this (pp, under an interleaved schedule).
-    """
-    count = max(-(-most // micro_batch_size), 1)
-    count = -(-count // multiple) * multiple
-    size = max(-(-most // count), 1)
-    filled = torch.zeros(count * size, dtype=torch.long)
-    filled[: len(index)] = index
-    return [rows.take(part, min(max(len(index) - at * size, 0), size)) for at, part in enumerate(filled.split(size))]
-
-
 def _left_aligned(
     batch: Mapping[str, Tensor], method: str, vocab_size: int, max_length: int, multiple: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens from column 0 on ``[rows, seq]``, and the column ``[rows]`` where each row began."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens from column 0 on ``[rows, seq]``; the column where each row began and its length, both ``[rows]``."""
     start, lengths = _runs(batch, method, vocab_size, max_length)
     width = -(-int(lengths.max()) // multiple) * multiple
-    return _shift(torch.where(batch["attention_mask"] != 0, batch["input_ids"], 0), start, width), start
+    tokens = _shift(torch.where(batch["attention_mask"] != 0, batch["input_ids"], 0), start, width)
+    return tokens, start, lengths
 
 
 def _runs(batch: Mapping[str, Tensor], method: str, vocab_size: int, max_length: int) -> tuple[Tensor, Tensor]:

@@ -171,6 +171,9 @@ class ActorConfig:
         ppo_mini_batch_size: rows of the whole batch to one optimizer step, over all data-parallel ranks.
         ppo_micro_batch_size: rows of one data-parallel rank to one pass through the model; for scoring it is
             ``log_prob_micro_batch_size`` (0: the same).
+        ppo_max_tokens_per_micro_batch: where not 0, what bounds a pass in place of its rows: rows times the longest
+            of them. Rows of similar length go together. A row longer than this goes alone. For scoring it is
+            ``log_prob_max_tokens_per_micro_batch`` (0: the same).
         shuffle: whether every epoch draws its own mini-batches, from ``seed``.
         clip_ratio_low, clip_ratio_high: in place of ``clip_ratio`` on one side.
         clip_ratio_c: the dual clip for negative advantages; None is without.
@@ -186,7 +189,9 @@ class ActorConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ppo_mini_batch_size: int = 256
     ppo_micro_batch_size: int = 8
+    ppo_max_tokens_per_micro_batch: int = 0
     log_prob_micro_batch_size: int = 0
+    log_prob_max_tokens_per_micro_batch: int = 0
     ppo_epochs: int = 1
     shuffle: bool = True
     seed: int = 0
@@ -204,7 +209,8 @@ class ActorConfig:
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
         _check_batches(self)
-        _at_least("log_prob_micro_batch_size", self.log_prob_micro_batch_size, 0)
+        for name in ("log_prob_micro_batch_size", "log_prob_max_tokens_per_micro_batch"):
+            _at_least(name, getattr(self, name), 0)
         _at_least("log_prob_chunk_tokens", self.log_prob_chunk_tokens, 1)
         _above("clip_ratio", self.clip_ratio, 0.0)
         _one_of("kl_loss_type", self.kl_loss_type, ("k1", "k2", "k3", "abs"))
@@ -239,7 +245,9 @@ class CriticConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int = 256
     ppo_micro_batch_size: int = 8
+    ppo_max_tokens_per_micro_batch: int = 0
     forward_micro_batch_size: int = 0
+    forward_max_tokens_per_micro_batch: int = 0
     ppo_epochs: int = 1
     shuffle: bool = True
     seed: int = 0
@@ -249,7 +257,8 @@ class CriticConfig:
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
         _check_batches(self)
-        _at_least("forward_micro_batch_size", self.forward_micro_batch_size, 0)
+        for name in ("forward_micro_batch_size", "forward_max_tokens_per_micro_batch"):
+            _at_least(name, getattr(self, name), 0)
         if self.cliprange_value is not None:
             _above("cliprange_value", self.cliprange_value, 0.0)
 
@@ -271,6 +280,7 @@ class RewardConfig:
 def _check_batches(config: ActorConfig | CriticConfig) -> None:
     for name in ("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_epochs"):
         _at_least(name, getattr(config, name), 1)
+    _at_least("ppo_max_tokens_per_micro_batch", config.ppo_max_tokens_per_micro_batch, 0)
     _above("timeout_s", config.timeout_s, 0.0)
 
 

@@ -12,6 +12,7 @@ from workers.config import CriticConfig
 from workers.forward import forward_values, owned_targets
 from workers.losses import masked_sum, value_loss
 from workers.metrics import TOKENS, Rule
+from workers.micro_batches import MicroBatchSize
 from workers.model import build_model
 from workers.model_worker import ModelWorker, reported
 
@@ -63,8 +64,13 @@ class CriticWorker(ModelWorker):
 
         Column t is the critic's output at the position that predicts response token t; 0 where there is none.
         """
+        config = self.config
+        size = MicroBatchSize(
+            config.forward_micro_batch_size or config.ppo_micro_batch_size,
+            config.forward_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
+        )
         rows = self._rows(data, "compute_values")
-        values = self.score(self.model, rows, self.config.forward_micro_batch_size or self.config.ppo_micro_batch_size)
+        values = self.score(self.model, rows, size)
         return None if values is None else DataProto.from_dict({"values": values * rows.mask})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
@@ -83,7 +89,7 @@ class CriticWorker(ModelWorker):
             loss=self.loss,
             rules=self.metrics(),
             mini_batch_size=config.ppo_mini_batch_size,
-            micro_batch_size=config.ppo_micro_batch_size,
+            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
             shuffle_seed=config.seed if config.shuffle else None,
         )

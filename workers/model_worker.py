@@ -18,13 +18,14 @@ from mcontroller.decorator import register
 from mcontroller.dispatch import Dispatch
 from mcontroller.errors import DataError
 from mcontroller.protocol import DataProto
-from workers.batches import Rows, equal_micro_batches, mini_batch_rows
+from workers.batches import Rows, mini_batch_rows
 from workers.checkpoint import Training, load_checkpoint, save_checkpoint
 from workers.checkpoint_files import find_checkpoint, read_manifest
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.forward import sum_over_context
 from workers.megatron_worker import MegatronWorker
 from workers.metrics import Rule, reduce_reports
+from workers.micro_batches import MicroBatch, MicroBatchSize, equal_micro_batches, least_count, token_micro_batches
 from workers.nonfinite import raise_nonfinite
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.pipeline import Loss, run_for_gradients, run_for_scores
@@ -104,18 +105,20 @@ class ModelWorker(MegatronWorker):
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
-    def score(self, model: Sequence[nn.Module], rows: Rows, micro_batch_size: int) -> Tensor | None:
-        """``forward_step``'s output of all rows, joined along the dim of the rows, on the last stage; None elsewhere.
+    def score(self, model: Sequence[nn.Module], rows: Rows, size: MicroBatchSize) -> Tensor | None:
+        """``forward_step``'s output of all rows, in their order, on the last stage; None elsewhere.
 
         The rows' dim is the one before the last. What context-parallel ranks hold of it is summed.
         """
-        order = torch.arange(len(rows))
-        batches = equal_micro_batches(rows, order, len(rows), micro_batch_size, self._micro_batch_multiple)
-        outputs = run_for_scores(model, [batch.to(self.device) for batch in batches], self.forward_step)
+        most = max(self._of_every_shard(len(rows)))
+        batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
+        outputs = run_for_scores(model, [batch.rows.to(self.device) for batch in batches], self.forward_step)
         if not outputs:
             return None
-        joined = torch.cat(outputs, dim=-2).narrow(-2, 0, len(rows))
-        return sum_over_context(joined.contiguous(), self.context.pg).cpu()
+        own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
+        order = torch.cat([batch.index for batch in batches]).argsort().to(self.device)
+        joined = torch.cat(own, dim=-2).index_select(-2, order)
+        return sum_over_context(joined, self.context.pg).cpu()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +129,7 @@ class ModelWorker(MegatronWorker):
         *,
         loss: Loss,
         rules: Mapping[str, Rule],
-        micro_batch_size: int,
+        micro_batch_size: MicroBatchSize,
         mini_batch_size: int | None = None,
         epochs: int = 1,
         shuffle_seed: int | None = None,
@@ -147,7 +150,7 @@ class ModelWorker(MegatronWorker):
             NonFiniteGradient: on every rank, before the weights change, unless ``optim.on_nonfinite`` is ``skip``.
         """
         counted = (rows.mask != 0).any(1).nonzero().flatten()
-        sizes = self._shard_sizes(len(counted))
+        sizes = self._of_every_shard(len(counted))
         if sum(sizes) == 0:
             raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
         generator = None
@@ -158,8 +161,8 @@ class ModelWorker(MegatronWorker):
         for _ in range(epochs):
             dp_rank = self.context.pg.dp.rank()
             for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
-                batches = equal_micro_batches(rows, counted[index], most, micro_batch_size, self._micro_batch_multiple)
-                norm, its_reports = self._step(method, batches, loss)
+                batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
+                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss)
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()
@@ -195,18 +198,27 @@ class ModelWorker(MegatronWorker):
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
-    @property
-    def _micro_batch_multiple(self) -> int:
-        return self.parallel.pp if self.parallel.vpp else 1
+    def _micro_batches(self, rows: Rows, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
+        """The rows at ``index`` in as many micro-batches as every data-parallel rank makes of its own (a collective).
 
-    def _shard_sizes(self, rows: int) -> list[int]:
-        """What every data-parallel rank says of its rows, in the order of their shards."""
+        Args:
+            most: the largest number of rows that any data-parallel rank has.
+        """
+        multiple = self.parallel.pp if self.parallel.vpp else 1  # what an interleaved schedule takes
+        if not size.tokens:
+            return equal_micro_batches(rows, index, most, size.rows, multiple)
+        count = max(self._of_every_shard(least_count(rows.lengths[index], size.tokens, self.sequence_multiple)))
+        count = -(-count // multiple) * multiple
+        return token_micro_batches(rows, index, count, size.tokens, length_multiple=self.sequence_multiple)
+
+    def _of_every_shard(self, number: int) -> list[int]:
+        """The number of every data-parallel rank, in the order of their shards (a collective)."""
         group = self.context.pg.dp
-        sizes = torch.zeros(group.size(), dtype=torch.long, device=self.device)
-        sizes[group.rank()] = rows
+        numbers = torch.zeros(group.size(), dtype=torch.long, device=self.device)
+        numbers[group.rank()] = number
         if group.size() > 1:
-            dist.all_reduce(sizes, group=group)
-        return sizes.tolist()
+            dist.all_reduce(numbers, group=group)
+        return numbers.tolist()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from workers.batches import Rows
@@ -75,6 +76,9 @@ def _schedule(
     chunks: Sequence[nn.Module], micro_batches: Sequence[Rows], step: Callable[..., Any], *, forward_only: bool
 ) -> list[Any]:
     interleaved = len(chunks) > 1
+    # Where shapes differ, stages tell each other the shape of every tensor before they send it.
+    varying = len({batch.tokens.shape for batch in micro_batches}) > 1
+    get_model_config(chunks[0]).variable_seq_lengths = varying
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=step,

@@ -11,6 +11,7 @@ from mcontroller.protocol import DataProto
 from workers.batches import Rows, response_rows, tensor_columns
 from workers.config import RewardConfig
 from workers.forward import forward_values
+from workers.micro_batches import MicroBatchSize
 from workers.model import build_model
 from workers.model_worker import ModelWorker
 
@@ -59,7 +60,8 @@ class RewardModelWorker(ModelWorker):
             multiple=self.sequence_multiple,
         )
         rows.predictors = (rows.predictors + 1).clamp(max=rows.tokens.size(1) - 1)
-        scores = self.score(self.model, rows, self.config.micro_batch_size)
+        size = MicroBatchSize(self.config.micro_batch_size, self.config.max_tokens_per_micro_batch)
+        scores = self.score(self.model, rows, size)
         return None if scores is None else DataProto.from_dict({"rm_scores": scores * _last(rows.mask)})
 
 

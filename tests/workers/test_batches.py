@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcontroller.errors import DataError
-from workers.batches import equal_micro_batches, mini_batch_rows, response_rows, supervised_rows
+from workers.batches import mini_batch_rows, response_rows, supervised_rows
 
 TWO_ROWS = {
     "input_ids": torch.tensor([[0, 5, 6, 7, 8, 0], [2, 3, 4, 9, 0, 0]]),
@@ -72,15 +72,6 @@ def test_a_shuffle_makes_other_mini_batches_every_epoch() -> None:
     generator = torch.Generator().manual_seed(1)
     epochs = [mini_batch_rows([64], 0, 8, generator)[0][0].tolist() for _ in range(2)]
     assert epochs[0] != epochs[1]
-
-
-def test_micro_batches_are_of_one_size_and_their_filling_does_not_count() -> None:
-    rows = response_rows({name: column.repeat(3, 1) for name, column in TWO_ROWS.items()}, **LIMITS)
-    batches = equal_micro_batches(rows, torch.tensor([4, 1, 5]), most=5, micro_batch_size=4)
-    assert [len(batch) for batch in batches] == [3, 3]
-    assert torch.equal(batches[0].tokens, rows.tokens[[4, 1, 5]])
-    assert batches[1].mask.sum() == 0
-    assert len(equal_micro_batches(rows, torch.arange(5), most=5, micro_batch_size=4, multiple=4)) == 4
 
 
 def test_an_unsound_batch_is_refused_with_its_row_and_column() -> None:
