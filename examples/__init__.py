@@ -1,0 +1,1 @@
+"""Examples, each of which runs by itself."""

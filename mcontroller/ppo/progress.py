@@ -1,0 +1,125 @@
+"""The run in a terminal: a table of the groups at the start, then a bar with what matters of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from mcontroller.ppo.display import Display
+from mcontroller.worker_group import WorkerGroup
+from parallel_state.axes import RANK_AXIS
+from parallel_state.topology import Topology
+
+__all__ = ["ProgressDisplay", "group_table", "place_table"]
+
+MOST_PLACES = 32
+WIDE = 100
+LINES_A_PHASE = 8
+SHOWN: Mapping[str, tuple[str, str]] = {
+    "warm_up/loss": ("loss", ".3f"),
+    "train/score": ("reward", ".3f"),
+    "train/accuracy": ("accuracy", ".3f"),
+    "actor/reward_kl_penalty": ("KL", ".4f"),
+    "perf/tokens_per_s": ("tokens/s", ",.0f"),
+}
+"""The metrics that the bar shows, and how: those of them that a step has."""
+
+
+class ProgressDisplay(Display):
+    """Tables and a progress bar on ``console`` (standard output unless given).
+
+    Where that is no terminal, a line now and then stands for the bar.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=10),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True)),
+        )
+        timed = (*columns, TimeElapsedColumn()) if self.console.width >= WIDE else columns
+        self._progress = Progress(*timed, console=self.console, disable=not self.console.is_terminal)
+        self._task: TaskID | None = None
+
+    def starting(self, what: str) -> None:
+        self.console.print(f"[dim]{what} ...[/dim]")
+
+    def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
+        self.console.print(group_table(groups))
+        self.console.print(place_table(groups))
+
+    def phase(self, name: str, steps: int, done: int = 0) -> None:
+        self._progress.start()
+        if self._task is not None:
+            self._progress.stop_task(self._task)
+        self._task = self._progress.add_task(name, total=steps, completed=done, shown="")
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        if self._task is None:
+            return
+        self._progress.update(self._task, advance=1, shown=shown(metrics))
+        task = self._progress.tasks[self._task]
+        every = max(1, int(task.total or 0) // LINES_A_PHASE)
+        if self._progress.disable and (task.completed % every == 0 or task.finished):
+            line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {shown(metrics)}"
+            self.console.print(line, highlight=False)
+
+    def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in metrics.items())
+        self.console.print(f"held-out after {step} steps of PPO: [bold]{values}[/bold]", highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """What the bar says of a step."""
+    return "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
+
+
+def group_table(groups: Mapping[str, WorkerGroup]) -> Table:
+    """A row for every group: its worker class, its layout, its processes."""
+    table = Table("group", "worker", "layout", "processes", title="Groups", title_justify="left")
+    for name, group in groups.items():
+        nodes = len(set(group.executor.nodes))
+        processes = f"{group.world_size} on {nodes} node{'s' if nodes > 1 else ''}"
+        table.add_row(name, group.worker_cls.__name__, layout_text(group.topology), processes)
+    return table
+
+
+def place_table(groups: Mapping[str, WorkerGroup]) -> Table:
+    """A row for every rank: its node, and its coordinates in each group."""
+    table = Table("rank", "node", *groups, title="Where each rank stands", title_justify="left")
+    world = max(group.world_size for group in groups.values())
+    longest = next(group for group in groups.values() if group.world_size == world)
+    for rank in range(min(world, MOST_PLACES)):
+        places = [_place(group.topology, rank) for group in groups.values()]
+        table.add_row(str(rank), longest.executor.nodes[rank], *places)
+    if world > MOST_PLACES:
+        table.add_row(f".. {world - MOST_PLACES} more")
+    return table
+
+
+def layout_text(topology: Topology) -> str:
+    """``tp 2 x pp 2 x dp 1``: tp, pp and dp always, other axes where they divide anything."""
+    axes = _shown_axes(topology)
+    return " x ".join(f"{axis} {topology.size(axis)}" for axis in axes)
+
+
+def _shown_axes(topology: Topology) -> Sequence[str]:
+    axes = [axis for axis in topology.dense_axes if axis != RANK_AXIS]
+    kept = [axis for axis in axes if axis in ("tp", "pp", "dp") or topology.size(axis) > 1]
+    order = ("tp", "cp", "pp", "dp")
+    return sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)) or [RANK_AXIS]
+
+
+def _place(topology: Topology, rank: int) -> str:
+    if rank >= topology.world_size:
+        return ""
+    coordinates = topology.coordinates(rank)
+    return "  ".join(f"{axis} {coordinates[axis]}" for axis in _shown_axes(topology))

@@ -1,0 +1,42 @@
+"""From batches to the numbers that are reported of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mcontroller.ppo.data import columns
+from mcontroller.ppo.rewards import Reward
+from mcontroller.protocol import DataProto
+
+__all__ = ["experience_metrics", "mean_of_parts", "reward_metrics"]
+
+
+def mean_of_parts(update: DataProto) -> dict[str, float]:
+    """The metrics of an update. Every data-parallel rank reports the same reduced number, so their mean is it."""
+    metrics: Mapping[str, float | Sequence[float]] = update.meta_info["metrics"]
+    return {
+        name: float(value) if isinstance(value, int | float) else sum(value) / len(value)
+        for name, value in metrics.items()
+    }
+
+
+def reward_metrics(prefix: str, reward: Reward) -> dict[str, float]:
+    """The mean score of a response, and the mean of every further column."""
+    scores = reward.token_level_scores.sum(1)
+    means = {name: sum(column) / max(len(column), 1) for name, column in reward.columns.items()}
+    return {f"{prefix}/{name}": value for name, value in ({"score": float(scores.mean())} | means).items()}
+
+
+def experience_metrics(batch: DataProto) -> dict[str, float]:
+    """Of what the step learns from: how long responses are, and how good values were.
+
+    ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 for a perfect critic, 0 for one
+    that knows no more than the mean.
+    """
+    mask = columns(batch, "response_mask")[0].bool()
+    metrics = {"response/length": float(mask.sum(1).float().mean())}
+    if batch.batch is not None and "values" in batch.batch:
+        returns, values = (column[mask] for column in columns(batch, "returns", "values"))
+        explained = 1.0 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
+        metrics["critic/explained_variance"] = float(explained)
+    return metrics

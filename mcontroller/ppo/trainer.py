@@ -1,0 +1,301 @@
+"""The PPO program: one process drives every role, and reads as if there were no other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.advantages import compute_advantage
+from mcontroller.ppo.checkpoints import RunState, find_run, load_run, save_run
+from mcontroller.ppo.config import PPOConfig
+from mcontroller.ppo.data import BatchStream, Dataset, columns, in_order
+from mcontroller.ppo.display import Display
+from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
+from mcontroller.ppo.rewards import RewardFunction, rewarded
+from mcontroller.ppo.roles import check_roles, role_workers
+from mcontroller.ppo.stages import Stages
+from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics
+from mcontroller.protocol import DataProto
+from mcontroller.ray.class_with_init import RayClassWithInitArgs
+from mcontroller.ray.manager import ResourcePoolManager, Role
+from mcontroller.ray.worker_group import MegatronRayWorkerGroup
+from mcontroller.trackers import Tracker
+from mcontroller.worker_group import WorkerGroup
+
+__all__ = ["RayPPOTrainer"]
+
+
+class Tokenizer(Protocol):
+    """What the trainer needs of a tokenizer: where a response ends, and what stands in for nothing."""
+
+    @property
+    def eos_token_id(self) -> int: ...
+
+    @property
+    def pad_token_id(self) -> int: ...
+
+
+class RayPPOTrainer:
+    """PPO over groups of workers, from one process.
+
+    Args:
+        config: of this program; the workers' parts of it are handed to them.
+        role_worker_mapping: the worker class of every role: ``ActorRolloutRef``, or ``ActorRollout`` and
+            ``RefPolicy``; ``Critic`` where the estimator needs one; ``RewardModel`` if there is one.
+        resource_pool_manager: says in which pool a role lives.
+        ray_worker_group_cls: makes a group of ``(pool, class with arguments, name_prefix=...)``.
+        reward_fn: of the responses to learn from, and ``val_reward_fn`` of the held-out ones (the same unless given).
+        train_dataset: problems; a row has ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and
+            any further columns, which reach ``reward_fn``. ``val_dataset`` likewise.
+        warm_up_dataset: demonstrations for the supervised phase, ``input_ids``, ``attention_mask``, ``loss_mask``.
+
+    Raises:
+        ConfigError, DataError: roles, names or data sets that do not fit together, before any process is started.
+    """
+
+    actor: WorkerGroup
+    critic: WorkerGroup | None
+    reference: WorkerGroup | None
+    reward_model: WorkerGroup | None
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Tokenizer,
+        role_worker_mapping: Mapping[Role, Any],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: Callable[..., WorkerGroup] = MegatronRayWorkerGroup,
+        reward_fn: RewardFunction | None = None,
+        val_reward_fn: RewardFunction | None = None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        *,
+        warm_up_dataset: Dataset | None = None,
+        trackers: Sequence[Tracker] = (),
+        display: Display | None = None,
+    ) -> None:
+        check_roles(config, role_worker_mapping)
+        if reward_fn is None or train_dataset is None:
+            raise ConfigError("RayPPOTrainer needs reward_fn and train_dataset", key="reward_fn")
+        if config.warm_up.steps and warm_up_dataset is None:
+            raise ConfigError(
+                f"warm_up.steps is {config.warm_up.steps}, and there is no warm_up_dataset", key="warm_up"
+            )
+        if config.trainer.resume:
+            find_run(config.trainer.default_local_dir)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.reward_fn = reward_fn
+        self.val_reward_fn = val_reward_fn or reward_fn
+        self.val_dataset = val_dataset
+        self.warm_up_dataset = warm_up_dataset
+        self.trackers = trackers
+        self.display = display or Display()
+        self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
+        self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
+        self.stages = Stages()
+        self.groups: dict[str, WorkerGroup] = {}
+        self.global_steps = 0
+
+    # ---- from processes to models ----------------------------------------------------------------------------------
+
+    def init_workers(self) -> None:
+        """Starts the group of every role in its pool, and has every worker build its model.
+
+        Raises ResourceError, before any process is started, where the cluster has no room for the pools.
+        """
+        self.resource_pool_manager.create_resource_pool()
+        for worker in role_workers(self.config, self.role_worker_mapping):
+            with self.stages("start"):
+                init: RayClassWithInitArgs[Any] = RayClassWithInitArgs(worker.cls, **worker.arguments)
+                pool = self.resource_pool_manager.get_resource_pool(worker.role)
+                self.display.starting(f"starting {worker.name}: {init.cls.__name__}")
+                self.groups[worker.name] = self.ray_worker_group_cls(pool, init, name_prefix=worker.name)
+        with self.stages("start"):
+            for group in self.groups.values():
+                group.init_model()
+        self.actor = self.groups["actor"]
+        self.critic = self.groups.get("critic")
+        holds_reference = Role.ActorRolloutRef in self.role_worker_mapping
+        self.reference = self.actor if holds_reference else self.groups.get("ref")
+        self.reward_model = self.groups.get("reward")
+        self.display.groups(self.groups)
+
+    # ---- the program -----------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """The whole run: warm-up, then PPO, measured on the held-out problems and saved on the way.
+
+        Under ``trainer.resume`` it goes on from the last checkpoint instead of beginning with the warm-up.
+        """
+        total = self.config.trainer.total_training_steps
+        if self.config.trainer.resume:
+            self.load_checkpoint()
+        if self.global_steps == 0:
+            self.warm_up()
+            if self.config.trainer.val_before_train:
+                self.log(self.validate())
+        self.display.phase("PPO", total, done=self.global_steps)
+        while self.global_steps < total:
+            metrics = self.train_step(self.train_batches[self.global_steps])
+            self.global_steps += 1
+            self.display.step(metrics)
+            if self._is_due(self.config.trainer.test_freq):
+                metrics |= self.validate()
+            if self._is_due(self.config.trainer.save_freq):
+                self.save_checkpoint()
+            self.log(metrics)
+
+    def train_step(self, problems: DataProto) -> dict[str, float]:
+        """One step of PPO on a batch of problems: respond, score, compare, learn. Gives the step's metrics."""
+        started, stage = time.perf_counter(), self.stages
+        stage.take_step()
+        problems.non_tensor_batch["uid"] = np.arange(len(problems)).astype(object)
+        with stage("generate"):
+            batch, problems = self.generate(problems)
+        with stage("old log-probs"):
+            batch = batch.union(self.actor.compute_log_prob(batch))
+        if self.reference is not None:
+            with stage("reference"):
+                batch = batch.union(self.reference.compute_ref_log_prob(batch))
+        if self.critic is not None:
+            with stage("values"):
+                batch = batch.union(self.critic.compute_values(batch))
+        if self.reward_model is not None:
+            with stage("reward model"):
+                batch = batch.union(self.reward_model.compute_rm_score(batch))
+        with stage("reward"):
+            reward = rewarded(self.reward_fn, batch.union(problems))
+            batch = batch.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores}))
+        with stage("advantages"):
+            batch, metrics = self.penalise(batch)
+            batch = self.advantages(batch, problems)
+        if self.critic is not None:
+            with stage("update critic"):
+                metrics |= mean_of_parts(self.critic.update_critic(batch))
+        if self.global_steps >= self.config.trainer.critic_warmup:
+            with stage("update actor"):
+                metrics |= mean_of_parts(self.actor.update_actor(batch))
+        metrics |= reward_metrics("train", reward) | experience_metrics(batch)
+        return metrics | self._timing(batch, time.perf_counter() - started)
+
+    def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
+        """Responses to the problems, and the problems' other columns, row by row beside them.
+
+        ``sampling`` sets fields of the rollout's configuration for this call.
+        """
+        prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
+        prompts.meta_info = {
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            **sampling,
+        }
+        responses = self.actor.generate_sequences(prompts)
+        others = problems.select([], non_tensor_batch_keys=None)
+        return responses, others.repeat(len(responses) // len(problems))
+
+    def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """The batch with ``token_level_rewards``: the scores, less the KL penalty where there is one."""
+        if not self.config.algorithm.use_kl_in_reward:
+            (scores,) = columns(batch, "token_level_scores")
+            return batch.union(DataProto.from_dict({"token_level_rewards": scores})), {}
+        return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
+
+    def advantages(self, batch: DataProto, problems: DataProto) -> DataProto:
+        """The batch with ``advantages`` and ``returns``; the other columns of its problems are at hand for them."""
+        rule = self.config.algorithm
+        full = compute_advantage(
+            batch.union(problems), rule.adv_estimator, rule.gamma, rule.lam, normalize=rule.normalize_advantages
+        )
+        return full.select(non_tensor_batch_keys=[])
+
+    def warm_up(self) -> None:
+        """The supervised phase: optimizer steps on demonstrations; then the reference becomes what the actor is."""
+        warm_up = self.config.warm_up
+        if warm_up.steps == 0 or self.warm_up_dataset is None:
+            return
+        batches = BatchStream(self.warm_up_dataset, warm_up.batch_size, self.config.data.seed, "warm_up_dataset")
+        self.display.phase("warm-up", warm_up.steps)
+        for step in range(warm_up.steps):
+            with self.stages("warm-up"):
+                metrics = mean_of_parts(self.actor.update_sft(batches[step]))
+            metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
+            self.display.step(metrics)
+            for tracker in self.trackers:
+                tracker.log(metrics, step + 1)
+        if self.reference is not None:
+            self.reference.sync_reference()
+
+    def validate(self) -> dict[str, float]:
+        """Score and further columns of the greedy responses to the held-out problems, each as its mean."""
+        if self.val_dataset is None:
+            return {}
+        with self.stages("held-out"):
+            parts = []
+            for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
+                responses, others = self.generate(problems, do_sample=False, n=1)
+                reward = rewarded(self.val_reward_fn, responses.union(others))
+                parts.append((len(problems), reward_metrics("held_out", reward)))
+        rows = sum(size for size, _ in parts)
+        metrics = {name: sum(size * part[name] for size, part in parts) / rows for name in parts[0][1]}
+        self.display.held_out(self.global_steps, metrics)
+        return metrics
+
+    # ---- what is kept ----------------------------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Gives the metrics of this step to every tracker."""
+        for tracker in self.trackers:
+            tracker.log(metrics, self.global_steps)
+
+    def save_checkpoint(self) -> None:
+        """Writes what every trained role and this program need to go on, under ``trainer.default_local_dir``."""
+        trainer = self.config.trainer
+        with self.stages("checkpoint"):
+            state = RunState(self.global_steps, self.kl_ctrl.value)
+            save_run(trainer.default_local_dir, self._trained_groups(), state, trainer.max_to_keep)
+
+    def load_checkpoint(self) -> int:
+        """Goes on from the last checkpoint under ``trainer.default_local_dir``: the step that it was saved at.
+
+        Raises DataError where there is none, or it is of other roles.
+        """
+        state = load_run(self.config.trainer.default_local_dir, self._trained_groups())
+        self.global_steps, self.kl_ctrl.value = state.global_steps, state.kl_coef
+        return self.global_steps
+
+    def _trained_groups(self) -> dict[str, WorkerGroup]:
+        return {name: group for name, group in self.groups.items() if name in ("actor", "critic")}
+
+    def _is_due(self, every: int) -> bool:
+        last = self.global_steps == self.config.trainer.total_training_steps
+        return every >= 0 and (last or (every > 0 and self.global_steps % every == 0))
+
+    def _timing(self, batch: DataProto, seconds: float) -> dict[str, float]:
+        tokens = float(columns(batch, "attention_mask")[0].sum())
+        timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.stages.take_step().items()}
+        return timing | {"timing_s/step": seconds, "perf/tokens_per_s": tokens / seconds}
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends every process and gives the pools back; a second call does nothing."""
+        self.display.close()
+        for group in self.groups.values():
+            group.shutdown()
+        self.resource_pool_manager.shutdown()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()

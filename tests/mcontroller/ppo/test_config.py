@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, TrainerConfig, WarmUpConfig
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: AlgorithmConfig(lam=1.5), "algorithm.lam"),
+        (lambda: AlgorithmConfig(gamma=-0.1), "algorithm.gamma"),
+        (lambda: KLControlConfig(kl_coef=-1.0), "algorithm.kl_ctrl.kl_coef"),
+        (lambda: DataConfig(train_batch_size=0), "data.train_batch_size"),
+        (lambda: WarmUpConfig(steps=-1), "warm_up.steps"),
+        (lambda: TrainerConfig(test_freq=-2), "trainer.test_freq"),
+        (lambda: TrainerConfig(max_to_keep=0), "trainer.max_to_keep"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_under_the_key_that_the_user_wrote(make, key):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.key == key and key in str(caught.value) and str(caught.value.value) in str(caught.value)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError
+from mcontroller.ppo import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, KLControlConfig, apply_kl_penalty
+from mcontroller.ppo.kl import estimate_kl, make_kl_controller
+from mcontroller.protocol import DataProto
+
+
+def test_the_estimators_of_a_log_ratio_reckoned_by_hand():
+    log_probs, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
+    ratio = math.log(2.0)
+    expected = {"k1": ratio, "k2": ratio**2 / 2, "k3": 0.5 - 1 + ratio, "abs": ratio}
+    for name, value in expected.items():
+        assert estimate_kl(log_probs, reference, name).item() == pytest.approx(value, abs=1e-6)
+    assert set(expected) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_k1_and_k3_have_the_divergence_as_their_mean_over_the_policy(name):
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    divergence = (policy * (policy / reference).log()).sum()
+    mean = (policy * estimate_kl(policy.log(), reference.log(), name)).sum()
+    torch.testing.assert_close(mean, divergence)
+
+
+def test_k3_is_never_negative():
+    log_probs, reference = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    assert (estimate_kl(log_probs, reference, "k3") >= 0).all()
+
+
+def test_the_adaptive_weight_moves_towards_its_target_and_at_most_by_a_fifth_a_horizon():
+    config = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=1000)
+    weights = []
+    for kl in (0.11, 5.0, 0.1, 0.0):
+        controller = AdaptiveKLController(config)
+        controller.update(kl, n_steps=500)
+        weights.append(controller.value)
+    assert weights == pytest.approx([0.5 * 1.05, 0.5 * 1.1, 0.5, 0.5 * 0.9])
+
+
+def test_the_fixed_weight_stays():
+    controller = FixedKLController(KLControlConfig(kl_coef=0.3))
+    controller.update(100.0, n_steps=10_000)
+    assert controller.value == 0.3
+
+
+def test_the_penalty_is_taken_off_the_scores_of_response_tokens_and_the_controller_is_told():
+    batch = DataProto.from_dict(
+        {
+            "token_level_scores": torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.0]]),
+            "old_log_probs": torch.tensor([[-1.0, -2.0, -9.0], [-3.0, 0.0, 0.0]]),
+            "ref_log_prob": torch.tensor([[-1.5, -1.0, -1.0], [-4.0, -7.0, 0.0]]),
+            "response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+        }
+    )
+    controller = make_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=10))
+    penalised, metrics = apply_kl_penalty(batch, controller)
+    torch.testing.assert_close(
+        penalised.batch["token_level_rewards"], torch.tensor([[-0.25, 1.5, 0.0], [1.5, 0.0, 0.0]])
+    )
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.5 - 1.0 + 1.0) / 3)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    assert controller.value == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
+    assert "token_level_rewards" not in batch.batch
+
+
+def test_unknown_names_are_refused_with_those_that_exist():
+    with pytest.raises(ConfigError, match=r"'k4'.*k1, k2, k3, abs"):
+        estimate_kl(torch.zeros(1), torch.zeros(1), "k4")
+    with pytest.raises(ConfigError, match=r"'adaptiv'.*fixed, adaptive"):
+        make_kl_controller(KLControlConfig(type="adaptiv"))
+    with pytest.raises(ConfigError, match="target_kl"):
+        KLControlConfig(type="adaptive", target_kl=0.0)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import ray
+import torch
+
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo import AlgorithmConfig, Display, KLControlConfig, WarmUpConfig
+from mcontroller.ray import Role
+from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, demonstrations, problems, toy_config, toy_trainer
+
+
+class Records:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, metrics, step):
+        self.lines.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+    def of(self, name):
+        return [(step, metrics[name]) for step, metrics in self.lines if name in metrics]
+
+
+TOYS = {Role.ActorRolloutRef: ToyActor, Role.Critic: ToyCritic}
+
+
+def started(trainer):
+    trainer.init_workers()
+    CALLS.clear()
+    return trainer
+
+
+def table(trainer, group="actor"):
+    return trainer.groups[group].workers[0].table.clone()
+
+
+def test_ppo_learns_the_task_and_reports_held_out_accuracy_before_and_after():
+    records = Records()
+    with started(toy_trainer(toy_config(30, test_freq=10), trackers=[records])) as trainer:
+        trainer.fit()
+    held_out = records.of("held_out/accuracy")
+    assert [step for step, _ in held_out] == [0, 10, 20, 30]
+    assert held_out[0][1] <= 0.2 and held_out[-1][1] == 1.0
+    assert records.of("train/score")[-1][1] > 0.9 > 0.4 > records.of("train/score")[0][1]
+    assert records.of("critic/explained_variance")[0][1] == 0.0
+
+
+def test_a_step_calls_the_roles_in_the_order_of_the_algorithm():
+    with started(toy_trainer(toy_config(1), val_dataset=None)) as trainer:
+        trainer.fit()
+    scored = ["generate_sequences", "compute_log_prob", "compute_ref_log_prob", "compute_values"]
+    assert [*scored, "update_critic", "update_actor"] == CALLS
+
+
+def test_the_policy_rests_while_the_critic_warms_up():
+    with started(toy_trainer(toy_config(3, critic_warmup=2), val_dataset=None)) as trainer:
+        trainer.fit()
+        assert CALLS.count("update_critic") == 3 and CALLS.count("update_actor") == 1
+        assert table(trainer, "critic").any()
+
+
+def test_the_reference_is_what_the_warm_up_left_and_stays_so():
+    config = dataclasses.replace(toy_config(5), warm_up=WarmUpConfig(steps=7, batch_size=12))
+    records = Records()
+    with started(toy_trainer(config, warm_up_dataset=demonstrations(12), trackers=[records])) as trainer:
+        trainer.fit()
+        reference = trainer.actor.workers[0].reference
+    after_seven = torch.zeros(6, 6)
+    after_seven[torch.arange(6), (torch.arange(6) + 1) % 6] = 7 * 2 * 0.1
+    torch.testing.assert_close(reference, after_seven)
+    assert [step for step, _ in records.of("warm_up/loss")] == [1, 2, 3, 4, 5, 6, 7]
+    assert records.of("held_out/accuracy")[0] == (0, 1.0)
+
+
+def test_the_kl_penalty_lowers_the_reward_by_its_weight():
+    algorithm = AlgorithmConfig(kl_ctrl=KLControlConfig(kl_coef=0.5))
+    records = Records()
+    config = dataclasses.replace(toy_config(4), algorithm=algorithm)
+    with started(toy_trainer(config, trackers=[records])) as trainer:
+        trainer.fit()
+    kl = [value for _, value in records.of("actor/reward_kl_penalty")]
+    assert kl[0] == 0.0 and kl[-1] > 0.0
+    assert {value for _, value in records.of("actor/reward_kl_penalty_coeff")} == {0.5}
+
+
+def test_held_out_means_weigh_every_problem_once_whatever_the_batches():
+    means = []
+    for size in (0, 4, 1):
+        config = toy_config(0)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, val_batch_size=size))
+        with started(toy_trainer(config)) as trainer:
+            trainer.actor.workers[0].table[2, 3] = 1.0
+            means.append(trainer.validate()["held_out/accuracy"])
+    # Of the 10 problems, letter 2 is there twice, and letter 5, whose answer is the argmax of a row of zeros, once.
+    assert means == pytest.approx([0.3, 0.3, 0.3])
+
+
+def test_an_estimator_without_a_critic_starts_none():
+    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=False)
+    config = dataclasses.replace(toy_config(2), algorithm=algorithm)
+    with started(toy_trainer(config)) as trainer:
+        trainer.fit()
+        assert list(trainer.groups) == ["actor"]
+    assert "compute_values" not in CALLS
+
+
+def test_worker_classes_may_be_given_as_ray_actors():
+    with started(toy_trainer(toy_config(1), {role: ray.remote(cls) for role, cls in TOYS.items()})) as trainer:
+        trainer.fit()
+        assert [type(group.workers[0]) for group in trainer.groups.values()] == [ToyActor, ToyCritic]
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    algorithm = AlgorithmConfig(kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100))
+
+    def trained(steps, **trainer):
+        config = toy_config(steps, default_local_dir=str(tmp_path / "kept"), **trainer)
+        trainer = started(toy_trainer(dataclasses.replace(config, algorithm=algorithm), val_dataset=None))
+        trainer.fit()
+        return trainer
+
+    whole, _ = trained(6), trained(3, save_freq=0)
+    second = trained(6, resume=True)
+    assert CALLS.count("update_actor") == 3 and second.global_steps == 6
+    torch.testing.assert_close(table(second), table(whole), rtol=0, atol=0)
+    torch.testing.assert_close(table(second, "critic"), table(whole, "critic"), rtol=0, atol=0)
+    assert second.kl_ctrl.value == whole.kl_ctrl.value != 0.1
+
+
+def test_going_on_without_a_checkpoint_or_with_one_of_other_roles_is_refused(tmp_path):
+    config = toy_config(1, save_freq=0, default_local_dir=str(tmp_path))
+    with pytest.raises(DataError, match="no checkpoint to go on from"):
+        toy_trainer(toy_config(1, resume=True, default_local_dir=str(tmp_path)))
+    started(toy_trainer(config)).fit()
+    without_critic = dataclasses.replace(config, algorithm=AlgorithmConfig(adv_estimator="grpo"))
+    with pytest.raises(DataError, match=r"groups \['actor', 'critic'\]; this one has \['actor'\]"):
+        started(toy_trainer(without_critic)).load_checkpoint()
+
+
+def test_the_end_of_the_block_ends_groups_trackers_and_display_also_after_a_failure():
+    closed = []
+    display = type("Watching", (Display,), {"close": lambda self: closed.append("display")})()
+    records = Records()
+    with (
+        pytest.raises(ZeroDivisionError),
+        toy_trainer(toy_config(1), reward_fn=lambda batch: 1 / 0, trackers=[records], display=display) as trainer,
+    ):
+        trainer.init_workers()
+        trainer.fit()
+    assert closed == ["display"] and records.closed
+    with pytest.raises(Exception, match="actor"):
+        trainer.actor.init_model()
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({Role.Critic: ToyCritic}, "map one of Role.ActorRolloutRef and Role.ActorRollout"),
+        ({Role.ActorRolloutRef: ToyActor}, "adv_estimator=gae needs Role.Critic"),
+        ({Role.ActorRollout: ToyActor, Role.Critic: ToyCritic}, "use_kl_in_reward needs"),
+        (TOYS | {Role.RewardModel: ToyCritic}, "RewardModel has no configuration: set reward_model"),
+    ],
+)
+def test_roles_that_do_not_fit_the_configuration_are_refused_before_anything_starts(roles, message):
+    CALLS.clear()
+    with pytest.raises(ConfigError, match=message):
+        toy_trainer(toy_config(), roles)
+    assert CALLS == []
+
+
+def test_a_warm_up_without_demonstrations_and_a_data_set_too_small_are_refused():
+    with pytest.raises(ConfigError, match="warm_up_dataset"):
+        toy_trainer(dataclasses.replace(toy_config(), warm_up=WarmUpConfig(steps=1)))
+    with pytest.raises(DataError, match="train_dataset has 10 rows, less than one batch of 48"):
+        toy_trainer(toy_config(), train_dataset=problems(10))
+
+
+def test_the_seconds_of_a_step_are_reported_by_stage_and_add_up():
+    records = Records()
+    with started(toy_trainer(toy_config(2), trackers=[records])) as trainer:
+        trainer.fit()
+    step = records.lines[-1][1]
+    stages = {name: value for name, value in step.items() if name.startswith("timing_s/") and name != "timing_s/step"}
+    assert {"timing_s/generate", "timing_s/update_actor", "timing_s/update_critic"} <= set(stages)
+    assert 0 < sum(stages.values()) <= step["timing_s/step"]
+    assert step["perf/tokens_per_s"] == pytest.approx(48 * 2 / step["timing_s/step"])
