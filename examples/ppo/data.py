@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import reasoning_gym
 import torch
-from reasoning_gym.factory import DATASETS
 from torch import Tensor
 
+from examples.ppo.gym import DATASETS, reasoning_gym
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import ConfigError, DataError
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-import reasoning_gym
 
+from examples.ppo.gym import reasoning_gym
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import DataError
 
