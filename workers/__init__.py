@@ -26,7 +26,11 @@ _HOME = {
     "RewardModelWorker": "reward",
     "RolloutConfig": "config",
     "build_model": "model",
+    "export_hf": "hf",
+    "hf_tensors": "hf",
     "load_config": "config",
+    "load_hf": "hf",
+    "model_config_from_hf": "hf_config",
 }
 __all__ = sorted(_HOME)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -41,6 +41,16 @@ class ActorRolloutRefWorker(ModelWorker):
         ConfigError: another role; a rollout over the cp axis.
         LayoutError: axes that do not divide the world size.
     """
+
+    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **ModelWorker.parts_needed,
+        "generate_sequences": ("params",),
+        "compute_log_prob": ("params",),
+        "compute_ref_log_prob": ("reference",),
+        "sync_reference": ("params", "reference"),
+        "update_actor": ("params", "grads", "optimizer"),
+        "update_sft": ("params", "grads", "optimizer"),
+    }
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = _parsed_roles(role)

@@ -3,12 +3,13 @@
 A checkpoint is a directory ``global_step_<n>`` that appears all at once: it is written under another name and renamed
 when every rank is done. Beside Megatron's files it holds ``manifest.json``: the step, the layout, what parts there are
 and the name and shape of every weight, so that a checkpoint that does not fit is refused by name. The file ``latest``
-in the directory above names the newest one.
+in the directory above names the newest one. Of Megatron-LM's own checkpoints the weights are read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,11 @@ from megatron.core.utils import unwrap_model
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
-from workers.checkpoint_files import directory_of, new_partial, publish, read_manifest
+from workers.background_saves import BackgroundSaves
+from workers.checkpoint_files import directory_of, find_checkpoint, new_partial, publish, read_manifest
+from workers.plain_checkpoint import find_plain, plain_manifest
 
-__all__ = ["Training", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Training", "load_checkpoint", "open_checkpoint", "save_checkpoint"]
 
 
 @dataclass
@@ -49,30 +52,60 @@ class Training:
     counters: dict[str, int | str] = field(default_factory=dict)
 
 
-def save_checkpoint(training: Training, path: str | os.PathLike[str], step: int, keep: int | None = None) -> Path:
+def save_checkpoint(
+    training: Training,
+    path: str | os.PathLike[str],
+    step: int,
+    keep: int | None = None,
+    background: BackgroundSaves | None = None,
+) -> Path:
     """Write ``<path>/global_step_<step>`` and point ``latest`` to it: the directory (a collective).
 
     Args:
         path: on a file system that all nodes share.
         keep: how many checkpoints stay under ``path``, the newest steps; None keeps all.
+        background: writes while the caller goes on; the directory appears when it finishes the checkpoint.
     """
+    if background is not None:
+        background.finish()
     target = directory_of(Path(path), step)
-    first = dist.get_rank() == 0
-    partial = [str(new_partial(target)) if first else ""]
+    partial = [str(new_partial(target)) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(partial)
     if training.scheduler is None or training.scheduler.num_steps == 0:
         training = dataclasses.replace(training, optimizer=None)
     state = _sharded_state(training, loading=False)
-    manifest = _manifest(training, state, step)
-    dist_checkpointing.save(state, partial[0])
-    dist.barrier()
-    if first:
-        publish(target, manifest, keep)
-    dist.barrier()
+    publishing = functools.partial(_publish, target, _manifest(training, state, step), keep)
+    if background is not None:
+        background.begin(state, partial[0], publishing)
+    else:
+        dist_checkpointing.save(state, partial[0])
+        publishing()
     return target
 
 
-def load_checkpoint(training: Training, checkpoint: Path) -> None:
+def _publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        publish(target, manifest, keep)
+    dist.barrier()
+
+
+def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint at ``path``, or the latest one under it, and its manifest.
+
+    A distributed checkpoint of Megatron-LM's has a manifest as well: of its weights, for a model of ``vocab_size``.
+
+    Raises:
+        DataError: there is none, or it was never finished.
+    """
+    plain = find_plain(Path(path))
+    if plain is not None:
+        return plain, plain_manifest(plain, vocab_size)
+    checkpoint = find_checkpoint(path)
+    return checkpoint, read_manifest(checkpoint)
+
+
+def load_checkpoint(training: Training, checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     """Put what the checkpoint holds into the models, the optimizer and the schedule (a collective).
 
     The weights may come from any layout. The optimizer's state is read where the checkpoint has it; the random state
@@ -82,7 +115,6 @@ def load_checkpoint(training: Training, checkpoint: Path) -> None:
         DataError: on every rank, before anything changes: weights that the model needs and the checkpoint lacks or
             has in another shape, or the reverse; an optimizer state of the other kind (distributed or not).
     """
-    manifest = read_manifest(checkpoint)
     sources = _sources(training, manifest)
     with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None
     same_layout = manifest["layout"] == _layout(training)
@@ -105,7 +137,7 @@ def load_checkpoint(training: Training, checkpoint: Path) -> None:
     for part in training.models.keys() - sources.keys():
         for chunk, model in zip(training.models[part], training.models["model"], strict=True):
             unwrap_model(chunk).load_state_dict(unwrap_model(model).state_dict())
-    _load_optimizer(training, loaded.get("optimizer"), manifest)
+    _load_optimizer(training, loaded["optimizer"] if with_optimizer else None, manifest)
     if same_layout:
         _set_random_state(loaded["random"])
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from mcontroller.errors import DataError
 
-__all__ = ["directory_of", "find_checkpoint", "new_partial", "publish", "read_manifest"]
+__all__ = ["MANIFEST", "directory_of", "find_checkpoint", "new_partial", "publish", "read_manifest"]
 
 _STEP = "global_step_{}"
 _LATEST = "latest"
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 
 
 def directory_of(root: Path, step: int) -> Path:
@@ -32,10 +32,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     root = Path(path)
     pointer = root / _LATEST
     found = root / pointer.read_text().strip() if pointer.is_file() else root
-    if not (found / _MANIFEST).is_file():
+    if not (found / MANIFEST).is_file():
         raise DataError(
-            f"there is no checkpoint at {str(path)!r}: expected {_MANIFEST} or a file {_LATEST!r} naming a directory "
-            "that has one",
+            f"there is no checkpoint at {str(path)!r}: expected {MANIFEST}, a file {_LATEST!r} naming a directory that "
+            "has one, or a distributed checkpoint of Megatron-LM",
             path=str(path),
         )
     return found
@@ -43,7 +43,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """What the checkpoint says of itself: step, layout, parts, counters, the shape of every weight."""
-    return json.loads((checkpoint / _MANIFEST).read_text())
+    return json.loads((checkpoint / MANIFEST).read_text())
 
 
 def new_partial(target: Path) -> Path:
@@ -61,7 +61,7 @@ def publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None
         keep: how many checkpoints stay, the newest steps; None keeps all.
     """
     partial = _partial(target)
-    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if target.exists():
         replaced = target.with_name(f".{target.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)

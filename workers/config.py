@@ -49,7 +49,9 @@ class ModelConfig:
     size, a head width of hidden size over heads. ``activation`` is silu, gelu, gelu_tanh, relu, squared_relu or
     quick_gelu. ``rope_scaling_factor`` turns Llama 3's scaling of rotary positions on. ``dtype`` is float32, bfloat16
     or float16. ``transformer_impl`` is auto, transformer_engine or local. ``seed`` alone decides the initial weights,
-    whatever the layout. ``transformer`` holds any further field of Megatron's TransformerConfig by its own name.
+    whatever the layout, unless they are read from ``hf_path``, a directory in Hugging Face's format (see
+    ``workers.hf.model_config_from_hf``). ``transformer`` holds any further field of Megatron's TransformerConfig by its
+    own name.
     """
 
     vocab_size: int
@@ -81,6 +83,7 @@ class ModelConfig:
     dtype: str = "float32"
     transformer_impl: str = "auto"
     seed: int = 1234
+    hf_path: str | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -270,11 +273,13 @@ class RewardConfig:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 8
+    max_tokens_per_micro_batch: int = 0
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
         _at_least("micro_batch_size", self.micro_batch_size, 1)
+        _at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 0)
 
 
 def _check_batches(config: ActorConfig | CriticConfig) -> None:

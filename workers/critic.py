@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from mcontroller.decorator import register
@@ -25,6 +28,8 @@ class CriticWorker(ModelWorker):
     Raises:
         LayoutError: axes that do not divide the world size.
     """
+
+    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {**ModelWorker.parts_needed, "compute_values": ("params",)}
 
     def __init__(self, config: CriticConfig) -> None:
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)

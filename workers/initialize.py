@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,16 +18,23 @@ _OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.")
 
 
 @torch.no_grad()
-def initialize_weights(chunks: Sequence[torch.nn.Module], context: MegatronContext, seed: int) -> None:
+def initialize_weights(
+    chunks: Sequence[torch.nn.Module], context: MegatronContext, seed: int, only: Set[str] | None = None
+) -> None:
     """Fill every weight matrix of these chunks as Megatron would, with random numbers of its own.
 
     The whole tensor is drawn in float32 on the CPU, from a generator seeded by ``seed`` and the tensor's name in the
     whole model, and this rank keeps its part: the same model for every layout, on every device.
     Norms, biases and other vectors are left as they were built (ones and zeros).
+
+    Args:
+        only: names in the whole model of the tensors to fill; None fills all.
     """
     for chunk in chunks:
         config = get_model_config(chunk)
         for shard in named_shards([chunk], context):
+            if only is not None and shard.name not in only:
+                continue
             if shard.param.dim() >= 2:
                 shard.param.copy_(shard.slice_of(_drawn(shard, config, seed)))
             elif shard.name.endswith("bias"):

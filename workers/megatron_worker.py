@@ -63,6 +63,9 @@ class MegatronWorker(Worker):
             if inspect.isfunction(member) and registration_of(cls, name) and not inspect.iscoroutinefunction(member):
                 setattr(cls, name, _within_context(member))
 
+    def before_call(self, method: str) -> None:
+        """What a subclass wants done before each of its registered methods; by default nothing."""
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_megatron_rank_info(self) -> DistRankInfo:
         """Where this rank stands on each axis, as Megatron says."""
@@ -78,6 +81,7 @@ def _within_context(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def within_context(self: MegatronWorker, *args: Any, **kwargs: Any) -> Any:
         with self.context.activate():
+            self.before_call(method.__name__)
             return method(self, *args, **kwargs)
 
     return within_context

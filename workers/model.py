@@ -14,6 +14,7 @@ from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.fit import padded_vocab_size
+from workers.hf import load_hf
 from workers.initialize import initialize_weights
 from workers.local_spec import block_spec, chosen_implementation
 from workers.transformer_config import transformer_config
@@ -46,9 +47,10 @@ def build_model(
         value_head: a critic: one number a token (float32 [batch, seq, 1]) in place of logits; embeddings are not tied.
         model_provider: builds each chunk instead of us; ``model`` is not looked at then, and its weights stay as
             the provider made them.
-        initialize: False leaves weights to be loaded afterwards.
+        initialize: False leaves weights to be loaded afterwards, whatever ``model.hf_path`` and ``model.seed`` say.
 
     Raises:
+        DataError: the checkpoint at ``model.hf_path`` does not fit the model; with the names of its tensors.
         ConfigError: before the first collective: a model that the axes do not divide, axes that are not the
             context's, an unknown or ill-typed field, Transformer Engine asked for where it cannot run.
     """
@@ -63,7 +65,8 @@ def build_model(
         if value_head and _is_last(parallel, context):
             put_value_head(chunks[-1], context.pg.tp)
         if initialize and isinstance(model_provider, _OwnModel):
-            initialize_weights(chunks, context, model.seed)
+            left = None if model.hf_path is None else load_hf(chunks, model.hf_path, context)
+            initialize_weights(chunks, context, model.seed, only=left)
     return chunks
 
 

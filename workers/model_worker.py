@@ -5,8 +5,8 @@ To change what is computed, override ``build_model``, ``build_optimizer``, ``for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,17 @@ from mcontroller.decorator import register
 from mcontroller.dispatch import Dispatch
 from mcontroller.errors import DataError
 from mcontroller.protocol import DataProto
+from workers.background_saves import BackgroundSaves
 from workers.batches import Rows, mini_batch_rows
-from workers.checkpoint import Training, load_checkpoint, save_checkpoint
-from workers.checkpoint_files import find_checkpoint, read_manifest
+from workers.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.forward import sum_over_context
+from workers.hf import export_hf
 from workers.megatron_worker import MegatronWorker
 from workers.metrics import Rule, reduce_reports
 from workers.micro_batches import MicroBatch, MicroBatchSize, equal_micro_batches, least_count, token_micro_batches
 from workers.nonfinite import raise_nonfinite
+from workers.offload import Offload, gradient_tensors, model_tensors, optimizer_tensors
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.pipeline import Loss, run_for_gradients, run_for_scores
 
@@ -43,6 +45,10 @@ class ModelWorker(MegatronWorker):
         updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
     """
 
+    # The parts (see ``offload``) that a registered method computes with; one that is not named here has all of them.
+    # An override that computes with more than what it overrides must be named anew.
+    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {"offload": (), "reload": (), "wait_for_checkpoint": ()}
+
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, *, timeout_s: float) -> None:
         super().__init__(parallel, seed=model.seed, timeout_s=timeout_s)
         self.model_config = model
@@ -53,6 +59,8 @@ class ModelWorker(MegatronWorker):
         self.scheduler: OptimizerParamScheduler | None = None
         self.updates = 0
         self.optimizer_steps = 0
+        self._background_saves = BackgroundSaves()
+        self._offload = Offload()
 
     # ---- what a user overrides ---------------------------------------------------------------------------------------
 
@@ -166,6 +174,7 @@ class ModelWorker(MegatronWorker):
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()
+        self._background_saves.finish_if_written()
         self.updates += 1
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
@@ -220,6 +229,42 @@ class ModelWorker(MegatronWorker):
             dist.all_reduce(numbers, group=group)
         return numbers.tolist()
 
+    # ---- taking turns on the device ----------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offload(self, parts: Sequence[str] | None = None) -> int:
+        """Move parts of this role from the device to host memory: the bytes of device memory that this frees.
+
+        A method that needs a part brings it back first (``parts_needed``), so that no call can fail for it.
+
+        Args:
+            parts: of ``params``, ``reference`` (where there is one), ``grads`` and ``optimizer`` (where the model is
+                trained); None is all. Gradients are not kept: every update begins by clearing them.
+
+        Raises:
+            ConfigError: a part that this role does not have.
+        """
+        available = self.parts()
+        return self._offload.offload(available, tuple(available) if parts is None else parts, discard=("grads",))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reload(self, parts: Sequence[str] | None = None) -> None:
+        """Bring offloaded parts back to the device ahead of the call that needs them; None is all."""
+        self._offload.reload(parts)
+
+    def parts(self) -> dict[str, Iterable[Tensor]]:
+        """What can be offloaded, by part. Memory that two of them share belongs to the first."""
+        models = self.training().models
+        parts: dict[str, Iterable[Tensor]] = {
+            "params" if part == "model" else part: model_tensors(chunks) for part, chunks in models.items() if chunks
+        }
+        if self.optimizer is not None:
+            parts |= {"grads": gradient_tensors(self.model), "optimizer": optimizer_tensors(self.optimizer)}
+        return parts
+
+    def before_call(self, method: str) -> None:
+        self._offload.reload(self.parts_needed.get(method))
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def training(self) -> Training:
@@ -237,26 +282,53 @@ class ModelWorker(MegatronWorker):
         self.optimizer_steps = counters["optimizer_steps"]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, global_step: int = 0, max_to_keep: int | None = None) -> str:
+    def save_checkpoint(
+        self, path: str, global_step: int = 0, max_to_keep: int | None = None, asynchronous: bool = False
+    ) -> str:
         """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep the ``max_to_keep`` newest.
 
         Returns the directory. See ``workers.checkpoint`` for what is in it.
+
+        Args:
+            asynchronous: return once the state is set aside; a process beside each worker writes it. The directory
+                appears at the end of an update that finds it written, or at the latest with the next save, load or
+                ``wait_for_checkpoint``.
         """
-        return str(save_checkpoint(self.training(), path, global_step, max_to_keep))
+        self._background_saves.finish()
+        background = self._background_saves if asynchronous else None
+        return str(save_checkpoint(self.training(), path, global_step, max_to_keep, background))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint of the last asynchronous save is in its place; call it before a shutdown."""
+        self._background_saves.finish()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Write the model as a new Hugging Face directory, with the tokenizer of the one that it started from, if any.
+
+        Raises:
+            DataError, ConfigError: see ``workers.hf.export_hf``.
+        """
+        export_hf(self.model, self.context, path, self.model_config, companions_from=self.model_config.hf_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> int:
         """Go on from the checkpoint at ``path``, or the latest one under it: the step that it was saved at.
 
+        Of a distributed checkpoint that Megatron-LM wrote the weights are taken over.
+
         Raises:
             DataError: there is none, or it does not fit the model; with the names of the weights.
         """
-        checkpoint = find_checkpoint(path)
-        manifest = read_manifest(checkpoint)
-        if self.phases:
-            self.use_phase(manifest["counters"].get("phase") or self.phase)
-        load_checkpoint(self.training(), checkpoint)
-        self.restore(manifest["counters"])
+        self._background_saves.finish()
+        checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
+        counters = manifest["counters"]
+        if self.phases and counters:
+            self.use_phase(counters["phase"] or self.phase)
+        load_checkpoint(self.training(), checkpoint, manifest)
+        if counters:
+            self.restore(counters)
         return manifest["step"]
 
 

@@ -79,6 +79,19 @@ def named_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) ->
             yield _shard(chunk, local_name, param, context)
 
 
+def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the chunks keep beside parameters and save with them (a router's biases), by name in the whole model.
+
+    Every rank that has one has all of it.
+    """
+    for wrapped in chunks:
+        chunk = unwrap_model(wrapped)
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield _global_name(chunk, f"{prefix}.{name}".lstrip("."), context), buffer
+
+
 def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: MegatronContext) -> Shard:
     name = _global_name(chunk, local_name, context)
     expert = ".experts." in name

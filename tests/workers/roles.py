@@ -43,7 +43,7 @@ def actor(parallel: dict[str, Any], role: str = "actor_rollout_ref", **changes: 
         "ppo_micro_batch_size": 2,
         "ppo_epochs": 2,
     }
-    _be_a_worker()
+    be_a_worker()
     worker = ActorRolloutRefWorker(load_config(ActorConfig, defaults, changes), role)
     worker.init_model()
     return worker
@@ -59,13 +59,13 @@ def critic(parallel: dict[str, Any], **changes: Any) -> CriticWorker:
         "ppo_micro_batch_size": 2,
         "ppo_epochs": 2,
     }
-    _be_a_worker()
+    be_a_worker()
     worker = CriticWorker(load_config(CriticConfig, defaults, changes))
     worker.init_model()
     return worker
 
 
-def _be_a_worker() -> None:
+def be_a_worker() -> None:
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
 
 

@@ -1,4 +1,4 @@
-"""TP x PP x DP computes what one process computes: log-probabilities, values, losses, gradients, updates."""
+"""What one process computes, in the harder cases: several epochs and mini-batches, uneven shards, experts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ TOLERANCE = 1e-5
 ROWS = 16
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
-    "dp4": (4, {}),
     "pp2-vpp2-dp2": (4, {"pp": 2, "vpp": 2}),
-    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
     "cp2-pp2": (4, {"cp": 2, "pp": 2}),
     "dp2-distributed-optimizer": (2, {}),
     "pp2-dp2-distributed-optimizer-overlap": (4, {"pp": 2}),
+    "tp2-pp2-dp2-micro-batches-by-tokens": (8, {"tp": 2, "pp": 2}),
+    "pp2-vpp2-dp2-micro-batches-by-tokens": (4, {"pp": 2, "vpp": 2}),
+    "cp2-dp2-micro-batches-by-tokens": (4, {"cp": 2}),
 }
 OPTIM = {
     "dp2-distributed-optimizer": ["distributed_optimizer"],
@@ -40,31 +41,9 @@ def on(layout: str, run: Callable[..., Any]) -> list[dict[str, Any]]:
     return run_ranks(run, world_size, parallel, *OPTIM.get(layout, []))
 
 
-def scores(parallel: dict[str, Any], *_: str) -> dict[str, Any]:
-    """What one rank computes of its rows, and which rows these are."""
-    roles = actor({**parallel}, "actor_ref"), critic(parallel)
-    batch = experience(ROWS)
-    shard = own_shard(batch, roles[0])
-    outputs = roles[0].compute_log_prob(shard), roles[0].compute_ref_log_prob(shard), roles[1].compute_values(shard)
-    tensors = {name: column for output in outputs if output for name, column in output.batch.items()}
-    return {"dp": roles[0].context.pg.dp.rank(), "tensors": tensors}
-
-
-@pytest.mark.parametrize("layout", ["tp2-pp2-dp2", "tp2-sp", "cp2-pp2", "pp2-vpp2-dp2"])
-def test_scores_equal_those_of_one_process(layout: str) -> None:
-    expected = in_one_process(scores)["tensors"]
-    ranks = on(layout, scores)
-    last_stage = [rank for rank in ranks if rank["tensors"]]
-    shards = 1 + max(rank["dp"] for rank in ranks)
-    assert {rank["dp"] for rank in last_stage} == set(range(shards))
-    for rank in last_stage:
-        mine = {name: column.chunk(shards)[rank["dp"]] for name, column in expected.items()}
-        assert largest_difference(mine, rank["tensors"]) < TOLERANCE
-
-
-def updated(parallel: dict[str, Any], *optim: str) -> dict[str, Any]:
+def updated(parallel: dict[str, Any], *optim: str, max_tokens: int = 0) -> dict[str, Any]:
     """Weights and metrics after several epochs of shuffled mini-batches."""
-    change = {"optim": dict.fromkeys(optim, True)}
+    change: dict[str, Any] = {"optim": dict.fromkeys(optim, True), "ppo_max_tokens_per_micro_batch": max_tokens}
     roles = actor(parallel, "actor", use_kl_loss=True, entropy_coeff=0.01, **change), critic(parallel, **change)
     batch = experience(ROWS)
     metrics = roles[0].update_actor(own_shard(batch, roles[0])).meta_info["metrics"]
@@ -76,7 +55,8 @@ def updated(parallel: dict[str, Any], *optim: str) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_ends_in_the_weights_and_metrics_of_one_process(layout: str) -> None:
     expected = in_one_process(updated)
-    ranks = on(layout, updated)
+    run = functools.partial(updated, max_tokens=37) if layout.endswith("by-tokens") else updated
+    ranks = on(layout, run)
     assert largest_difference(expected["weights"], ranks[0]["weights"]) < TOLERANCE
     for rank in ranks:
         assert rank["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE, rel=TOLERANCE)

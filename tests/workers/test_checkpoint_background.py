@@ -1,0 +1,65 @@
+"""A checkpoint written beside the work: it holds what was when it began, and is there when it was waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.forking import run_ranks
+from tests.workers.roles import actor, critic, experience, largest_difference, own_shard, weights
+
+ROWS = 8
+
+
+def directories(path: str) -> list[str]:
+    return sorted(found.name for found in Path(path).iterdir() if not found.name.startswith("."))
+
+
+def save_and_go_on(parallel: dict[str, Any], path: str) -> dict[str, Any]:
+    worker = actor(parallel, "actor", ppo_epochs=1)
+    batch = own_shard(experience(ROWS), worker)
+    for _ in range(2):
+        worker.update_actor(batch)
+    worker.save_checkpoint(path, global_step=1, asynchronous=True)
+    saved, at_once = weights(worker), directories(path)
+    worker.update_actor(batch)
+    worker.save_checkpoint(path, global_step=2, max_to_keep=1, asynchronous=True)
+    before_the_second = directories(path)
+    worker.wait_for_checkpoint()
+    seen = [at_once, before_the_second, directories(path)]
+    return {"saved": saved, "later": weights(worker), "seen": seen}
+
+
+def loaded(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
+    worker = actor(parallel, "actor", model={"seed": 99})
+    worker.load_checkpoint(path)
+    return weights(worker)
+
+
+def test_a_save_in_the_background_is_waited_for_by_the_next(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    ranks = run_ranks(save_and_go_on, 4, {"tp": 2, "pp": 2}, path)
+    assert ranks[0]["seen"][0] == []
+    assert ranks[0]["seen"][1] == ["global_step_1", "latest"]
+    assert ranks[0]["seen"][2] == ["global_step_2", "latest"]
+    assert largest_difference(ranks[0]["saved"], ranks[0]["later"]) > 1e-4
+    assert largest_difference(ranks[0]["later"], run_ranks(loaded, 1, {}, path)[0]) == 0
+
+
+def overtaken(path: str) -> dict[str, Any]:
+    """The weights change while the checkpoint is under way."""
+    worker = critic({})
+    saved = weights(worker)
+    worker.save_checkpoint(path, asynchronous=True)
+    with torch.no_grad():
+        for parameter in worker.model[0].parameters():
+            parameter.zero_()
+    worker.load_checkpoint(path)
+    return {"saved": saved, "loaded": weights(worker)}
+
+
+def test_it_holds_the_weights_of_the_moment_it_began(tmp_path: Path) -> None:
+    result = run_ranks(overtaken, 1, str(tmp_path))[0]
+    assert largest_difference(result["saved"], result["loaded"]) == 0

@@ -1,0 +1,52 @@
+"""Checkpoints that are written by a process beside the worker while the worker goes on."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+__all__ = ["BackgroundSaves"]
+
+# The default from 0.17 on is another package's writer.
+_MEGATRONS_OWN = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+)
+
+
+class BackgroundSaves:
+    """At most one checkpoint under way. Every method is a collective.
+
+    What a checkpoint holds is what the state was when ``begin`` returned. It is finished by ``finish``, which must
+    come before the next ``begin``, by ``finish_if_written``, and when the interpreter exits.
+    """
+
+    def __init__(self) -> None:
+        self._calls: AsyncCallsQueue | None = None
+
+    def begin(self, state: dict[str, Any], directory: str, then: Callable[[], None]) -> None:
+        """Write ``state`` into ``directory`` from now on, and call ``then`` when every rank has."""
+        if self._calls is None:
+            self._calls = AsyncCallsQueue()
+            atexit.register(self.finish)
+        request = dist_checkpointing.save(state, directory, async_sharded_save=True, **_MEGATRONS_OWN)
+        request.add_finalize_fn(then)
+        self._calls.schedule_async_request(request)
+
+    def finish_if_written(self) -> None:
+        """Finish the checkpoint under way, if there is one and every rank has written its part."""
+        if self._calls is not None:
+            self._calls.maybe_finalize_async_calls(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way, if there is one.
+
+        Raises:
+            CheckpointException: Megatron's; some rank could not write its part. The checkpoint does not appear.
+        """
+        if self._calls is not None:
+            self._calls.maybe_finalize_async_calls(blocking=True)

@@ -1,0 +1,159 @@
+"""Directories of safetensors: read by slices, and written by several ranks, each its own files, all at once visible."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+
+from mcontroller.errors import DataError
+
+__all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "publish", "start_writing"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# What is taken over beside the weights: everything that says how text becomes ids and how to generate.
+_COMPANIONS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+class WeightFiles:
+    """The tensors of a directory by name; a read touches its own slice of its own file.
+
+    Raises:
+        DataError: there are no safetensors, or a file that the index names is missing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if (directory / _INDEX).is_file():
+            self._file_of: dict[str, str] = json.loads((directory / _INDEX).read_text())["weight_map"]
+        elif (directory / _SINGLE).is_file():
+            with safetensors.safe_open(directory / _SINGLE, framework="pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), _SINGLE)
+        else:
+            raise DataError(
+                f"there are no weights at {str(directory)!r}: expected {_SINGLE} or {_INDEX}; other formats are first "
+                "to be saved as safetensors (model.save_pretrained of transformers)",
+                path=str(directory),
+            )
+        absent = sorted(name for name in set(self._file_of.values()) if not (directory / name).is_file())
+        if absent:
+            raise DataError(f"{_INDEX} in {str(directory)!r} names files that are not there: {absent}", missing=absent)
+        self._open: dict[str, safetensors.safe_open] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
+        """``[start:stop]`` of a tensor along ``dim`` (0 or 1); all of it where ``dim`` is None."""
+        if dim is None:
+            return self._file(name).get_tensor(name)
+        part = self._file(name).get_slice(name)
+        return part[start:stop] if dim == 0 else part[:, start:stop]
+
+    def _file(self, name: str) -> safetensors.safe_open:
+        path = self._file_of[name]
+        if path not in self._open:
+            self._open[path] = safetensors.safe_open(self.directory / path, framework="pt")
+        return self._open[path]
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """One file that a rank wrote: where, what is in it, and how much."""
+
+    name: str
+    tensors: tuple[str, ...]
+    num_bytes: int
+
+
+class WeightWriter:
+    """Collects one rank's tensors and writes a file whenever ``max_bytes`` of them have come together."""
+
+    def __init__(self, target: Path, rank: int, max_bytes: int) -> None:
+        self._directory, self._rank, self._max_bytes = _partial(target), rank, max_bytes
+        self._held: dict[str, torch.Tensor] = {}
+        self._num_bytes = 0
+        self._written: list[WrittenFile] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor; it may be held until ``close``."""
+        if self._held and self._num_bytes + tensor.nbytes > self._max_bytes:
+            self._flush()
+        self._held[name] = tensor.detach().cpu().contiguous().clone()
+        self._num_bytes += tensor.nbytes
+
+    def close(self) -> list[WrittenFile]:
+        """Write what is left; all files of this rank."""
+        if self._held:
+            self._flush()
+        return self._written
+
+    def _flush(self) -> None:
+        name = f"rank-{self._rank:05}-{len(self._written):05}.safetensors"
+        save_file(self._held, self._directory / name, metadata={"format": "pt"})
+        self._written.append(WrittenFile(name, tuple(self._held), self._num_bytes))
+        self._held, self._num_bytes = {}, 0
+
+
+def start_writing(target: Path) -> None:
+    """An empty directory beside ``target``, where every rank's ``WeightWriter`` puts its files.
+
+    Raises:
+        DataError: there is something at ``target`` already.
+    """
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise DataError(f"{str(target)!r} exists: an export goes into a new directory", path=str(target))
+    shutil.rmtree(_partial(target), ignore_errors=True)
+    _partial(target).mkdir(parents=True)
+
+
+def publish(target: Path, config: dict[str, object], files: Sequence[WrittenFile], companions: Path | None) -> None:
+    """Give the files their names, write index and configuration, and name the directory ``target``."""
+    partial = _partial(target)
+    weight_map: dict[str, str] = {}
+    for file, name in zip(files, _names(len(files)), strict=True):
+        (partial / file.name).rename(partial / name)
+        weight_map |= dict.fromkeys(file.tensors, name)
+    if len(files) > 1:
+        total = sum(file.num_bytes for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (partial / _INDEX).write_text(json.dumps(index, indent=2))
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    for pattern in _COMPANIONS if companions else ():
+        assert companions is not None
+        for found in companions.glob(pattern):
+            shutil.copy(found, partial / found.name)
+    if target.exists():
+        target.rmdir()
+    partial.rename(target)
+
+
+def _names(count: int) -> Iterator[str]:
+    if count == 1:
+        yield _SINGLE
+        return
+    for number in range(1, count + 1):
+        yield f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
