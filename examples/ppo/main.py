@@ -42,7 +42,7 @@ def main(arguments: Sequence[str], console: Console) -> int:
         check_vocabulary(config, tokenizer.vocab_size)
         run(config, problems, tokenizer, console)
     except ParallelStateError as error:
-        console.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False)
+        console.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted: every process of the run has been ended", highlight=False)
