@@ -1,17 +1,22 @@
 """Round trips of a batch through 8 worker processes (TP2 x PP2 x DP2), beside bare Ray and the memory's own speed.
 
-    python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20]
+    python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20] [--peer-python PATH]
 
 Bare Ray does the least that could be right: one put a shard, one task a rank, one get of the ranks that return.
+``--peer-python`` is the interpreter of an environment that has verl 0.4, which then does the same work.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +41,7 @@ TOPOLOGY = Topology.from_layout(LAYOUT)
 SEQUENCE = 1024
 TARGETS = {0.2: 1.3, 15: 1.2, 120: 1.2}
 EMPTY_TARGET = 1.3
+PEER_TARGETS = {0.2: 1.5, 15: 3.0, 120: 10.0}
 
 
 class Ours(Worker):
@@ -185,14 +191,20 @@ class Nowhere:
 
 
 def report_cost_per_rank() -> None:
-    print("controller's own cost of a call with metrics out (tp 2, pp 2), without a transport:")
+    print("controller's own cost of a call with metrics out (tp 2, pp 2), without a transport; Python's collector of")
+    print("cycles, which now and then looks at every object of the process, is off in the second figure:")
     answer = DataProto(meta_info={"metrics": {"rows": 2}})
     for world_size in (8, 64, 512, 4096):
         topology = Topology.from_layout(ParallelLayout(world_size, tp=2, pp=2))
         group = WorkerGroup(Ours, Nowhere(world_size, answer), "nowhere", topology=topology)
         batch = DataProto.from_dict({"ids": torch.zeros(world_size // 2, 8)})
-        taken = interleaved({"call": lambda group=group, batch=batch: group.metrics(batch)}, 5)["call"]
-        print(f"{world_size:>6} ranks {taken * 1e3:>9.2f} ms {taken / world_size * 1e6:>8.1f} us a rank")
+        runs = {"call": lambda group=group, batch=batch: group.metrics(batch)}
+        taken = interleaved(runs, 9)["call"]
+        gc.disable()
+        quiet = interleaved(runs, 9)["call"]
+        gc.enable()
+        per_rank = f"{taken / world_size * 1e6:>8.1f} {quiet / world_size * 1e6:>8.1f} us a rank"
+        print(f"{world_size:>6} ranks {taken * 1e3:>9.2f} ms {per_rank}")
 
 
 def report_start() -> None:
@@ -218,16 +230,36 @@ def report(what: str, ours: float, bare: float, target: float) -> None:
     print(f"{what:<34} {ours * 1e3:>9.2f} {bare * 1e3:>9.2f} {ours / bare:>7.2f} {target:>8.2f}  {verdict}")
 
 
+def report_peer(options: argparse.Namespace, ours: dict[str, float]) -> None:
+    """How many times longer the peer took for the same work, on the machine that we have left to it."""
+    if options.peer_python is None:
+        print("verl: absent (name an environment that has it by --peer-python)")
+        return
+    script = Path(__file__).with_name("roundtrip_verl.py")
+    sizes = [f"{megabytes:g}" for megabytes in options.megabytes]
+    command = [options.peer_python, str(script), "--repeats", str(options.repeats), "--megabytes", *sizes]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    told = json.loads(done.stdout.splitlines()[-1])
+    print(f"{'verl ' + told['version']:<34} {'verl ms':>9} {'ours ms':>9} {'ratio':>7} {'at least':>8}")
+    for key, taken in ours.items():
+        target, peer = PEER_TARGETS.get(float(key.split()[0]), 1.0), told["seconds"][key]
+        verdict = "ok" if peer / taken >= target else "MISSED"
+        name = key.replace(" ", " MB: ")
+        print(f"{name:<34} {peer * 1e3:>9.2f} {taken * 1e3:>9.2f} {peer / taken:>7.2f} {target:>8.2f}  {verdict}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.2, 15, 120])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--peer-python", help="interpreter of an environment with verl 0.4")
     options = parser.parse_args()
     ray.init(num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, logging_level="ERROR")
     pool = RayResourcePool([8], use_gpu=False)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Ours), name_prefix="ours", topology=TOPOLOGY)
     bare = BareRay()
     print(f"{'median of ' + str(options.repeats):<34} {'ours ms':>9} {'bare ms':>9} {'ratio':>7} {'at most':>8}")
+    ours: dict[str, float] = {}
     for megabytes in options.megabytes:
         batch = make_batch(megabytes)
         assert np.array_equal(group.column(batch).batch["score"].numpy(), bare.column(batch))
@@ -239,6 +271,7 @@ def main() -> None:
             taken = interleaved(runs, options.repeats)
             target = TARGETS.get(megabytes, max(TARGETS.values()))
             report(f"{megabytes:g} MB: {what}", taken["ours"], taken["bare"], target)
+            ours[f"{megabytes:g} {method}"] = taken["ours"]
     taken = interleaved({"ours": group.empty, "bare": bare.empty}, options.repeats * 5)
     report("empty call", taken["ours"], taken["bare"], EMPTY_TARGET)
     largest = make_batch(max(options.megabytes))
@@ -252,6 +285,7 @@ def main() -> None:
         ray.kill(actor)
     report_start()
     ray.shutdown()
+    report_peer(options, ours)
     report_cost_per_rank()
 
 

@@ -50,7 +50,7 @@ def like(source: TensorDict, columns: dict[str, Any], rows: int) -> TensorDict:
     They are not checked again, which for small batches would cost as much as splitting them does.
     """
     batch_size = torch.Size((rows, *source.batch_size[1:]))
-    return TensorDict._new_unsafe(columns, batch_size=batch_size, device=source.device)
+    return TensorDict._new_unsafe(columns, batch_size=batch_size, device=source.device)  # type: ignore[arg-type]
 
 
 def shallow(batch: TensorDict | None) -> TensorDict | None:

@@ -34,6 +34,14 @@ class Registration:
     rows: RowRule = field(default_factory=RowRule)
     timeout: float | None = None
 
+    def __post_init__(self) -> None:
+        for what, flag in (("blocking", self.blocking), ("materialize_futures", self.materialize_futures)):
+            if not isinstance(flag, bool):
+                raise DispatchError(f"{what} is {flag!r}; expected True or False", **{what: flag})
+        seconds = self.timeout
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise DispatchError(f"timeout is {seconds!r}; expected None or more than 0 seconds", timeout=seconds)
+
 
 def register(
     dispatch_mode: Mode = Dispatch.ALL_TO_ALL,

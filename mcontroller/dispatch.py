@@ -56,6 +56,18 @@ class DispatchSpec:
     functions: Functions | None = None
 
     def __post_init__(self) -> None:
+        for what, rule, rules in (("arguments", self.arguments, ArgumentRule), ("result", self.result, ResultRule)):
+            if rule not in get_args(rules):
+                raise DispatchError(
+                    f"mode {self.name}: {what} is {rule!r}; expected one of {', '.join(get_args(rules))}",
+                    mode=self.name,
+                )
+        for what, axes in (("axes", self.axes), ("by", self.by), ("collect", tuple(axis for axis, _ in self.collect))):
+            if not all(isinstance(axis, str) for axis in axes):
+                raise DispatchError(
+                    f"mode {self.name}: {what} has {axes}; expected names of axes, each a text by itself",
+                    mode=self.name,
+                )
         if self.arguments != "whole" and not self.axes:
             raise DispatchError(f"mode {self.name} splits its arguments over no axis: name one", mode=self.name)
         if self.result == "concat" and self.by != self.axes:
@@ -128,7 +140,7 @@ class Dispatch(metaclass=NamedMembers):
     def over(
         *axes: str,
         collect: Mapping[str, int] | None = None,
-        result: ResultRule = "concat",
+        result: ResultRule | None = None,
         arguments: Literal["rows", "entries"] = "rows",
         by: str | Collection[str] | None = None,
     ) -> DispatchSpec:
@@ -136,15 +148,26 @@ class Dispatch(metaclass=NamedMembers):
 
         The axes may be Megatron's, expert ones or those of the layout's own naming. Without axes every rank gets the
         arguments as they are, and ``by`` says which axes the results are listed by (every rank where it is None).
+        ``result`` is ``concat`` unless given, without axes ``list``.
 
         >>> Dispatch.over("dp", "cp", collect={"tp": 0, "pp": -1})
         >>> Dispatch.over("edp", "ep", collect={"etp": 0, "pp": -1}, result="list")
-        >>> Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp", result="list")
+        >>> Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")
+
+        Raises DispatchError for what is no axis, index or rule; an axis that a topology lacks is told by the call.
         """
+        name = f"over({', '.join(map(str, axes))})"
+        wanted = {} if collect is None else collect
+        if not isinstance(wanted, Mapping) or not all(type(index) is int for index in wanted.values()):
+            raise DispatchError(
+                f"mode {name}: collect is {collect!r}; expected the index on each axis, as {{'tp': 0, 'pp': -1}}",
+                mode=name,
+                collect=collect,
+            )
         listed = (by,) if isinstance(by, str) else tuple(by) if by is not None else axes or (RANK,)
-        name = f"over({', '.join(axes)})"
         rule: ArgumentRule = arguments if axes else "whole"
-        return DispatchSpec(name, rule, axes, tuple((collect or {}).items()), listed, result)
+        shown: ResultRule = result or ("concat" if axes else "list")
+        return DispatchSpec(name, rule, axes, tuple(wanted.items()), listed, shown)
 
 
 @dataclass(frozen=True)
@@ -192,6 +215,9 @@ class RowRule:
                 f"padding is {self.padding!r}; expected None or one of {', '.join(get_args(Padding))}",
                 padding=self.padding,
             )
+        for what, column in (("balance", self.balance), ("group_by", self.group_by)):
+            if column is not None and not isinstance(column, str):
+                raise DispatchError(f"{what} is {column!r}; expected None or the name of a column", column=column)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from mcontroller.dispatch import RowRule
@@ -37,6 +39,8 @@ def dispatch(
     plan, group = call.plan, call.group
     if plan.spec.functions is not None:
         args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
+    _check_leading_function(call, args)
+    _check_signature(call, args, kwargs)
     named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
     given = {key: _carried(value, group.executor) for key, value in named}
     if plan.spec.arguments == "entries":
@@ -44,13 +48,32 @@ def dispatch(
     if plan.spec.arguments == "whole":
         whole = {key: _passed(value, materialize) for key, value in given.items()}
         return Dispatched(call, [_arguments(whole)], None)
-    _check_leading_function(call, given)
     shards, origin = _split(call, given, rule)
     plain = {key: value for key, value in given.items() if key not in shards}
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
     columns = [_in_place(given, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
     return Dispatched(call, [_arguments(column) for column in columns], origin)
+
+
+def _check_signature(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises DispatchError for arguments that the method does not take, before they can fail on every rank.
+
+    A method under a decorator that takes any arguments is not looked into: the decorator may change them.
+    """
+    worker_cls = call.group.worker_cls
+    method = inspect.getattr_static(worker_cls, call.method, None)
+    if not isinstance(method, FunctionType | staticmethod | classmethod):
+        return  # a method that is there on the workers alone, or a callable that does not tell what it takes
+    signature = inspect.signature(method.__get__(_ANYBODY, worker_cls), follow_wrapped=False)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        taken = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
+        raise call.error(f"{error}; it takes ({taken})", taken=tuple(signature.parameters)) from error
+
+
+_ANYBODY: Any = object()
 
 
 def _arguments(values: Mapping[Key, Any]) -> Arguments:
@@ -95,7 +118,7 @@ def _entries(call: Call, given: Mapping[Key, Any], materialize: bool) -> list[Ar
     for key, value in given.items():
         if not isinstance(value, list | tuple):
             raise call.error(
-                f"{_name(key)} is a {type(value).__name__}; expected a list of {count} entries, one per "
+                f"{_name(key)} is {type(value).__name__}; expected a list of {count} entries, one per "
                 f"{_shard_name(call)}{_entries_hint(value)}",
                 argument=key,
                 expected=count,
@@ -127,10 +150,11 @@ def _entries_hint(value: Any) -> str:
     return ": to give every rank the same value, register the method with Dispatch.ONE_TO_ALL"
 
 
-def _check_leading_function(call: Call, given: Mapping[Key, Any]) -> None:
-    if call.plan.spec.leading_function and not callable(given.get(0)):
+def _check_leading_function(call: Call, args: Sequence[Any]) -> None:
+    first = args[0] if args else None
+    if call.plan.spec.leading_function and not callable(first):
         raise call.error(
-            f"the first argument is {type(given.get(0)).__name__}; expected a function, which goes to every rank",
+            f"the first argument is {type(first).__name__}; expected a function, which goes to every rank",
             argument=0,
         )
 
@@ -142,6 +166,12 @@ def _split(
     batches = {key: value for key, value in given.items() if isinstance(value, DataProto)}
     futures = {key: value.rows for key, value in given.items() if isinstance(value, DataProtoFuture)}
     rows = _same_rows(call, batches)
+    if given and not (batches or futures or call.plan.spec.leading_function):
+        told = ", ".join(f"{_name(key)} is {type(value).__name__}" for key, value in given.items())
+        raise call.error(
+            f"none of its arguments has rows to split: {told}; give a DataProto (from_dict and from_tensordict make "
+            "one), or register the method with Dispatch.ONE_TO_ALL"
+        )
     if futures:
         return _split_futures(call, batches, futures, rows, rule)
     if not batches:

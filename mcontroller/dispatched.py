@@ -24,6 +24,9 @@ class Caller(Protocol):
     def name(self) -> str: ...
 
     @property
+    def worker_cls(self) -> type: ...
+
+    @property
     def executor(self) -> Executor: ...
 
 
@@ -108,11 +111,20 @@ class Dispatched:
 
     def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
         if origin is None or not any(map(_has_rows, values)):
-            return DataProto.concat(values)
+            return self._concat(values)
         keep, order = self._restored(origin, [len(value) for value in values])
         kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
-        joined = DataProto.concat(kept)
+        joined = self._concat(kept)
         return joined if order is None else joined.select_idxs(order)
+
+    def _concat(self, values: Sequence[DataProto]) -> DataProto:
+        try:
+            return DataProto.concat(values)
+        except DataError as error:
+            who = f"{self.call.group.name}.{self.call.method}"
+            parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
+            fields = {**error.fields, "ranks": self.plan.collected}
+            raise DataError(f"{who}: its results do not join ({parts}): {error}", **fields) from error
 
     def _own_rows(self, origin: Partition | None, shard: int, value: Any) -> Any:
         if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not _has_rows(value):

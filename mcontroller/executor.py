@@ -87,7 +87,7 @@ class Pending(Protocol):
         """Whether every rank has answered or failed; does not wait."""
 
     def cancel(self) -> None:
-        """Gives the call up; ranks that have not begun it will not, and ``result`` raises."""
+        """Gives the call up, and ``result`` raises; no rank runs it, unless one has begun: then all do."""
 
 
 class Executor(Protocol):

@@ -36,9 +36,9 @@ class RankExplanation:
     returns: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """A call as it would be made; ``print`` shows it as a table.
+    """A call as it would be made; shown, or printed, it is a table.
 
     ``sent_bytes`` counts what all ranks read, ``stored_bytes`` what is stored for it: each shard once.
     """
@@ -63,6 +63,8 @@ class Explanation:
         head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
         tail = f"{readable(self.sent_bytes)} read by all ranks, {readable(self.stored_bytes)} stored"
         return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail])
+
+    __repr__ = __str__
 
 
 def explain(dispatched: Dispatched) -> Explanation:

@@ -42,7 +42,7 @@ class Future:
         return all(pending.wait(left()) for pending in self._pendings)
 
     def cancel(self) -> None:
-        """Gives the call up: ranks that have not begun it will not, and ``get`` raises."""
+        """Gives the call up, and ``get`` raises; no rank runs it, unless one has begun: then all do."""
         for pending in self._pendings:
             pending.cancel()
 

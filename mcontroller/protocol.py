@@ -297,8 +297,10 @@ class DataProto(OutOfBand):
         ``meta_info``: a key whose values agree wherever it stands is kept; ``metrics`` becomes name -> flat list of
         every part's values; any other difference raises DataError, as parts with different columns do.
         """
-        if not data:
-            raise DataError("concat of no parts: give at least one DataProto")
+        others = [data] if isinstance(data, DataProto) else [part for part in data if not isinstance(part, DataProto)]
+        if not data or others:
+            what = f"of a {type(others[0]).__name__}" if others else "of no parts"
+            raise DataError(f"concat {what}: give a list of at least one DataProto")
         first = data[0]
         info = meta.merge_concat([part.meta_info for part in data])
         if len(data) == 1:

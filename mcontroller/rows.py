@@ -40,8 +40,11 @@ def check_columns(batch: TensorDict | None, arrays: Mapping[str, Any]) -> None:
 
 def _check_batch(batch: Any) -> None:
     if not isinstance(batch, TensorDict) or batch.batch_dims < 1:
-        dims = list(getattr(batch, "batch_size", []))
-        raise DataError(f"batch is {type(batch).__name__}{dims}: give a TensorDict of at least one batch dim")
+        dims = f" of batch dims {list(batch.batch_size)}" if isinstance(batch, TensorDict) else ""
+        raise DataError(
+            f"batch is {type(batch).__name__}{dims}: give a TensorDict of at least one batch dim; from_dict makes a "
+            "batch of a dict"
+        )
     for key, value in batch.items():
         if isinstance(value, TensorDict):
             continue
@@ -85,7 +88,8 @@ def make_tensordict(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
             first_key, batch_size = key, found
         elif found != batch_size:
             raise DataError(
-                f"tensors[{key!r}] has batch dims {list(found)}, tensors[{first_key!r}] has {list(batch_size)}",
+                f"tensors[{key!r}] has batch dims {list(found)}, tensors[{first_key!r}] has {list(batch_size)}: "
+                "the columns of a batch have the same number of rows",
                 column=key,
                 found=tuple(found),
                 expected=tuple(batch_size),
@@ -97,6 +101,8 @@ def as_array(value: Any) -> np.ndarray:
     """An array as it is; a list as a 1-D object array, whatever its entries are."""
     if isinstance(value, np.ndarray):
         return value
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise DataError(f"a non-tensor column is {type(value).__name__}: give a numpy array or a list, one entry a row")
     column = np.empty(len(value), dtype=object)
     for row, entry in enumerate(value):
         column[row] = entry
@@ -119,6 +125,8 @@ def check_keys(what: str, wanted: Iterable[str], present: Iterable[str]) -> None
 
 def row_index(idxs: Any, rows: int) -> np.ndarray:
     """Row numbers in ``[0, rows)`` from a list, array or tensor of integers (negative: from the end) or a mask."""
+    if isinstance(idxs, str):
+        raise DataError(f"row {idxs!r}: rows are named by number, columns by batch.batch[{idxs!r}]", column=idxs)
     given = np.asarray(idxs.detach().cpu() if isinstance(idxs, Tensor) else idxs)
     if given.dtype == bool:
         if given.shape != (rows,):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied
+from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.executor import Arguments, Deferred, Outcome, RankCall
 from mcontroller.local.copies import private_copy
 from mcontroller.local.executor import LocalExecutor, LocalPending
@@ -205,10 +205,15 @@ def mock_worker_group(
         failures: what goes wrong on which rank: ``raises(...)``, ``dies(...)`` or ``is_late(...)``.
         timeout: seconds; the deadline of calls that set none of their own.
 
-    Raises DispatchError where ``failures`` names a rank that the layout does not have.
+    Raises DispatchError where ``failures`` names a rank that the layout does not have or something that is no failure.
     """
     topology = as_topology(layout)
-    strangers = [rank for rank in failures or {} if not 0 <= rank < topology.world_size]
+    for rank, failure in (failures or {}).items():
+        if not isinstance(failure, Failure):
+            raise DispatchError(
+                f"failures[{rank!r}] is {failure!r}; expected raises(...), dies(...) or is_late(...)", failure=failure
+            )
+    strangers = [rank for rank in failures or {} if rank not in range(topology.world_size)]
     if strangers:
         raise DispatchError(
             f"failures are given for {ranks_text(strangers)}, and the layout has {topology.world_size} ranks",
@@ -234,4 +239,6 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
 def as_topology(layout: int | ParallelLayout | Topology) -> Topology:
     if isinstance(layout, Topology):
         return layout
+    if not isinstance(layout, int | ParallelLayout):
+        raise LayoutError(f"layout is {layout!r}; expected a ParallelLayout, a Topology or a number of ranks")
     return Topology.from_layout(ParallelLayout(world_size=layout) if isinstance(layout, int) else layout)

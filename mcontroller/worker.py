@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from mcontroller.decorator import register
 from mcontroller.dispatch import Dispatch, Execute
+from mcontroller.errors import ConfigError
 
 __all__ = ["ClassWithInitArgs", "RankEnvironment", "Worker"]
 
@@ -84,6 +85,12 @@ class ClassWithInitArgs(Generic[W]):
     """A worker class and what to make it with; the object is made where the call of this is."""
 
     def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
+        if not isinstance(cls, type):
+            raise ConfigError(
+                f"{type(self).__name__} was given {cls!r}; expected the worker class first, then its arguments",
+                key="cls",
+                value=cls,
+            )
         self.cls = cls
         self.args = args
         self.kwargs = kwargs

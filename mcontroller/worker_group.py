@@ -58,7 +58,12 @@ class GroupMethod:
             )
         if self.registration.execute_mode.rank_zero_only:
             spec = Dispatch.RANK_ZERO
-        return plan(spec, self.group.topology_for(spec), self.ranks)
+        topology = self.group.topology_for(spec)
+        try:
+            return plan(spec, topology, self.ranks)
+        except (DispatchError, TopologyError) as error:
+            who = {"role": self.group.name, "method": self.name, "mode": spec.name}
+            raise type(error)(f"{self.group.name}.{self.name} ({spec}): {error}", **{**error.fields, **who}) from error
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call with these arguments would send to whom and bring back from whom; the method does not run."""
@@ -79,6 +84,8 @@ class GroupMethod:
         rows = _changed(self.registration.rows, padding=padding, balance=balance, group_by=group_by)
         registration = _changed(self.registration, timeout=timeout, blocking=blocking, rows=rows)
         chosen = self.ranks if ranks is _UNSET else ranks
+        if not isinstance(chosen, Collection | None):
+            raise DispatchError(f"ranks is {chosen!r}; expected None or a list of ranks", ranks=chosen)
         return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
 
 
@@ -180,7 +187,8 @@ class WorkerGroup:
             return self._flat
         asked = [self.execute_all_async(f"get_megatron_{what}_info") for what in ("rank", "global")]
         rank_infos, global_infos = (answer.get() for answer in asked)
-        return Topology.from_infos(rank_infos, global_infos, nodes=self.executor.nodes, declared=self.declared)
+        nodes, names = self.executor.nodes, [self.name] * self.world_size
+        return Topology.from_infos(rank_infos, global_infos, nodes, names, declared=self.declared)
 
     def deadline(self, timeout: float | None) -> float | None:
         """The deadline of a call in seconds: its own, or the group's."""

@@ -101,7 +101,7 @@ def _odd_one_out(
 def _is_regular(column: Sequence[int], size: int) -> bool:
     """Whether the index goes up by one every so many ranks, round and round."""
     stride = column.index(1) if size > 1 else 1
-    return all(index == rank // stride % size for rank, index in enumerate(column))
+    return stride > 0 and all(index == rank // stride % size for rank, index in enumerate(column))
 
 
 def _coordinates(place: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -25,20 +25,19 @@ class LocalWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        cls_with_init: ClassWithInitArgs[Any],
+        cls_with_init: type | ClassWithInitArgs[Any],
         layout: int | ParallelLayout = 1,
         *,
         name_prefix: str = "local",
         timeout: float | None = None,
     ) -> None:
+        made = cls_with_init if isinstance(cls_with_init, ClassWithInitArgs) else ClassWithInitArgs(cls_with_init)
         declared = layout if isinstance(layout, ParallelLayout) else None
         world_size = layout.world_size if isinstance(layout, ParallelLayout) else layout
-        executor = LocalExecutor(cls_with_init, world_size, name_prefix)
-        reports = hasattr(cls_with_init.cls, "get_megatron_rank_info")
+        executor = LocalExecutor(made, world_size, name_prefix)
+        reports = hasattr(made.cls, "get_megatron_rank_info")
         topology = Topology.from_layout(declared, executor.nodes) if declared and not reports else None
-        super().__init__(
-            cls_with_init.cls, executor, name_prefix, timeout=timeout, topology=topology, declared=declared
-        )
+        super().__init__(made.cls, executor, name_prefix, timeout=timeout, topology=topology, declared=declared)
 
     @property
     def workers(self) -> list[Any]:

@@ -25,13 +25,13 @@ from mcontroller.ray.host import HostInfo, Ticket
 
 __all__ = ["Flight", "Hosts", "Processes"]
 
-DRAIN_SECONDS = 0.1
+DRAIN_SECONDS = 0.25
 """How long the failures that come together with the first one are waited for, to be counted with it."""
 
 CAUSE_SECONDS = 2.0
 """How long the cause is waited for when all that is known are its consequences."""
 
-STACK_SECONDS = 2.0
+STACK_SECONDS = 5.0
 END_SECONDS = 5.0
 
 

@@ -123,7 +123,7 @@ class _Pickler(cloudpickle.Pickler):
         if _holds_tensors(obj):
             from mcontroller import serialization  # loads torch, which whoever holds a tensor has loaded
 
-            return _same, (serialization.pack(obj),)
+            return serialization.reduce(obj)
         return super().reducer_override(obj)
 
 
@@ -140,7 +140,3 @@ def _array_at(index: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.nd
 
 def _handle_at(index: int) -> Any:
     return _arriving.get()[1][index]
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -50,10 +50,14 @@ class RayWorkerGroup(WorkerGroup):
         for each in roles.values():
             self._check(each.cls)
         hosts = launch(resource_pool, name, roles, options=init.options, detached=detached, timeout=start_timeout)
-        self._join(hosts, name, init.cls, {role: each.cls for role, each in roles.items()}, timeout, topology)
-        self.resource_pool = resource_pool
-        if init.fused:
-            self.fuse(roles)
+        try:
+            self._join(hosts, name, init.cls, {role: each.cls for role, each in roles.items()}, timeout, topology)
+            self.resource_pool = resource_pool
+            if init.fused:
+                self.fuse(roles)
+        except BaseException:
+            hosts.shutdown()
+            raise
 
     @classmethod
     def _check(cls, worker_cls: type) -> None:
@@ -137,9 +141,10 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class MegatronRayWorkerGroup(RayWorkerGroup):
-    """A RayWorkerGroup of Megatron workers: where its ranks stand is asked of Megatron itself.
+    """A RayWorkerGroup of Megatron workers: where its ranks stand is asked of Megatron itself, at the start.
 
-    Raises ConfigError where the worker class cannot say it.
+    Raises ConfigError where the worker class cannot say it, and TopologyError where the ranks' answers are no full
+    grid; the processes are ended then.
     """
 
     @classmethod
@@ -151,6 +156,19 @@ class MegatronRayWorkerGroup(RayWorkerGroup):
                 key="ray_cls_with_init",
                 value=worker_cls.__name__,
             )
+
+    def _join(
+        self,
+        hosts: Hosts,
+        name: str,
+        worker_cls: type,
+        role_classes: dict[str, type],
+        timeout: float | None,
+        topology: Topology | None = None,
+    ) -> None:
+        super()._join(hosts, name, worker_cls, role_classes, timeout, topology)
+        if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
+            self._place(self._collect_topology())
 
     @property
     def tp_size(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcontroller import MAGIC_ATTR, Dispatch, Execute, Worker, register
+from mcontroller import MAGIC_ATTR, Dispatch, Execute, LocalWorkerGroup, Worker, register
 from mcontroller.decorator import Registration, registration_of, registrations
 from mcontroller.dispatch import RowRule
 from mcontroller.errors import DispatchError
@@ -97,3 +97,15 @@ def test_register_without_parentheses_is_told_apart() -> None:
 def test_register_on_something_else_than_a_function_is_refused() -> None:
     with pytest.raises(DispatchError, match="put it below any decorator"):
         register()(property(lambda self: 1))  # type: ignore[type-var]
+
+
+def test_inherited_overridden_and_async_methods_are_called_through_a_group_as_they_are_on_the_worker() -> None:
+    class AsyncOverride(Overriding):
+        async def compute(self, number: int) -> int:  # type: ignore[override]
+            return 5 * number
+
+    base, overriding, mixed = (LocalWorkerGroup(cls, 2) for cls in (Base, Overriding, AsyncOverride))
+    assert base.compute(4) == [8, 8] and base.later(4).get() == 5
+    assert overriding.compute(4) == [12, 12] and overriding.later(4) == 4
+    assert mixed.compute(4) == [20, 20]
+    assert asyncio.run(mixed.workers[0].compute(4)) == 20

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
+import threading
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,3 +208,25 @@ def test_class_with_init_args_delays_the_construction() -> None:
     made = ClassWithInitArgs(NoInit, name="later")
     assert repr(made) == "ClassWithInitArgs(NoInit, name='later')"
     assert made().name == "later"
+
+
+def test_a_breakpoint_in_a_worker_stops_in_the_callers_thread_once_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stepped(Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def step(self, value: int) -> int:
+            breakpoint()
+            return value
+
+    stops: list[tuple[int, int, bool]] = []
+
+    def stop() -> None:
+        here = inspect.currentframe()
+        assert here is not None and here.f_back is not None
+        seen = here.f_back.f_locals
+        stops.append((seen["self"].rank, seen["value"], threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(sys, "breakpointhook", stop)
+    assert LocalWorkerGroup(Stepped, 2).step(7) == [7, 7]
+    assert stops == [(0, 7, True), (1, 7, True)]

@@ -240,7 +240,7 @@ def test_a_tuple_of_entries_is_taken_as_a_list_of_them() -> None:
     assert [args for _, args, _ in group_of().each(tuple("abcdefgh"))] == [(entry,) for entry in "abcdefgh"]
 
 
-@pytest.mark.parametrize(("value", "message"), [("path", "is a str; expected a list of 8"), ([1, 2], "has 2 entries")])
+@pytest.mark.parametrize(("value", "message"), [("path", "is str; expected a list of 8"), ([1, 2], "has 2 entries")])
 def test_what_is_no_list_of_one_entry_per_rank_is_refused(value: Any, message: str) -> None:
     with pytest.raises(DispatchError, match=message) as raised:
         group_of().each(value)

@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from parallel_state.errors import TopologyError
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import DistRankInfo, Topology
-from tests.parallel_state.layouts import reports
+from tests.parallel_state.layouts import layouts, reports, unhurried
 
 TP2_PP2_DP2 = ParallelLayout(8, tp=2, pp=2)
 LARGE = ParallelLayout(16_384, tp=8, pp=16, cp=2, ep=8, etp=2, vpp=2)
@@ -161,3 +163,14 @@ def test_a_thousand_wrong_ranks_do_not_flood_the_message() -> None:
         Topology.from_infos(infos, global_infos)
     assert "likewise ranks 15, 23, 31, 39, 47, 55, 63 and 2,040 more" in str(refusal.value)
     assert len(refusal.value.fields["ranks"]) == 2_048 and len(str(refusal.value)) < 200
+
+
+@unhurried
+@given(layouts(max_world_size=32, extra=False), st.data())
+def test_any_rank_that_misreports_any_coordinate_is_found(layout: ParallelLayout, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    axis = data.draw(st.sampled_from(list(layout.sizes)))
+    index = data.draw(st.integers(0, 5).filter(lambda index: index != layout.coordinates(rank)[axis]))
+    with pytest.raises(TopologyError, match=r"stand at|outside axis") as raised:
+        wrong(rank, layout, **{f"{axis}_rank": index})
+    assert rank in raised.value.ranks

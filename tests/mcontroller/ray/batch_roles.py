@@ -69,4 +69,4 @@ class Batches(Worker):
         """Whether the other group's ranks come while this one is waiting for them."""
         Path(mine).touch()
         waited = threading.Event()
-        return any(Path(other).exists() or waited.wait(0.01) for _ in range(2_000)) and Path(other).exists()
+        return any(Path(other).exists() or waited.wait(0.01) for _ in range(6_000)) and Path(other).exists()

@@ -1,32 +1,17 @@
-"""One Ray cluster for the whole run, of CPUs and GPUs that need not exist: the tests' processes hardly compute."""
+"""Pools and groups of the cluster that the whole test run shares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
-import ray
 
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tests.mcontroller.ray.roles import Plain
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=16,
-        num_gpus=2,
-        object_store_memory=300_000_000,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def pool(cluster: None) -> Iterator[RayResourcePool]:
+def pool(ray_cluster: None) -> Iterator[RayResourcePool]:
     """Two places of two slots each."""
     with RayResourcePool([2], use_gpu=False, name_prefix="two", max_colocate_count=2) as pool:
         yield pool
@@ -47,7 +32,7 @@ def start(pool: RayResourcePool) -> Iterator[Callable[..., RayWorkerGroup]]:
 
 
 @pytest.fixture(scope="module")
-def steady(cluster: None) -> Iterator[RayWorkerGroup]:
+def steady(ray_cluster: None) -> Iterator[RayWorkerGroup]:
     """A group of four ranks that no test may break."""
     with (
         RayResourcePool([4], use_gpu=False, name_prefix="steady") as pool,

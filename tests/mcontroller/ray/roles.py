@@ -96,7 +96,7 @@ class Plain(Worker):
             end(how)
         block()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout=0.5)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout=2)
     def late_on(self, rank: int) -> int:
         if self.rank == rank:
             block()
@@ -157,6 +157,13 @@ class Standing(Worker):
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def echo(self, value: Any) -> Any:
         return value
+
+
+class Crowded(Standing):
+    """Every rank says that it stands where rank 0 does."""
+
+    def get_megatron_rank_info(self) -> DistRankInfo:
+        return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0, cp_rank=0)
 
 
 def block() -> None:

@@ -24,7 +24,7 @@ CLASSES = {
 
 
 @pytest.fixture(scope="module")
-def together(cluster: None) -> Iterator[RayWorkerGroup]:
+def together(ray_cluster: None) -> Iterator[RayWorkerGroup]:
     with (
         RayResourcePool([2], use_gpu=False) as pool,
         RayWorkerGroup(pool, create_colocated_worker_cls_fused(CLASSES)) as group,

@@ -5,6 +5,8 @@ Ranks 0, 1 and 2, 3 of ``wide`` are replicas (tp=2, dp=2); ``other`` splits a ba
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray._private import internal_api
 
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.protocol import DataProto
@@ -23,7 +26,7 @@ LARGE, SMALL = 100_000, 64
 
 
 @pytest.fixture(scope="module")
-def groups(cluster: None) -> Iterator[dict[str, RayWorkerGroup]]:
+def groups(ray_cluster: None) -> Iterator[dict[str, RayWorkerGroup]]:
     """Groups on pools of their own."""
     layouts = {"wide": ParallelLayout(4, tp=2), "other": ParallelLayout(2), "third": ParallelLayout(3)}
     groups = {}
@@ -123,12 +126,32 @@ def test_a_future_is_not_fetched_by_the_controller_on_its_way(
 ) -> None:
     fetched: list[Any] = []
     get = ray.get
-    monkeypatch.setattr(ray, "get", lambda refs, **options: (fetched.append(refs), get(refs, **options))[1])
-    chained = groups["third"].same_later(groups["wide"].same_later(batch(LARGE)))
-    assert chained.wait(20)
-    fetched.clear()
+    monkeypatch.setattr(ray, "get", lambda refs, **options: (fetched.extend(refs), get(refs, **options))[1])
+    first = groups["wide"].same_later(batch(LARGE))
+    chained = groups["third"].same_later(first)
+    assert chained.wait(60)
+    assert not {*first.parts, *chained.parts}.intersection(fetched)
     assert chained.get() == batch(LARGE)
-    assert len(chained.parts) == 3
+    assert set(chained.parts) <= set(fetched)
+    assert not set(first.parts).intersection(fetched)
+
+
+def test_nothing_stays_in_shared_memory_after_a_group(groups: dict[str, RayWorkerGroup]) -> None:
+    def used() -> int:
+        state = internal_api.get_state_from_address(ray.get_runtime_context().gcs_address)
+        return internal_api.get_memory_info_reply(state).store_stats.object_store_bytes_used
+
+    gc.collect()
+    before = used()
+    with RayResourcePool([1], use_gpu=False, name_prefix="brief") as pool:
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Batches), name_prefix="brief") as group:
+            sums = group.total(torch.ones(4 * LARGE))
+            kept = group.execute_with_func_generator(lambda worker: torch.ones(4 * LARGE))
+        assert (sums, kept[0].sum()) == ([4 * LARGE], 4 * LARGE)
+    del kept, group
+    gc.collect()
+    waited = threading.Event()
+    assert any(used() <= before or waited.wait(0.1) for _ in range(300))
 
 
 def test_groups_on_different_pools_run_at_the_same_time(groups: dict[str, RayWorkerGroup], tmp_path: Path) -> None:

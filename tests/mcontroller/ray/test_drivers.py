@@ -39,39 +39,39 @@ def pids_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(word) for word in process.stdout.readline().split()]
 
 
-def gone(pids: list[int], seconds: float = 10) -> bool:
+def gone(pids: list[int], seconds: float = 60) -> bool:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
-def test_a_driver_that_ends_takes_its_processes_along(cluster: None) -> None:
+def test_a_driver_that_ends_takes_its_processes_along(ray_cluster: None) -> None:
     process = driver("")
     pids = pids_of(process)
     assert len(pids) == 2
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert gone(pids)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_a_driver_that_is_stopped_in_a_call_takes_its_processes_along(cluster: None, sign: signal.Signals) -> None:
+def test_a_driver_that_is_stopped_in_a_call_takes_its_processes_along(ray_cluster: None, sign: signal.Signals) -> None:
     process = driver("group.patient_on(1)")
     pids = pids_of(process)
     process.send_signal(sign)
-    assert process.wait(30) != 0
+    assert process.wait(120) != 0
     assert gone(pids)
 
 
-def test_a_failed_call_does_not_keep_the_driver_from_exiting(cluster: None) -> None:
+def test_a_failed_call_does_not_keep_the_driver_from_exiting(ray_cluster: None) -> None:
     process = driver("group.fail_later_on({1: 'unseen'})")
     pids = pids_of(process)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert gone(pids)
 
 
-def test_a_detached_group_outlives_its_driver_and_is_found_by_name(cluster: None) -> None:
+def test_a_detached_group_outlives_its_driver_and_is_found_by_name(ray_cluster: None) -> None:
     process = driver("", name="lasting", detached=True)
     pids = pids_of(process)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     group = RayWorkerGroup.from_detached("lasting")
     assert group.pid() == pids
     assert group.get() == ["kept", "kept"]
@@ -83,10 +83,10 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(cluster: None
         RayWorkerGroup.from_detached("lasting")
 
 
-def test_two_jobs_with_groups_of_one_name_do_not_collide(cluster: None) -> None:
+def test_two_jobs_with_groups_of_one_name_do_not_collide(ray_cluster: None) -> None:
     processes = [driver("", name="same", detached=True) for _ in range(2)]
     pids = [pids_of(process) for process in processes]
-    assert [process.wait(30) for process in processes] == [0, 0]
+    assert [process.wait(120) for process in processes] == [0, 0]
     with pytest.raises(ResourceError, match="has 2 detached groups named 'same'") as caught:
         RayWorkerGroup.from_detached("same")
     for group in caught.value.groups:

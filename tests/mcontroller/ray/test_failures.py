@@ -15,18 +15,21 @@ from tests.mcontroller.ray.roles import DiesInInit, Plain, RaisesInInit
 
 Start = Callable[..., RayWorkerGroup]
 
+SOON = 10
+"""Seconds that a machine under load may take for what takes a fraction of one; nothing here waits for a deadline."""
+
 
 def runs(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-def test_an_exception_arrives_within_a_second_and_says_who_and_where(start: Start) -> None:
+def test_an_exception_arrives_at_once_and_says_who_and_where(start: Start) -> None:
     group = start("actor")
     pids = group.pid()
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"actor rank 1 on .* failed in fail_on: ValueError: no such thing") as caught:
         group.fail_on({1: "no such thing"})
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < SOON
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.role, error.rank, error.method, error.pid) == ("actor", 1, "fail_on", pids[1])
     assert error.node == group.executor.nodes[1]
@@ -65,7 +68,7 @@ def test_a_process_that_dies_is_told_with_the_last_lines_of_its_log(start: Start
     began = time.monotonic()
     with pytest.raises(WorkerDied, match=r"critic rank 1 on .* died in die_on") as caught:
         group.die_on(1, how)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < SOON
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.role, error.rank, error.pid, error.method) == ("critic", 1, pids[1], "die_on")
     assert "worker process has died" in error.exit_cause
@@ -95,7 +98,7 @@ def test_the_first_failure_stops_the_peers_and_later_calls_are_told_the_cause(
 def test_a_failure_nobody_waited_for_breaks_the_next_call(start: Start) -> None:
     group = start()
     future = group.fail_later_on({1: "unseen"})
-    assert future.wait(5)
+    assert future.wait(60)
     with pytest.raises(GroupBroken, match="ValueError: unseen"):
         group.pid()
     with pytest.raises(GroupError):
@@ -108,15 +111,16 @@ def test_a_call_behind_a_failed_one_does_not_wait_for_ever(start: Start) -> None
     began = time.monotonic()
     with pytest.raises(GroupError, match="ValueError: unseen"):
         group.pid()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < SOON
 
 
 def test_a_late_call_names_the_ranks_and_shows_where_they_stand(start: Start) -> None:
     group = start("actor")
-    with pytest.raises(CallTimeout, match=r"actor.late_on had no answer in 0.5 s from 1 of 2 ranks, 1:") as caught:
+    group.pid()
+    with pytest.raises(CallTimeout, match=r"actor.late_on had no answer in 2 s from 1 of 2 ranks, 1:") as caught:
         group.late_on(1)
     error = pickle.loads(pickle.dumps(caught.value))
-    assert (error.role, error.method, error.timeout, error.ranks) == ("actor", "late_on", 0.5, (1,))
+    assert (error.role, error.method, error.timeout, error.ranks) == ("actor", "late_on", 2, (1,))
     assert "in block" in error.stacks[1] and "roles.py" in error.stacks[1]
     with pytest.raises(GroupBroken):
         group.pid()

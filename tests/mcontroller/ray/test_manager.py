@@ -6,7 +6,7 @@ from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.ray import ResourcePoolManager, Role
 
 
-def test_a_pool_has_a_slot_for_every_role_in_it(cluster: None) -> None:
+def test_a_pool_has_a_slot_for_every_role_in_it(ray_cluster: None) -> None:
     mapping = {Role.ActorRollout: "main", Role.Critic: "main", Role.RewardModel: "aside"}
     manager = ResourcePoolManager({"main": [2], "aside": [1]}, mapping, use_gpu=False)
     manager.create_resource_pool()
@@ -18,7 +18,7 @@ def test_a_pool_has_a_slot_for_every_role_in_it(cluster: None) -> None:
     assert manager.get_n_gpus() == 3
 
 
-def test_pools_that_do_not_fit_together_are_refused_before_launch(cluster: None) -> None:
+def test_pools_that_do_not_fit_together_are_refused_before_launch(ray_cluster: None) -> None:
     mapping = {Role.Actor: "left", Role.Critic: "right"}
     manager = ResourcePoolManager({"left": [10], "right": [10]}, mapping, use_gpu=False)
     with pytest.raises(ResourceError, match="'left, right' asks for 10 CPU on one node; 10 CPU on one node"):

@@ -73,7 +73,7 @@ def test_what_arrives_is_written_into_without_a_trace_elsewhere() -> None:
     assert all(value.sum() == 0 for value in (*second.values(), *sent.values()))
 
 
-def test_object_references_and_actors_inside_a_value_stay_handles(cluster: None) -> None:
+def test_object_references_and_actors_inside_a_value_stay_handles(ray_cluster: None) -> None:
     ref = ray.put(41)
     assert ray.get(travelled({"list": [ref]})["list"][0]) == 41
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import ray
 
-from mcontroller.errors import ConfigError, GroupError
+from mcontroller.errors import ConfigError, GroupError, TopologyError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from tests.mcontroller.ray.roles import Plain
+from parallel_state import ParallelLayout
+from tests.mcontroller.ray.roles import Crowded, Plain
 
 Start = Callable[..., RayWorkerGroup]
 
@@ -42,7 +43,7 @@ def test_async_methods_are_called_like_others(steady: RayWorkerGroup) -> None:
 
 def test_a_future_is_polled_waited_for_and_got(steady: RayWorkerGroup) -> None:
     future = steady.later("x")
-    assert future.wait(10)
+    assert future.wait(60)
     assert future.done()
     assert future.get() == future.get() == [(0, "x"), (1, "x"), (2, "x"), (3, "x")]
 
@@ -108,6 +109,12 @@ def test_options_of_the_process_are_passed_on(pool: RayResourcePool) -> None:
     init = RayClassWithInitArgs(Plain).update_options({"runtime_env": {"env_vars": {"RAY_LOCAL_RANK": "overwritten"}}})
     with RayWorkerGroup(pool, init, name_prefix="options") as group:
         assert [each["RAY_LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
+
+
+def test_ranks_that_stand_in_one_place_are_refused_at_the_start(pool: RayResourcePool) -> None:
+    with pytest.raises(TopologyError):
+        MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Crowded, ParallelLayout(2, tp=2)))
+    assert pool.tenants == []
 
 
 def test_a_group_of_workers_that_know_no_megatron_is_refused(pool: RayResourcePool) -> None:

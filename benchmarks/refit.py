@@ -1,0 +1,165 @@
+"""What it costs to move weights from a training layout to a generation layout and back, on 8 CPU ranks over gloo.
+
+    python benchmarks/refit.py [--hidden 512] [--rounds 3]
+
+Bytes sent stand beside the least that could be sent: what ranks need in the new layout and do not hold in the old one.
+Seconds stand beside those of one bare all-to-all exchange of as many bytes, evenly between the same ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from parallel_state import ParallelLayout
+from parallel_state.megatron import MegatronContext, initialize_distributed
+from workers.config import ModelConfig, ParallelConfig
+from workers.model import build_model
+from workers.refit import Refit, RefitReport
+from workers.shards import named_shards
+
+WORLD_SIZE = 8
+TRAINING: dict[str, Any] = {"tp": 2, "pp": 2}
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (TRAINING, {}),
+    ({}, TRAINING),
+    (TRAINING, {"tp": 4}),
+    ({"tp": 4}, TRAINING),
+    ({"tp": 2, "pp": 2, "vpp": 2}, {"tp": 2}),
+    (TRAINING, TRAINING),
+]
+EXPERTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"ep": 2, "pp": 2}, {"ep": 4}),
+    ({"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, {"ep": 8}),
+]
+
+
+class Row(NamedTuple):
+    here: str
+    there: str
+    model_bytes: int
+    plan_seconds: float
+    report: RefitReport
+    bare_seconds: float
+
+
+def size_of(hidden: int) -> ModelConfig:
+    """About 100 MB of float32 weights at a hidden size of 512."""
+    return ModelConfig(
+        vocab_size=8_000,
+        max_sequence_length=128,
+        num_layers=8,
+        hidden_size=hidden,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=2 * hidden,
+        tie_embeddings=True,
+    )
+
+
+def with_experts(hidden: int) -> ModelConfig:
+    """The same with 8 experts in each of 4 layers."""
+    dense = size_of(hidden)
+    fields = {name: getattr(dense, name) for name in dense.__slots__}
+    return ModelConfig(**fields | {"num_layers": 4, "num_moe_experts": 8, "moe_ffn_hidden_size": hidden // 2})
+
+
+def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], rounds: int) -> Row:
+    """One way, on this rank; the fastest of the rounds."""
+    sides: list[Any] = []
+    for axes in (here, there):
+        parallel = ParallelConfig(**axes)
+        layout = {name: size for name, size in axes.items() if name != "sequence_parallel"}
+        context = MegatronContext(ParallelLayout(WORLD_SIZE, **layout))
+        sides += [build_model(model, parallel, context, initialize=False), context]
+    model_bytes = bytes_of_model(*sides[:2])
+    dist.barrier()
+    start = time.perf_counter()
+    refit = Refit(*sides)
+    plan_seconds = time.perf_counter() - start
+    reports = []
+    for _ in range(rounds):
+        dist.barrier()
+        reports.append(refit.run())
+    fastest = min(reports, key=lambda report: report.seconds)
+    return Row(named(here), named(there), model_bytes, plan_seconds, fastest, bare(fastest.bytes_sent, rounds))
+
+
+def bytes_of_model(chunks: Any, context: MegatronContext) -> int:
+    """Of the whole model, each tensor counted once."""
+    mine = {shard.name: torch.Size(shard.full_shape).numel() * 4 for shard in named_shards(chunks, context)}
+    everyone: list[dict[str, int]] = [{} for _ in range(WORLD_SIZE)]
+    dist.all_gather_object(everyone, mine)
+    return sum({name: nbytes for held in everyone for name, nbytes in held.items()}.values())
+
+
+def named(axes: dict[str, Any]) -> str:
+    sizes = {name: size for name, size in axes.items() if name != "sequence_parallel"}
+    return " ".join(f"{axis.upper()}{size}" for axis, size in sizes.items()) or f"DP{WORLD_SIZE}"
+
+
+def bare(nbytes: int, rounds: int) -> float:
+    """Seconds of one all-to-all of as many bytes over all ranks, in one exchange and evenly."""
+    each = nbytes // (WORLD_SIZE * (WORLD_SIZE - 1))
+    sizes = [0 if rank == dist.get_rank() else each for rank in range(WORLD_SIZE)]
+    outgoing, incoming = (torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(2))
+    times = []
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_to_all_single(incoming, outgoing, sizes, sizes)
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def table(rows: list[Row]) -> str:
+    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "bare s"]
+    lines = [f"{'from':<14}{'to':<14}" + "".join(f"{column:>11}" for column in columns)]
+    for row in rows:
+        report = row.report
+        sizes = [row.model_bytes, report.bytes_sent, report.least_bytes, report.most_sent_by_a_rank]
+        figures = [f"{size / 1e6:.1f}" for size in sizes]
+        figures += [f"{seconds:.2f}" for seconds in (row.plan_seconds, report.seconds, row.bare_seconds)]
+        lines.append(f"{row.here:<14}{row.there:<14}" + "".join(f"{figure:>11}" for figure in figures))
+    return "\n".join(lines)
+
+
+def on_rank(rank: int, rendezvous: str, hidden: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    initialize_distributed("gloo", rank=rank, world_size=WORLD_SIZE, init_method=f"file://{rendezvous}")
+    rows = [measured(size_of(hidden), here, there, rounds) for here, there in WAYS]
+    rows += [measured(with_experts(hidden), here, there, rounds) for here, there in EXPERTS]
+    if rank == 0:
+        print(table(rows))
+        wasted = [row for row in rows if row.report.bytes_sent > row.report.least_bytes]
+        print(f"{len(rows) - len(wasted)} of {len(rows)} ways send the least that could be sent", flush=True)
+    dist.barrier()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model (a multiple of 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="refits of each way; the fastest counts")
+    arguments = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.start_processes(
+            on_rank,
+            args=(f"{directory}/rendezvous", arguments.hidden, arguments.rounds),
+            nprocs=WORLD_SIZE,
+            start_method="fork",
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

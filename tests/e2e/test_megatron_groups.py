@@ -1,0 +1,101 @@
+"""Real Ray and real Megatron: two groups of different layouts on one pool, one PPO step, and how the groups end.
+
+The groups are started once; the last two tests each break one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
+from mcontroller.errors import CallTimeout, GroupBroken, WorkerDied
+from tests.e2e.roles import Actor, Critic
+from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, prompts
+from workers.config import ActorConfig, CriticConfig, load_config
+
+TRAINING = {"model": MODEL, "optim": OPTIM, "ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2, "ppo_epochs": 1}
+ROLLOUT = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
+SOON = 30
+"""Seconds: far less than the 600 of a collective's own timeout, which is what a rank left alone would wait."""
+
+
+@pytest.fixture(scope="module")
+def pool(ray_cluster: None) -> Iterator[RayResourcePool]:
+    with RayResourcePool([4], use_gpu=False, name_prefix="megatron", max_colocate_count=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def actor(pool: RayResourcePool) -> Iterator[MegatronRayWorkerGroup]:
+    config = load_config(ActorConfig, TRAINING | {"rollout": ROLLOUT, "parallel": {"tp": 2, "pp": 2}})
+    with MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Actor, config), name_prefix="actor") as group:
+        group.init_model()
+        yield group
+
+
+@pytest.fixture(scope="module")
+def critic(pool: RayResourcePool) -> Iterator[MegatronRayWorkerGroup]:
+    config = load_config(CriticConfig, TRAINING | {"parallel": {}})
+    with MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Critic, config), name_prefix="critic") as group:
+        group.init_model()
+        yield group
+
+
+def test_each_group_stands_where_megatron_says(
+    pool: RayResourcePool, actor: MegatronRayWorkerGroup, critic: MegatronRayWorkerGroup
+) -> None:
+    assert (actor.tp_size, actor.pp_size, actor.dp_size) == (2, 2, 1)
+    assert (critic.tp_size, critic.pp_size, critic.dp_size) == (1, 1, 4)
+    assert [actor.topology.select(pp=stage) for stage in (0, 1)] == [(0, 1), (2, 3)]
+    assert [critic.topology.coordinates(rank)["dp"] for rank in range(4)] == [0, 1, 2, 3]
+    assert pool.tenants == ["actor", "critic"]
+
+
+def test_rank_zero_listens_on_the_port_that_was_kept_for_it(critic: MegatronRayWorkerGroup) -> None:
+    """torch's own store has been bound to it: without it there would be no world."""
+    met = critic.rendezvous()
+    assert [(each["rank"], each["world_size"]) for each in met] == [(rank, 4) for rank in range(4)]
+    assert len({each["pid"] for each in met}) == 4
+
+
+def test_a_step_runs_through_both_groups(actor: MegatronRayWorkerGroup, critic: MegatronRayWorkerGroup) -> None:
+    batch = actor.generate_sequences(prompts(8, SAMPLED))
+    assert batch.batch["responses"].shape == (8, RESPONSE)
+    mask = batch.batch["response_mask"].bool()
+    batch = batch.union(actor.compute_log_prob(batch)).union(critic.compute_values(batch))
+    sampled, scored = batch.batch["rollout_log_probs"], batch.batch["old_log_probs"]
+    torch.testing.assert_close(sampled[mask], scored[mask], atol=1e-4, rtol=0)
+    assert batch.batch["values"].shape == (8, RESPONSE)
+    signal = {"advantages": mask.float(), "returns": batch.batch["values"] + mask.float()}
+    batch = batch.union(DataProto.from_dict(signal))
+    metrics = {**actor.update_actor(batch).meta_info["metrics"], **critic.update_critic(batch).meta_info["metrics"]}
+    assert any(name.startswith("actor/") for name in metrics) and any(name.startswith("critic/") for name in metrics)
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in metrics.values())
+
+
+def test_a_rank_killed_while_its_peers_are_in_a_collective_is_named_and_nothing_is_left(
+    pool: RayResourcePool, actor: MegatronRayWorkerGroup
+) -> None:
+    pids = [info.pid for info in actor._hosts.processes.infos() if info]
+    began = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"actor rank 2 \(.*tp=0.* died in reduce_until_killed") as caught:
+        actor.reduce_until_killed(2)
+    assert time.monotonic() - began < SOON
+    assert (caught.value.rank, caught.value.coordinates["pp"]) == (2, 1)
+    assert len(pids) == 4 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert "actor" not in pool.tenants
+    with pytest.raises(GroupBroken, match="rank 2"):
+        actor.compute_log_prob(prompts(8, SAMPLED))
+
+
+def test_ranks_that_wait_in_a_collective_are_shown_beside_the_one_they_wait_for(critic: MegatronRayWorkerGroup) -> None:
+    with pytest.raises(CallTimeout) as caught:
+        critic.reduce_without.options(timeout=3)(1)
+    assert caught.value.ranks == (0, 1, 2, 3)
+    assert "oversleep" in caught.value.stacks[1]
+    assert all("all_reduce" in caught.value.stacks[rank] for rank in (0, 2, 3))

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from mcontroller.ray import memory
+from mcontroller.ray.memory import MAPPED_BYTES, private_copies
+
+
+@pytest.fixture
+def stored(ray_cluster: None) -> np.ndarray:
+    """Bytes as Ray maps them from its object store, for many readers and no writer."""
+    return ray.get(ray.put(np.full(2 * MAPPED_BYTES, 7, np.uint8)))
+
+
+def written(buffer: Any) -> np.ndarray:
+    array = np.frombuffer(private_copies([buffer])[0], np.uint8)
+    assert (array == 7).all()
+    array[:] = 1
+    return array
+
+
+def base_of(array: np.ndarray) -> Any:
+    view: Any = array.base
+    return view.obj if isinstance(view, memoryview) else view
+
+
+def test_a_buffer_of_the_store_is_mapped_again_and_written_without_a_trace(stored: np.ndarray) -> None:
+    assert isinstance(base_of(written(stored)), memory._Mapping)
+    assert (stored == 7).all()
+
+
+def test_where_the_stores_file_is_barred_the_buffer_is_copied(
+    stored: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_file", lambda inode: None)
+    assert isinstance(base_of(written(stored)), bytearray)
+    assert (stored == 7).all()
+
+
+def test_where_no_store_is_mapped_the_buffer_is_copied(stored: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_store", lambda: None)
+    assert isinstance(base_of(written(stored)), bytearray)
+    assert (stored == 7).all()
+
+
+def test_a_buffer_outside_the_store_is_copied() -> None:
+    outside = bytes([7]) * (2 * MAPPED_BYTES)
+    assert isinstance(base_of(written(outside)), bytearray)
+    assert outside.count(7) == len(outside)

@@ -1,0 +1,182 @@
+"""What is wrong with a call, a mode or a group is said by name and number, before anything is sent."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller import (
+    ClassWithInitArgs,
+    ConfigError,
+    DataError,
+    DataProto,
+    Dispatch,
+    DispatchError,
+    DistGlobalInfo,
+    DistRankInfo,
+    LayoutError,
+    LocalWorkerGroup,
+    TopologyError,
+    Worker,
+    register,
+)
+from mcontroller.dispatch import plan
+from mcontroller.testing import mock_worker_group
+from parallel_state.layout import ParallelLayout
+from tests.mcontroller.batches import numbered, numbers
+from tests.mcontroller.groups import topology_of
+
+LAYOUT = ParallelLayout(8, tp=2, pp=2)
+
+
+def scaled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the method an argument that its callers do not pass."""
+
+    @functools.wraps(method)
+    def with_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, scale=3, **kwargs)
+
+    return with_scale
+
+
+class Model(Worker):
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute(self, batch: DataProto, scale: float = 1.0) -> DataProto:
+        return batch
+
+    @register(Dispatch.ONE_TO_ALL)
+    @scaled
+    def injected(self, value: int, scale: int) -> int:
+        return value * scale
+
+    @register(Dispatch.ONE_TO_ALL)
+    @staticmethod
+    def static(value: int) -> int:
+        return value
+
+    @register(Dispatch.over("dq"))
+    def unknown_axis(self, batch: DataProto) -> DataProto: ...
+
+    @register(Dispatch.over("dp", collect={"pp": 7}))
+    def unknown_stage(self, batch: DataProto) -> DataProto: ...
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def by_rank(self, batch: DataProto) -> DataProto:
+        return DataProto(batch.batch, meta_info={"rank": self.rank})
+
+
+@pytest.fixture
+def group() -> Any:
+    return mock_worker_group(Model, LAYOUT, name="actor")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, r"missing a required argument: 'batch'; it takes \(batch, scale=1\.0\)"),
+        ((numbered(4),), {"sclae": 2}, "unexpected keyword argument 'sclae'; it takes"),
+        ((numbered(4), 1, 2), {}, "too many positional arguments; it takes"),
+        (([numbered(4)],), {}, "none of its arguments has rows to split: argument 0 is list; give a DataProto"),
+        ((numbered(4).batch,), {"scale": 2}, "argument 0 is TensorDict, argument 'scale' is int; give a DataProto"),
+    ],
+)
+def test_arguments_that_a_method_does_not_take_never_reach_a_rank(
+    group: Any, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    for call in (group.compute, group.compute.explain):
+        with pytest.raises(DispatchError, match=r"actor\.compute \(MEGATRON_COMPUTE_PROTO\): .*" + message):
+            call(*args, **kwargs)
+    assert numbers(group.compute(numbered(4))) == [0, 1, 2, 3]
+    assert [len(calls) for calls in group.calls] == [1] * 8
+
+
+def test_a_decorated_or_static_method_is_called_with_what_it_takes(group: Any) -> None:
+    assert group.injected(2) == [6] * 8
+    assert group.static(2) == [2] * 8
+    with pytest.raises(DispatchError, match=r"actor\.static .*too many positional arguments; it takes \(value\)"):
+        group.static(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("unknown_axis", r"actor\.unknown_axis \(over\(dq\)\): the topology has no axis 'dq'; it has tp, cp, dp, pp"),
+        ("unknown_stage", r"actor\.unknown_stage .*: pp=7 lies outside axis pp of size 2 \(0 to 1\)"),
+    ],
+)
+def test_a_mode_that_does_not_fit_the_topology_is_told_with_the_method(group: Any, method: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message) as raised:
+        getattr(group, method)(numbered(4))
+    assert (raised.value.role, raised.value.method) == ("actor", method)
+
+
+def test_results_that_do_not_join_are_told_with_their_ranks(group: Any) -> None:
+    with pytest.raises(DataError, match=r"actor\.by_rank: .*part 1 of rank 6\): meta_info\['rank'\]") as raised:
+        group.by_rank(numbered(4))
+    assert raised.value.ranks == (4, 6)
+
+
+def test_workers_that_form_no_grid_are_told_with_their_role() -> None:
+    class Twice(Model):
+        def get_megatron_rank_info(self) -> DistRankInfo:
+            return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0)
+
+        def get_megatron_global_info(self) -> DistGlobalInfo:
+            return DistGlobalInfo(tp_size=1, dp_size=2, pp_size=1)
+
+    with pytest.raises(TopologyError, match=r"ranks 0 and 1 both .* rank 1 \(critic on node .*is the wrong one"):
+        _ = LocalWorkerGroup(Twice, 2, name_prefix="critic").topology
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dispatch.over(["dp", "cp"]), "expected names of axes, each a text by itself"),
+        (lambda: Dispatch.over("dp", collect=["tp"]), r"collect is \['tp'\]; expected the index on each axis"),
+        (lambda: Dispatch.over("dp", collect={"tp": "0"}), r"collect is \{'tp': '0'\}; expected the index"),
+        (lambda: Dispatch.over("dp", result="cat"), "result is 'cat'; expected one of value, list, concat"),
+        (lambda: Dispatch.over("dp", arguments="row"), "arguments is 'row'; expected one of whole, rows, entries"),
+        (lambda: register(blocking="no"), "blocking is 'no'; expected True or False"),
+        (lambda: register(balance=["ids"]), r"balance is \['ids'\]; expected None or the name of a column"),
+        (lambda: register(timeout=-1), "timeout is -1; expected None or more than 0 seconds"),
+        (lambda: mock_worker_group(Model, 2).compute.options(ranks=1), "ranks is 1; expected None or a list of ranks"),
+        (lambda: mock_worker_group(Model, 2, failures={1: ValueError()}), r"failures\[1\] is .*; expected raises"),
+    ],
+)
+def test_what_is_no_mode_or_option_is_refused_where_it_is_written(make: Any, message: str) -> None:
+    with pytest.raises(DispatchError, match=message):
+        make()
+
+
+def test_what_is_no_class_or_layout_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected the worker class first, then its arguments"):
+        ClassWithInitArgs(Model())  # type: ignore[arg-type, var-annotated]
+    with pytest.raises(LayoutError, match="layout is '8'; expected a ParallelLayout, a Topology or a number of ranks"):
+        mock_worker_group(Model, "8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: numbered(2)["n"], r"rows are named by number, columns by batch\.batch\['n'\]"),
+        (lambda: DataProto.concat(numbered(2)), "concat of a DataProto: give a list"),
+        (lambda: DataProto.concat([numbered(2), None]), "concat of a NoneType: give a list"),
+        (
+            lambda: DataProto.from_dict({"a": torch.ones(2)}, {"b": "ab"}),
+            "non-tensor column is str: give",
+        ),
+        (lambda: DataProto.from_dict({"a": torch.ones(2)}, {"b": 3}), "non-tensor column is int: give"),
+    ],
+)
+def test_what_a_batch_cannot_be_asked_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make()
+
+
+def test_without_axes_a_mode_lists_its_results() -> None:
+    stages = Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")
+    assert stages.result == "list" and plan(stages, topology_of(8, tp=2, pp=2)).collected == (0, 4)
