@@ -104,6 +104,14 @@ def _check_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
     _divides("model.num_attention_heads", heads, "parallel.tp", parallel.tp)
     _divides("model.num_query_groups", groups, "parallel.tp", parallel.tp)
     _divides("model.ffn_hidden_size", model.ffn_hidden_size or 4 * model.hidden_size, "parallel.tp", parallel.tp)
+    rotated = int((model.kv_channels or model.hidden_size // heads) * model.rotary_percent)
+    if model.position_embedding_type == "rope" and rotated % 2:
+        raise ConfigError(
+            f"rotary positions turn pairs of channels, and a head has {rotated} to turn (hidden_size "
+            f"{model.hidden_size}, {heads} heads, rotary_percent {model.rotary_percent}): make it an even number",
+            key="model.hidden_size",
+            value=model.hidden_size,
+        )
 
 
 def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -26,7 +26,7 @@ from mcontroller.ray.wire import Packed, carried, pack, unpack
 __all__ = ["Endpoint", "HostInfo", "Identity", "Ticket", "WorkerHost", "siblings"]
 
 LANES = {"call": 1, "control": 1, "watch": 1}
-"""Threads by lane. A lane by name answers sooner than Ray's default one."""
+"""Threads by lane: calls one after another, and beside them what must answer while a call runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
         ({}, {"tp": 3}, "model.num_query_groups", "is 4, which does not divide by parallel.tp=3"),
         ({"num_query_groups": 5}, {}, "model.num_attention_heads", "12, which does not divide by model.num_query_gr"),
         ({"hidden_size": 50}, {}, "model.hidden_size", "is 50, which does not divide by model.num_attention_heads=12"),
+        ({"hidden_size": 60}, {}, "model.hidden_size", "a head has 5 to turn"),
         ({"ffn_hidden_size": 75}, {"tp": 2}, "model.ffn_hidden_size", "is 75, which does not divide by parallel.tp=2"),
         ({}, {"pp": 3}, "model.num_layers", "is 4, which does not divide by pp=3 x vpp=1 = 3: take 6 layers"),
         ({}, {"pp": 2, "vpp": 3}, "model.num_layers", "is 4, which does not divide by pp=2 x vpp=3 = 6: take 6 layers"),
