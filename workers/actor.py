@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from mcontroller.decorator import register
 from mcontroller.dispatch import Dispatch
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.kl import estimate_kl
 from mcontroller.protocol import DataProto
 from workers.batches import Rows, response_rows, supervised_rows, tensor_columns
 from workers.checkpoint import Training
 from workers.config import ActorConfig
 from workers.forward import forward_hidden, owned_targets, token_scores
 from workers.generation import generate_batch
-from workers.losses import kl_divergence, masked_sum, policy_loss
+from workers.losses import masked_sum, policy_loss
 from workers.metrics import TOKENS, Rule
 from workers.micro_batches import MicroBatchSize
 from workers.model import build_model
@@ -108,7 +109,7 @@ class ActorRolloutRefWorker(ModelWorker):
             "entropy": entropy,
         }
         if config.use_kl_loss:
-            kl = kl_divergence(log_probs, rows.columns["ref_log_prob"], config.kl_loss_type)
+            kl = estimate_kl(log_probs, rows.columns["ref_log_prob"], config.kl_loss_type)
             per_token = per_token + config.kl_loss_coef * kl
             token_means["kl_loss"] = kl
         count = mask.sum()

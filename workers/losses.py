@@ -6,19 +6,14 @@ mini-batch, which only the pipeline knows. ``masked_mean`` is for whoever holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mcontroller.errors import ConfigError
-
 __all__ = [
-    "KL_ESTIMATORS",
     "PolicyLoss",
     "ValueLoss",
-    "kl_divergence",
     "masked_mean",
     "masked_sum",
     "policy_loss",
@@ -94,38 +89,3 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     bounded = (old_values + change.clamp(-clip, clip) - returns).square()
     clipped = (change.abs() > clip) & (bounded > free)
     return ValueLoss(0.5 * torch.where(clipped, bounded, free), clipped.to(free.dtype))
-
-
-def _k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
-def _k2(log_ratio: Tensor) -> Tensor:
-    return 0.5 * log_ratio.square()
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    back = (-log_ratio).clamp(-20.0, 20.0)
-    return torch.exp(back) - 1.0 - back
-
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "abs": torch.abs}
-
-
-def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
-    """Per token, an estimate of KL(policy || reference) from tokens that the policy sampled.
-
-    ``k1`` is the log-ratio (unbiased), ``k2`` half its square, ``k3`` the unbiased and never negative
-    ``r - 1 - log r`` with ``r = reference / policy``, ``abs`` the log-ratio's size (Schulman, "Approximating KL
-    divergence", 2020).
-
-    Raises:
-        ConfigError: an estimator of another name.
-    """
-    if estimator not in KL_ESTIMATORS:
-        raise ConfigError(
-            f"kl estimator {estimator!r} does not exist: it is one of {', '.join(KL_ESTIMATORS)}",
-            key="kl_estimator",
-            value=estimator,
-        )
-    return KL_ESTIMATORS[estimator](log_probs - ref_log_probs)

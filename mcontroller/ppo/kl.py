@@ -24,11 +24,17 @@ __all__ = [
     "make_kl_controller",
 ]
 
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    back = (-log_ratio).clamp(-20.0, 20.0)  # a token that one of the two all but excludes must not become infinite
+    return torch.expm1(back) - back
+
+
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: log_ratio,
     "k2": lambda log_ratio: 0.5 * log_ratio.square(),
-    "k3": lambda log_ratio: torch.expm1(-log_ratio) + log_ratio,
-    "abs": lambda log_ratio: log_ratio.abs(),
+    "k3": _k3,
+    "abs": torch.abs,
 }
 """Estimates of KL(policy || reference) for a token that the policy sampled, of ``log policy - log reference``.
 
@@ -42,7 +48,7 @@ def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1"
     if kl_penalty not in KL_ESTIMATORS:
         raise ConfigError(
             f"KL estimator {kl_penalty!r} does not exist: it is one of {', '.join(KL_ESTIMATORS)}",
-            key="algorithm.kl_penalty",
+            key="kl_penalty",
             value=kl_penalty,
         )
     return KL_ESTIMATORS[kl_penalty](log_probs - ref_log_probs)
