@@ -22,9 +22,6 @@ __all__ = ["NAMESPACE", "launch"]
 NAMESPACE = "mcontroller"
 """Ray's namespace for the processes of detached groups, where other drivers look for them."""
 
-QUIET = {"enable_task_events": False}
-"""Ray writes no record of every call, which took an eighth of a call's time; ``update_options`` can ask for it."""
-
 
 def launch(
     pool: RayResourcePool,
@@ -62,7 +59,7 @@ def _start(
     handles = []
     for name, bundle in zip(names, tenancy.bundles, strict=True):
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
-        chosen = {**QUIET, **share, **named, **options, "scheduling_strategy": bundle.strategy}
+        chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
         handles.append(actor.options(**chosen).remote())
     introductions = [handle.introduce.remote() for handle in handles]
     return Processes(names, handles, introductions, [handle.watch.remote() for handle in handles], tenancy)
