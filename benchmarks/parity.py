@@ -23,9 +23,9 @@ Written by `python benchmarks/parity.py --write docs/parity.md`, which measures 
 Every layout starts from the same weights and is given the same {rows} rows of different lengths as one process. Shown
 are the largest absolute differences: over all response tokens for log-probabilities (actor) and values (critic), over
 {steps} optimizer steps for both losses and both gradient norms (norms above 1 relative to themselves), and over all
-weights of both after these steps. bfloat16 is compared with one process in bfloat16."""
+weights of both after these steps. bfloat16 is compared with one process in bfloat16.
 The clipping of ratios and values is off: with it on, TP2 x DP2 in bfloat16 missed (gradient norm 3.03 against 3.22),
-since rounding moves tokens across the edge of a clip. `tests/workers/test_parity.py` keeps it on, in float32.
+since rounding moves tokens across the edge of a clip. `tests/workers/test_parity.py` keeps it on, in float32."""
 
 
 def table(dtype: str, layouts: list[str]) -> tuple[str, bool]:
