@@ -25,8 +25,9 @@ SEQUENCE = 1024
 BYTES_PER_TOKEN = 3 * 8 + 4
 
 
-def make_batch(megabytes: float) -> DataProto:
-    rows = max(8, round(megabytes * 1e6 / (SEQUENCE * BYTES_PER_TOKEN)))
+def make_batch(megabytes: float, parts: int) -> DataProto:
+    """Rows divide by the parts: ``torch.chunk`` makes fewer parts where they do not, and torch joins them slower."""
+    rows = max(1, round(megabytes * 1e6 / (SEQUENCE * BYTES_PER_TOKEN * parts))) * parts
     ids = torch.randint(0, 32_000, (rows, SEQUENCE))
     tensors = {
         "input_ids": ids,
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=21)
     options = parser.parse_args()
-    batches = [make_batch(megabytes) for megabytes in options.megabytes]
+    batches = [make_batch(megabytes, options.parts) for megabytes in options.megabytes]
     console = Console(width=140)
     console.print(f"torch {torch.__version__}, numpy {np.__version__}, {torch.get_num_threads()} torch threads")
     console.print(

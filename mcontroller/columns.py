@@ -7,9 +7,10 @@ stays legal: the ``memo`` that goes along keeps the new offsets by the identity 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from mcontroller.errors import DataError
 Memo = dict[Any, tuple[Tensor, Any]]  # key -> new offsets, and the old ones, kept alive while their ids are keys
 
 _LARGE = 4 << 20
+_PLAIN = {Tensor}
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes, the dtype whose elements every operation can move, for those that some cannot."""
@@ -31,7 +33,39 @@ _INDEXED = frozenset(
 )
 
 
-def leaves(batch: TensorDict | None) -> Iterator[Tensor]:
+class Columns:
+    """The columns of a batch that nobody has asked for as a TensorDict yet.
+
+    A TensorDict costs more to make than a small batch to split or join. It is never changed, so that batches share it.
+    """
+
+    __slots__ = ("batch_size", "device", "names", "tensors")
+
+    def __init__(
+        self, names: Iterable[str], tensors: Iterable[Any], batch_size: tuple[int, ...], device: torch.device | None
+    ) -> None:
+        self.names = tuple(names)
+        self.tensors = tuple(tensors)
+        self.batch_size = batch_size
+        self.device = device
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return zip(self.names, self.tensors, strict=True)
+
+    def values(self) -> Iterable[Any]:
+        return self.tensors
+
+    def tensordict(self) -> TensorDict:
+        """A TensorDict of these columns, which are not checked again."""
+        size: Any = torch.Size(self.batch_size)
+        return TensorDict._new_unsafe(dict(self.items()), batch_size=size, device=self.device)
+
+
+Batch = TensorDict | Columns
+AnyBatch = TypeVar("AnyBatch", TensorDict | None, Batch | None)
+
+
+def leaves(batch: Batch | None) -> Iterator[Tensor]:
     """Every tensor of a batch, nested ones too."""
     for value in () if batch is None else batch.values():
         if isinstance(value, TensorDict):
@@ -44,44 +78,63 @@ def is_jagged(column: Any) -> bool:
     return isinstance(column, Tensor) and column.is_nested and column.layout == torch.jagged
 
 
-def like(source: TensorDict, columns: dict[str, Any], rows: int) -> TensorDict:
-    """A TensorDict of ``columns`` with ``source``'s device and batch dims, dim 0 being ``rows`` long.
-
-    They are not checked again, which for small batches would cost as much as splitting them does.
-    """
-    batch_size = torch.Size((rows, *source.batch_size[1:]))
-    return TensorDict._new_unsafe(columns, batch_size=batch_size, device=source.device)  # type: ignore[arg-type]
+def like(source: Batch, columns: Mapping[str, Any], rows: int) -> Columns:
+    """``columns`` with ``source``'s device and batch dims, dim 0 being ``rows`` long."""
+    return Columns(columns, columns.values(), (rows, *source.batch_size[1:]), source.device)
 
 
-def shallow(batch: TensorDict | None) -> TensorDict | None:
-    """The same tensors in a TensorDict of their own, so that adding or dropping a column is not seen elsewhere."""
-    if batch is None:
-        return None
-    columns = {key: shallow(value) if isinstance(value, TensorDict) else value for key, value in batch.items()}
-    return TensorDict(columns, batch_size=batch.batch_size, device=batch.device)
+def shallow(batch: AnyBatch) -> AnyBatch:
+    """The same tensors in a batch of their own, so that adding or dropping a column is not seen elsewhere."""
+    return batch.copy() if isinstance(batch, TensorDict) else batch
 
 
-def split_rows(batch: TensorDict, sizes: Sequence[int]) -> list[TensorDict]:
+def split_rows(batch: Batch, sizes: Sequence[int], memo: Memo | None = None) -> list[Columns]:
     """Consecutive parts of ``sizes`` rows each, as views."""
-    return list(_split(batch, list(sizes), {}))
+    memo = {} if memo is None else memo
+    pieces = [_split(value, sizes, memo) for value in batch.values()]
+    names, inner, device = _names(batch), tuple(batch.batch_size[1:]), batch.device
+    parts = zip(*pieces, strict=True) if pieces else [()] * len(sizes)
+    return [Columns(names, part, (size, *inner), device) for size, part in zip(sizes, parts, strict=True)]
 
 
-def slice_rows(batch: TensorDict, start: int, stop: int, step: int = 1) -> TensorDict:
+def slice_rows(batch: Batch, start: int, stop: int, step: int = 1, memo: Memo | None = None) -> Columns:
     """Rows ``start:stop:step`` with ``0 <= start <= stop`` and ``step > 0``, as views (jagged: if step is 1)."""
-    return _slice(batch, start, stop, step, {})
+    memo = {} if memo is None else memo
+    tensors = {key: _slice(value, start, stop, step, memo) for key, value in batch.items()}
+    return like(batch, tensors, len(range(start, stop, step)))
 
 
-def take_rows(batch: TensorDict, index: Tensor) -> TensorDict:
+def take_rows(batch: Batch, index: Tensor, memo: Memo | None = None) -> Columns:
     """The rows named by ``index`` (int64, each in ``[0, rows)``, repeats allowed), as a copy."""
-    return _take(batch, index, {})
+    memo = {} if memo is None else memo
+    return like(batch, {key: _take(value, index, memo) for key, value in batch.items()}, len(index))
 
 
-def join_rows(parts: Sequence[TensorDict]) -> TensorDict:
+def join_rows(parts: Sequence[Batch], name: str = "", memo: Memo | None = None) -> Columns:
     """The rows of all parts in order, as a copy; DataError names the column, parts and shapes that do not fit."""
-    return _join(parts, "", {})
+    memo = {} if memo is None else memo
+    names = _names(parts[0])
+    if any([_names(part) != names for part in parts]):
+        _check_same_keys(parts, name)
+        parts = [_ordered(part, names) for part in parts]
+    rows = [part.batch_size[0] for part in parts]
+    check = 0 in rows  # torch.cat takes an empty column of any shape
+    columns = zip(*[part.values() for part in parts], strict=True)
+    prefix = f"{name}." if name else ""
+    joined = [_join(column, prefix + key, memo, check) for key, column in zip(names, columns, strict=False)]
+    return Columns(names, joined, (sum(rows), *parts[0].batch_size[1:]), parts[0].device)
 
 
-def reshape_rows(batch: TensorDict | None, reshape: Callable[[Any], Any], rows: int) -> TensorDict | None:
+def _names(batch: Batch) -> tuple[str, ...]:
+    return batch.names if type(batch) is Columns else tuple([key for key, _ in batch.items()])
+
+
+def _ordered(batch: Batch, names: tuple[str, ...]) -> Columns:
+    held = dict(batch.items())
+    return Columns(names, [held[key] for key in names], batch.batch_size, batch.device)
+
+
+def reshape_rows(batch: Batch | None, reshape: Callable[[Any], Any], rows: int) -> TensorDict | None:
     """Every tensor reshaped, to ``rows`` rows; DataError names a jagged column, which cannot be."""
     if batch is None:
         return None
@@ -111,22 +164,20 @@ def stack_rows(items: Sequence[TensorDict | None]) -> TensorDict | None:
     return stacked.contiguous()
 
 
-def _split(column: Any, sizes: list[int], memo: Memo) -> Sequence[Any]:
+def _split(column: Any, sizes: Sequence[int], memo: Memo) -> Sequence[Any]:
+    if type(column) is Tensor:
+        return column.split_with_sizes(sizes)
     if isinstance(column, TensorDict):
-        split = {key: _split(value, sizes, memo) for key, value in column.items()}
-        return [
-            like(column, {key: pieces[part] for key, pieces in split.items()}, size) for part, size in enumerate(sizes)
-        ]
+        return [part.tensordict() for part in split_rows(column, sizes, memo)]
     if is_jagged(column):
-        stops = np.cumsum(sizes).tolist()
+        stops = itertools.accumulate(sizes)
         return [_slice_jagged(column, stop - size, stop, memo) for stop, size in zip(stops, sizes, strict=True)]
     return column.split_with_sizes(sizes)
 
 
 def _slice(column: Any, start: int, stop: int, step: int, memo: Memo) -> Any:
     if isinstance(column, TensorDict):
-        rows = len(range(start, stop, step))
-        return like(column, {key: _slice(value, start, stop, step, memo) for key, value in column.items()}, rows)
+        return slice_rows(column, start, stop, step, memo).tensordict()
     if is_jagged(column):
         if step != 1:
             return _take_jagged(column, torch.arange(start, stop, step), memo)
@@ -136,25 +187,36 @@ def _slice(column: Any, start: int, stop: int, step: int, memo: Memo) -> Any:
 
 def _take(column: Any, index: Tensor, memo: Memo) -> Any:
     if isinstance(column, TensorDict):
-        return like(column, {key: _take(value, index, memo) for key, value in column.items()}, len(index))
+        return take_rows(column, index, memo).tensordict()
     if is_jagged(column):
         return _take_jagged(column, index, memo)
     return _index_select(column, 0, index)
 
 
-def _join(columns: Sequence[Any], name: str, memo: Memo) -> Any:
-    first = columns[0]
-    if isinstance(first, TensorDict):
-        parts = [dict(column.items()) if isinstance(column, TensorDict) else {} for column in columns]
-        _check_same_keys(parts, name)
-        joined = {key: _join([part[key] for part in parts], f"{name}.{key}" if name else key, memo) for key in parts[0]}
-        return like(first, joined, sum(column.batch_size[0] for column in columns))
-    _check_same_kind(columns, name)
-    return _join_jagged(columns, memo) if is_jagged(first) else _cat(columns, 0)
+def _join(columns: Sequence[Any], name: str, memo: Memo, check: bool) -> Any:
+    if check or not _are_plain(columns):
+        _check_same_kind(columns, name)
+        if isinstance(columns[0], TensorDict):
+            return join_rows(columns, name, memo).tensordict()
+        if is_jagged(columns[0]):
+            return _join_jagged(columns, memo)
+    try:
+        return _cat(columns, 0)
+    except RuntimeError:
+        _check_same_kind(columns, name)
+        raise
+
+
+def _are_plain(columns: Sequence[Any]) -> bool:
+    """Whether these are plain tensors of one dtype, so that torch itself refuses the rest of what must not differ."""
+    if set(map(type, columns)) != _PLAIN:
+        return False
+    dtype = columns[0].dtype
+    return all([column.dtype is dtype for column in columns])
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    if sum([tensor.nbytes for tensor in tensors]) < _LARGE:
+    if tensors[0].nbytes * len(tensors) < _LARGE:  # as good as their sum, and cheaper
         return torch.cat(tensors, dim=dim)  # type: ignore[arg-type]
     shape = list(tensors[0].shape)
     shape[dim] = sum([tensor.shape[dim] for tensor in tensors])
@@ -181,16 +243,18 @@ def _huge_pages(sources: Sequence[Tensor], shape: Sequence[int]) -> Tensor | Non
     return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(first.dtype).view(shape)
 
 
-def _check_same_keys(parts: Sequence[Mapping[str, Any]], name: str) -> None:
+def _check_same_keys(parts: Sequence[Batch], name: str) -> None:
+    expected = sorted(_names(parts[0]))
     for position, part in enumerate(parts):
-        if part.keys() != parts[0].keys():
+        found = sorted(_names(part))
+        if found != expected:
             raise DataError(
-                f"{name or 'batch'} of part {position} has columns {sorted(part)}, of part 0 {sorted(parts[0])}: "
+                f"{name or 'batch'} of part {position} has columns {found}, of part 0 {expected}: "
                 "give every part the same columns",
                 column=name,
                 part=position,
-                columns=sorted(part),
-                expected=sorted(parts[0]),
+                columns=found,
+                expected=expected,
             )
 
 
@@ -203,26 +267,22 @@ def _kind(column: Any) -> tuple[Any, ...]:
 
 
 def _check_same_kind(columns: Sequence[Any], name: str) -> None:
-    first = columns[0]
-    dtype, device, trailing = first.dtype, first.device, first.shape[1:]
+    first = _kind(columns[0])
     for position, column in enumerate(columns):
-        known = isinstance(column, Tensor) and column.dtype is dtype and column.device == device
-        if known and column.shape[1:] == trailing:
-            continue
-        if _kind(column) != _kind(first):
+        if _kind(column) != first:
             raise DataError(
-                f"column {name!r} of part {position} is {describe(column)}, of part 0 {describe(first)}: "
+                f"column {name!r} of part {position} is {describe(column)}, of part 0 {describe(columns[0])}: "
                 "only dim 0 may differ",
                 column=name,
                 part=position,
                 found=describe(column),
-                expected=describe(first),
+                expected=describe(columns[0]),
             )
 
 
 def describe(column: Any) -> str:
     """Dtype and shape of a column for people: ``int64[8, 16]``, with the device where it is not the CPU."""
-    if isinstance(column, TensorDict):
+    if isinstance(column, Batch):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in column.items()) + "}"
     if isinstance(column, np.ndarray):
         return f"{column.dtype}[{', '.join(map(str, column.shape))}]"
@@ -245,7 +305,7 @@ def readable(size: float) -> str:
 
 def nbytes(column: Any) -> int:
     """Bytes of a column's own elements, whatever storage they are a view of."""
-    if isinstance(column, TensorDict):
+    if isinstance(column, Batch):
         return sum(nbytes(value) for value in column.values())
     if is_jagged(column):
         values, offsets, _ = packed(column)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,13 @@ from mcontroller import columns
 from mcontroller.errors import DataError
 
 METRICS = "metrics"
+
+_ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def is_flat(info: Mapping[str, Any]) -> bool:
+    """Whether every value is a plain number, string or None."""
+    return _ATOMS.issuperset(map(type, info.values()))
 
 
 def copy_meta(value: Any) -> Any:
@@ -25,6 +33,11 @@ def copy_meta(value: Any) -> Any:
     if kind is set:
         return set(value)
     return value
+
+
+def copier(info: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """What makes copies of ``info``, as ``copy_meta`` does, when many are needed."""
+    return info.copy if is_flat(info) else partial(copy_meta, info)
 
 
 def same_value(left: Any, right: Any) -> bool:
@@ -62,6 +75,9 @@ def merge_concat(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     A key whose values agree wherever it stands is kept. ``metrics``, a dict of name -> number or list, becomes
     name -> flat list of the values of every part that has it, in part order. Raises DataError on any other difference.
     """
+    first = parts[0]
+    if all([part == first if is_flat(part) else False for part in parts]):
+        return dict(first)
     merged: dict[str, Any] = {}
     origin: dict[str, int] = {}
     metrics: list[Mapping[str, Any]] = []

@@ -12,6 +12,7 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -67,21 +68,38 @@ class DataProtoItem(OutOfBand):
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False, repr=False)
 class DataProto(OutOfBand):
     """A batch of rows; the module says what its three fields are and which methods change it.
 
     Raises DataError when the columns do not have the same number of rows, or are of a kind that cannot be split.
     """
 
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        self._batch: columns.Batch | None = batch
+        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info = {} if meta_info is None else meta_info
         self.check_consistency()
+
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensors, or None where there are none."""
+        if isinstance(self._batch, columns.Columns):
+            self._batch = self._batch.tensordict()
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: TensorDict | None) -> None:
+        self._batch = batch
 
     # ---- made from -------------------------------------------------------------------------------------------------
 
@@ -144,21 +162,20 @@ class DataProto(OutOfBand):
         return cls.from_dict(tensors, arrays, info, num_batch_dims)
 
     def _with(
-        self, batch: TensorDict | None, arrays: dict[str, np.ndarray], info: dict[str, Any] | None = None
+        self, batch: columns.Batch | None, arrays: dict[str, np.ndarray], info: dict[str, Any] | None = None
     ) -> Self:
         """A batch known to be consistent, with a copy of this one's meta_info unless ``info`` is given."""
+        if info is None:
+            info = meta.copy_meta(self.meta_info)
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.batch = batch
-        new.non_tensor_batch = arrays
-        new.meta_info = meta.copy_meta(self.meta_info) if info is None else info
+        new.__dict__ = {**self.__dict__, "_batch": batch, "non_tensor_batch": arrays, "meta_info": info}
         return new
 
     # ---- looked at -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
+        if self._batch is not None:
+            return self._batch.batch_size[0]
         for array in self.non_tensor_batch.values():
             return array.shape[0]
         return 0
@@ -181,7 +198,7 @@ class DataProto(OutOfBand):
         return column.flatten(1).sum(dim=1, dtype=torch.int64).tolist() if column.ndim > 1 else column.tolist()
 
     def _tensors(self) -> dict[str, Any]:
-        return {} if self.batch is None else dict(self.batch.items())
+        return {} if self._batch is None else dict(self._batch.items())
 
     def _column_keys(self) -> list[str]:
         return [*self._tensors(), *self.non_tensor_batch]
@@ -191,12 +208,12 @@ class DataProto(OutOfBand):
         return sum(self._sizes())
 
     def _sizes(self) -> tuple[int, int]:
-        tensors = 0 if self.batch is None else columns.nbytes(self.batch)
+        tensors = 0 if self._batch is None else columns.nbytes(self._batch)
         return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
 
     def summary(self) -> str:
         """One line: rows, the dtype and shape of every column, the keys of meta_info, the size."""
-        tensors = "{}" if self.batch is None else columns.describe(self.batch)
+        tensors = "{}" if self._batch is None else columns.describe(self._batch)
         arrays = ", ".join(f"{key}: {columns.describe(array)}" for key, array in self.non_tensor_batch.items())
         return (
             f"DataProto({len(self)} rows, batch {tensors}, non_tensor_batch {{{arrays}}}, "
@@ -254,13 +271,13 @@ class DataProto(OutOfBand):
         if stride < 0:
             return self.select_idxs(np.arange(begin, stop, stride))
         stop = max(begin, stop)
-        batch = None if self.batch is None else columns.slice_rows(self.batch, begin, stop, stride)
+        batch = None if self._batch is None else columns.slice_rows(self._batch, begin, stop, stride)
         return self._with(batch, {key: array[begin:stop:stride] for key, array in self.non_tensor_batch.items()})
 
     def select_idxs(self, idxs: Index) -> Self:
         """The rows of an index (negative counts from the end, repeats allowed) or of a boolean mask, as a copy."""
         index = rows.row_index(idxs, len(self))
-        batch = None if self.batch is None else columns.take_rows(self.batch, torch.from_numpy(index))
+        batch = None if self._batch is None else columns.take_rows(self._batch, torch.from_numpy(index))
         return self._with(batch, {key: array[index] for key, array in self.non_tensor_batch.items()})
 
     def __getitems__(self, idxs: list[int]) -> Self:
@@ -281,13 +298,13 @@ class DataProto(OutOfBand):
         return self._split([min(split_size, len(self) - start) for start in range(0, len(self), split_size)])
 
     def _split(self, sizes: Sequence[int]) -> list[Self]:
-        stops = np.cumsum(sizes, dtype=np.int64).tolist()
-        batches: Sequence[TensorDict | None] = [None] * len(sizes)
-        if self.batch is not None:
-            batches = columns.split_rows(self.batch, sizes)
+        batches: Sequence[columns.Batch | None] = [None] * len(sizes)
+        if self._batch is not None:
+            batches = columns.split_rows(self._batch, sizes)
+        held, copy_info = self.non_tensor_batch, meta.copier(self.meta_info)
         return [
-            self._with(batch, {key: array[stop - size : stop] for key, array in self.non_tensor_batch.items()})
-            for batch, size, stop in zip(batches, sizes, stops, strict=True)
+            self._with(batch, {key: held[key][stop - size : stop] for key in held}, copy_info())
+            for batch, size, stop in zip(batches, sizes, accumulate(sizes), strict=True)
         ]
 
     @staticmethod
@@ -304,9 +321,9 @@ class DataProto(OutOfBand):
         first = data[0]
         info = meta.merge_concat([part.meta_info for part in data])
         if len(data) == 1:
-            return first._with(columns.shallow(first.batch), dict(first.non_tensor_batch), info)
+            return first._with(columns.shallow(first._batch), dict(first.non_tensor_batch), info)
         rows.check_same_columns(data)
-        batch = None if first.batch is None else columns.join_rows([part.batch for part in data])  # type: ignore[misc]
+        batch = None if first._batch is None else columns.join_rows([part._batch for part in data])  # type: ignore[misc]
         arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
         return first._with(batch, arrays, info)
 
@@ -332,7 +349,7 @@ class DataProto(OutOfBand):
         """Puts the rows of this batch, in place, into the order of ``indices``, a permutation of all of them."""
         rows.check_permutation(rows.row_index(indices, len(self)), len(self))
         ordered = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+        self._batch, self.non_tensor_batch = ordered._batch, ordered.non_tensor_batch
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
         """The batch with its "first" or "last" row repeated ``padding_size`` times at the end."""
@@ -354,13 +371,13 @@ class DataProto(OutOfBand):
         if new_batch_size < 1 or len(self) % new_batch_size:
             raise DataError(f"{len(self)} rows do not fold into {new_batch_size}", rows=len(self))
         shape = (new_batch_size, len(self) // new_batch_size)
-        batch = columns.reshape_rows(self.batch, lambda column: column.unflatten(0, shape), new_batch_size)
+        batch = columns.reshape_rows(self._batch, lambda column: column.unflatten(0, shape), new_batch_size)
         arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in self.non_tensor_batch.items()}
         return self._with(batch, arrays)
 
     def unfold_batch_dim(self, batch_dims: int = 2) -> Self:
         """``[a, b, ...]`` as ``[a * b, ...]``, over the first ``batch_dims`` dims; as views where memory allows."""
-        held: list[Any] = [*self.non_tensor_batch.values(), *columns.leaves(self.batch)]
+        held: list[Any] = [*self.non_tensor_batch.values(), *columns.leaves(self._batch)]
         leading = [tuple(column.shape[:batch_dims]) for column in held]
         if batch_dims < 1 or any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
             raise DataError(
@@ -369,7 +386,7 @@ class DataProto(OutOfBand):
                 dims=leading,
             )
         count = int(np.prod(leading[0])) if leading else len(self)
-        batch = columns.reshape_rows(self.batch, lambda column: column.flatten(0, batch_dims - 1), count)
+        batch = columns.reshape_rows(self._batch, lambda column: column.flatten(0, batch_dims - 1), count)
         arrays = {key: array.reshape(count, *array.shape[batch_dims:]) for key, array in self.non_tensor_batch.items()}
         return self._with(batch, arrays)
 
@@ -391,7 +408,7 @@ class DataProto(OutOfBand):
         rows.check_keys("non-tensor column", arrays, self.non_tensor_batch)
         rows.check_keys("meta_info key", info, self.meta_info)
         new = self._with(
-            None if self.batch is None else columns.like(self.batch, {key: tensors[key] for key in names}, len(self)),
+            None if self._batch is None else columns.like(self._batch, {key: tensors[key] for key in names}, len(self)),
             {key: self.non_tensor_batch[key] for key in arrays},
             meta.copy_meta({key: self.meta_info[key] for key in info}),
         )
@@ -409,7 +426,7 @@ class DataProto(OutOfBand):
         present = (self._tensors(), self.non_tensor_batch, self.meta_info)
         left = [[key for key in there if key not in keys] for there, keys in zip(present, taken, strict=True)]
         rest = self.select(left[0], left[1], left[2])
-        self.batch, self.non_tensor_batch, self.meta_info = rest.batch, rest.non_tensor_batch, rest.meta_info
+        self._batch, self.non_tensor_batch, self.meta_info = rest._batch, rest.non_tensor_batch, rest.meta_info
         return popped
 
     def rename(self, old_keys: Keys | None = None, new_keys: Keys | None = None) -> Self:
@@ -425,9 +442,9 @@ class DataProto(OutOfBand):
                 old=old,
                 new=new,
             )
-        if self.batch is not None:
+        if self._batch is not None:
             tensors = {renamed.get(key, key): value for key, value in self._tensors().items()}
-            self.batch = columns.like(self.batch, tensors, len(self))
+            self._batch = columns.like(self._batch, tensors, len(self))
         self.non_tensor_batch = {renamed.get(key, key): array for key, array in self.non_tensor_batch.items()}
         return self
 
@@ -474,7 +491,7 @@ class DataProto(OutOfBand):
     # ---- copied and kept (pickling: serialization.OutOfBand) --------------------------------------------------------
 
     def __copy__(self) -> Self:
-        return self._with(columns.shallow(self.batch), dict(self.non_tensor_batch))
+        return self._with(columns.shallow(self._batch), dict(self.non_tensor_batch))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         batch = None if self.batch is None else self.batch.clone()

@@ -58,9 +58,9 @@ def _check_batch(batch: Any) -> None:
 
 def check_same_columns(parts: Sequence[Any]) -> None:
     """Raises DataError naming the first part whose non-tensor columns, or whether it has tensors, are not part 0's."""
-    expected = parts[0].non_tensor_batch
+    expected, has_tensors = parts[0].non_tensor_batch.keys(), parts[0]._batch is not None
     for position, part in enumerate(parts):
-        if part.non_tensor_batch.keys() != expected.keys():
+        if part.non_tensor_batch.keys() != expected:
             raise DataError(
                 f"non_tensor_batch of part {position} has columns {sorted(part.non_tensor_batch)}, of part 0 "
                 f"{sorted(expected)}: give every part the same columns",
@@ -68,8 +68,8 @@ def check_same_columns(parts: Sequence[Any]) -> None:
                 columns=sorted(part.non_tensor_batch),
                 expected=sorted(expected),
             )
-        if (part.batch is None) != (parts[0].batch is None):
-            without, has = (position, 0) if part.batch is None else (0, position)
+        if (part._batch is not None) is not has_tensors:
+            without, has = (position, 0) if part._batch is None else (0, position)
             raise DataError(
                 f"part {without} has no tensors, part {has} does: give every part the same columns", part=position
             )

@@ -118,6 +118,8 @@ class _Packer:
             return self._objects if value.dtype == object else self._array
         if kind is TensorDict:
             return self._tensordict
+        if kind is columns.Columns:
+            return self._columns
         if kind is dict:
             return self._dict
         if kind is list or kind is tuple:
@@ -157,6 +159,10 @@ class _Packer:
         rebuild, (items, *rest) = reduce(value)
         return _StandIn(rebuild, self._dict(items), *rest)
 
+    def _columns(self, value: columns.Columns) -> _StandIn:
+        held = self._dict(dict(value.items()))
+        return _StandIn(_columns, held, value.batch_size, _device(value.device))
+
     def _tensor(self, value: Tensor) -> _StandIn:
         rebuild, args = reduce(value, "value" + "".join(f"[{key!r}]" for key in self._path))
         return _StandIn(rebuild, *(map(self.pack, args) if columns.is_jagged(value) else args))
@@ -180,6 +186,10 @@ def _tensor(array: np.ndarray, dtype: torch.dtype, device: str, requires_grad: b
 
 def _tensordict(items: Mapping[str, Any], batch_size: tuple[int, ...], device: str | None) -> TensorDict:
     return TensorDict(items, batch_size=batch_size, device=None if device is None else _here(device))
+
+
+def _columns(items: Mapping[str, Any], batch_size: tuple[int, ...], device: str | None) -> columns.Columns:
+    return columns.Columns(items, items.values(), batch_size, None if device is None else _here(device))
 
 
 def _here(device: str) -> torch.device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -332,3 +334,14 @@ def test_the_summary_and_the_printed_size_tell_shapes_and_bytes(capsys: pytest.C
     )
     batch.print_size("after rollout")
     assert capsys.readouterr().out == "after rollout, batch: 616 B, non_tensor_batch: 64 B\n"
+
+
+def test_a_column_added_to_a_batch_or_to_its_copy_is_seen_in_that_one_alone() -> None:
+    first = DataProto.from_dict({"a": torch.arange(4)}).slice(0, 3)
+    second = copy.copy(first)
+    first.batch["b"] = torch.zeros(3)
+    second.batch["c"] = torch.ones(3)
+    assert set(first.batch.keys()) == {"a", "b"}
+    assert set(second.batch.keys()) == {"a", "c"}
+    assert first.batch["a"].data_ptr() == second.batch["a"].data_ptr()
+    assert DataProto.concat(first.chunk(3)).batch["b"].tolist() == [0.0] * 3
