@@ -1,9 +1,9 @@
 """Round trips of a batch through 8 worker processes (TP2 x PP2 x DP2), beside bare Ray and the memory's own speed.
 
-    python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20] [--peer-python PATH]
+    python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20] [--peer-python PATH ...]
 
 Bare Ray does the least that could be right: one put a shard, one task a rank, one get of the ranks that return.
-``--peer-python`` is the interpreter of an environment that has verl 0.4, which then does the same work.
+``--peer-python`` is the interpreter of an environment that has verl 0.4 or 0.9, which then does the same work.
 """
 
 from __future__ import annotations
@@ -230,14 +230,11 @@ def report(what: str, ours: float, bare: float, target: float) -> None:
     print(f"{what:<34} {ours * 1e3:>9.2f} {bare * 1e3:>9.2f} {ours / bare:>7.2f} {target:>8.2f}  {verdict}")
 
 
-def report_peer(options: argparse.Namespace, ours: dict[str, float]) -> None:
+def report_peer(python: str, options: argparse.Namespace, ours: dict[str, float]) -> None:
     """How many times longer the peer took for the same work, on the machine that we have left to it."""
-    if options.peer_python is None:
-        print("verl: absent (name an environment that has it by --peer-python)")
-        return
     script = Path(__file__).with_name("roundtrip_verl.py")
     sizes = [f"{megabytes:g}" for megabytes in options.megabytes]
-    command = [options.peer_python, str(script), "--repeats", str(options.repeats), "--megabytes", *sizes]
+    command = [python, str(script), "--repeats", str(options.repeats), "--megabytes", *sizes]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     told = json.loads(done.stdout.splitlines()[-1])
     print(f"{'verl ' + told['version']:<34} {'verl ms':>9} {'ours ms':>9} {'ratio':>7} {'at least':>8}")
@@ -252,7 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.2, 15, 120])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--peer-python", help="interpreter of an environment with verl 0.4")
+    parser.add_argument(
+        "--peer-python", nargs="*", default=[], help="interpreters of environments with verl 0.4 or 0.9"
+    )
     options = parser.parse_args()
     ray.init(num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, logging_level="ERROR")
     pool = RayResourcePool([8], use_gpu=False)
@@ -285,7 +284,10 @@ def main() -> None:
         ray.kill(actor)
     report_start()
     ray.shutdown()
-    report_peer(options, ours)
+    for python in options.peer_python:
+        report_peer(python, options, ours)
+    if not options.peer_python:
+        print("verl: absent (name environments that have it by --peer-python)")
     report_cost_per_rank()
 
 

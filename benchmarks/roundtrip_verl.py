@@ -1,9 +1,9 @@
-"""The round trips of ``roundtrip.py`` through verl 0.4: run by it, in the environment where verl is installed.
+"""The round trips of ``roundtrip.py`` through verl 0.4 or 0.9: run by it, in the environment where verl is installed.
 
     PEER_PYTHON benchmarks/roundtrip_verl.py [--megabytes 0.2 15 120] [--repeats 20]
 
-Prints one line of JSON: verl's version, and median seconds by batch size and method. The layout is declared by the
-workers' rank infos (TP2 x PP2 x DP2); no Megatron runs.
+Prints one line of JSON: verl's version, and median seconds by batch size and method. The layout (TP2 x PP2 x DP2) is
+declared by the workers' rank infos, in 0.9 by what they register of a mesh; no Megatron runs.
 """
 
 from __future__ import annotations
@@ -20,29 +20,48 @@ import ray
 import torch
 import verl
 from verl import DataProto
+from verl.single_controller.base import decorator
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.megatron.worker import MegatronWorker
-from verl.single_controller.base.worker import DistGlobalInfo, DistRankInfo
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool
-from verl.single_controller.ray.megatron import NVMegatronRayWorkerGroup
+from verl.single_controller.base.worker import Worker
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 SEQUENCE = 1024
+OPTIONS: dict[str, Any] = {}
+
+if hasattr(decorator, "make_nd_compute_dataproto_dispatch_fn"):  # 0.9
+    SPLIT = decorator.make_nd_compute_dataproto_dispatch_fn("layout")
+    Group = RayWorkerGroup
+    OPTIONS["device_name"] = "cpu"
+
+    class Placed(Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            rank = int(os.environ["RANK"])
+            self._register_dispatch_collect_info("layout", dp_rank=rank // 2 % 2, is_collect=rank % 2 == 0 and rank > 3)
+
+else:
+    from verl.single_controller.base.megatron.worker import MegatronWorker
+    from verl.single_controller.base.worker import DistGlobalInfo, DistRankInfo
+    from verl.single_controller.ray.megatron import NVMegatronRayWorkerGroup as Group
+
+    SPLIT = Dispatch.MEGATRON_COMPUTE_PROTO
+
+    class Placed(MegatronWorker):
+        def get_megatron_rank_info(self) -> DistRankInfo:
+            rank = int(os.environ["RANK"])
+            return DistRankInfo(tp_rank=rank % 2, dp_rank=rank // 2 % 2, pp_rank=rank // 4, cp_rank=0)
+
+        def get_megatron_global_info(self) -> DistGlobalInfo:
+            return DistGlobalInfo(tp_size=2, dp_size=2, pp_size=2, cp_size=1)
 
 
 @ray.remote
-class Peer(MegatronWorker):
-    def get_megatron_rank_info(self) -> DistRankInfo:
-        rank = int(os.environ["RANK"])
-        return DistRankInfo(tp_rank=rank % 2, dp_rank=rank // 2 % 2, pp_rank=rank // 4, cp_rank=0)
-
-    def get_megatron_global_info(self) -> DistGlobalInfo:
-        return DistGlobalInfo(tp_size=2, dp_size=2, pp_size=2, cp_size=1)
-
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+class Peer(Placed):
+    @register(dispatch_mode=SPLIT)
     def column(self, batch: DataProto) -> DataProto:
         return batch.select(batch_keys=["score"])
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    @register(dispatch_mode=SPLIT)
     def metrics(self, batch: DataProto) -> DataProto:
         return DataProto(meta_info={"metrics": {"rows": len(batch)}})
 
@@ -73,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     ray.init(num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, log_to_driver=False)
     pool = RayResourcePool([8], use_gpu=False, max_colocate_count=1)
-    group: Any = NVMegatronRayWorkerGroup(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Peer))
+    group: Any = Group(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Peer), **OPTIONS)
     seconds: dict[str, float] = {"empty": median(group.empty, options.repeats * 5)}
     for megabytes in options.megabytes:
         batch = make_batch(megabytes)

@@ -29,8 +29,9 @@ _STORE_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +/
 
 
 def private_copies(buffers: Sequence[Any]) -> list[Any]:
-    """Writable memory with the content of each buffer; writing into it is seen by nobody else."""
-    return [_mapped(buffer) or bytearray(memoryview(buffer)) for buffer in buffers]
+    """Writable memory with the content of each buffer of one object; writing into it is seen by nobody else."""
+    views = [memoryview(buffer) for buffer in buffers]
+    return _mapped(views) or [bytearray(view) for view in views]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +54,30 @@ class _Mapping(mmap.mmap):
     source: Any
 
 
-def _mapped(buffer: Any) -> memoryview | None:
-    view = memoryview(buffer)
-    if view.nbytes < MAPPED_BYTES or not view.readonly:
+def _mapped(views: Sequence[memoryview]) -> list[memoryview] | None:
+    """All of them in one mapping, as the buffers of one object lie side by side; None where they are to be copied."""
+    if sum([view.nbytes for view in views]) < MAPPED_BYTES or not all([view.readonly for view in views]):
         return None
-    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     store = _store()
-    if store is None or not store.start <= address < store.stop:
+    if store is None:
         return None
-    file = _file(store.inode)
+    places = [np.frombuffer(view, np.uint8).__array_interface__["data"][0] - store.start for view in views]
+    first, end = min(places), max([place + view.nbytes for place, view in zip(places, views, strict=True)])
+    file = _file(store.inode) if first >= 0 and end <= store.stop - store.start else None
     if file is None:
         return None
-    place = address - store.start + store.offset
-    skipped = place % mmap.ALLOCATIONGRANULARITY
+    skipped = (first + store.offset) % mmap.ALLOCATIONGRANULARITY
     mapping = _Mapping(
         file,
-        view.nbytes + skipped,
+        end - first + skipped,
         flags=mmap.MAP_PRIVATE,
         prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        offset=place - skipped,
+        offset=first + store.offset - skipped,
     )
-    mapping.source = view
-    return memoryview(mapping)[skipped:]
+    mapping.source = views
+    whole = memoryview(mapping)
+    begins = [place - first + skipped for place in places]
+    return [whole[begin : begin + view.nbytes] for begin, view in zip(begins, views, strict=True)]
 
 
 _known: list[_Store] = []
