@@ -21,7 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Arguments", "Deferred", "Executor", "Fetch", "Handle", "Outcome", "Pending", "RankCall", "run_method"]
+__all__ = [
+    "Arguments",
+    "Deferred",
+    "Executor",
+    "Fetch",
+    "Handle",
+    "Outcome",
+    "Pending",
+    "RankCall",
+    "finish",
+    "run_method",
+]
 
 Handle = Any
 """What a transport gives for a value that it keeps: a ``ray.ObjectRef``, or a holder in this process."""
@@ -127,7 +138,7 @@ class Executor(Protocol):
         """The values of handles of this transport, brought to the calling process; see ``Fetch``."""
 
     def shutdown(self) -> None:
-        """Ends the ranks and frees all that they hold; a second call does nothing."""
+        """Has idle ranks ``finish``, ends them and frees all that they hold; a second call does nothing."""
 
 
 class Outcome(NamedTuple):
@@ -157,6 +168,13 @@ def run_method(
     if not ship:
         return Outcome(None, None)
     return Outcome(value, _rows(value) if measure else None)
+
+
+def finish(worker: Any) -> None:
+    """Runs the ``before_shutdown`` of a worker object, where its class has one."""
+    before_shutdown = getattr(worker, "before_shutdown", None)
+    if before_shutdown is not None:
+        before_shutdown()
 
 
 _runner: asyncio.Runner | None = None

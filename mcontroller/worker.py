@@ -70,6 +70,12 @@ class Worker:
         """Where rank 0 listens for the rendezvous of the group."""
         return self._environment.master_addr, self._environment.master_port
 
+    def before_shutdown(self) -> None:
+        """Called on every rank when its group is shut down: finish what is under way. By default nothing is.
+
+        Not called where the group ends otherwise: it is broken, a call has not answered, nobody holds it any more.
+        """
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks."""

@@ -291,8 +291,8 @@ class ModelWorker(MegatronWorker):
 
         Args:
             asynchronous: return once the state is set aside; a process beside each worker writes it. The directory
-                appears at the end of an update that finds it written, or at the latest with the next save, load or
-                ``wait_for_checkpoint``.
+                appears at the end of an update that finds it written, or at the latest with the next save, load,
+                ``wait_for_checkpoint`` or the group's shutdown.
         """
         self._background_saves.finish()
         background = self._background_saves if asynchronous else None
@@ -300,8 +300,13 @@ class ModelWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
-        """Return when the checkpoint of the last asynchronous save is in its place; call it before a shutdown."""
+        """Return when the checkpoint of the last asynchronous save is in its place."""
         self._background_saves.finish()
+
+    def before_shutdown(self) -> None:
+        """The group waits for a checkpoint under way before it ends."""
+        with self.context.activate():
+            self._background_saves.finish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mcontroller.errors import GroupBroken, GroupError, WorkerError
-from mcontroller.executor import Handle, Outcome, RankCall, run_method
+from mcontroller.executor import Handle, Outcome, RankCall, finish, run_method
 from mcontroller.local.copies import private_arguments, private_copy
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
@@ -129,8 +129,15 @@ class LocalExecutor:
         return [private_copy(handle.value) for handle in handles]
 
     def shutdown(self) -> None:
+        workers = [] if self._broken is not None else self.workers
         self._closed = True
         self.workers = []
+        for rank, worker in enumerate(workers):
+            try:
+                with self.standing(rank):
+                    finish(worker)
+            except Exception as error:
+                raise self._failure(rank, "before_shutdown", error) from error
 
     def _check_alive(self, method: str) -> None:
         if self._closed:

@@ -174,6 +174,20 @@ class WorkerHost:
             self._running = None
         return (value, outcome.rows) if measure else value
 
+    @ray.method(concurrency_group="call")
+    def finish(self) -> None:
+        """Has every role finish what it has under way."""
+        from mcontroller.executor import finish
+
+        for role, worker in self._roles.items():
+            self._running = "before_shutdown"
+            try:
+                finish(worker)
+            except BaseException as error:
+                raise self._failure(role, "before_shutdown", error) from None
+            finally:
+                self._running = None
+
     def _begin(self, ticket: Ticket) -> bool:
         with self._turn:
             self._turn.wait_for(lambda: ticket not in self._held)

@@ -185,8 +185,25 @@ class Hosts:
         return nobody
 
     def shutdown(self) -> None:
-        """Ends the processes and frees their slots; a second call does nothing."""
-        self.processes.end()
+        """Has the workers finish, ends the processes and frees their slots; a second call does nothing.
+
+        Raises WorkerError or WorkerDied, after the end, where a worker could not finish. None is asked to where a call
+        has not answered or the group is broken.
+        """
+        try:
+            if self._is_idle():
+                finished = [host.finish.remote() for host in self.processes.handles]
+                flight = Flight(self.name, "before_shutdown", tuple(range(self.world_size)), finished, None)
+                self.depart(flight)
+                self.settle(flight)
+        finally:
+            self.processes.end()
+
+    def _is_idle(self) -> bool:
+        if self.processes.ended or not ray.is_initialized():
+            return False
+        self._poll()
+        return self._broken is None and not self._flights
 
     # ---- one failure ends all --------------------------------------------------------------------------------------
 

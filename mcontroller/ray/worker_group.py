@@ -56,7 +56,7 @@ class RayWorkerGroup(WorkerGroup):
             if init.fused:
                 self.fuse(roles)
         except BaseException:
-            hosts.shutdown()
+            hosts.processes.end()
             raise
 
     @classmethod

@@ -1,6 +1,6 @@
 """Real Ray and real Megatron: two groups of different layouts on one pool, one PPO step, and how the groups end.
 
-The groups are started once; the last two tests each break one of them.
+The groups are started once; two tests each break one of them, and the last starts one of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,3 +100,12 @@ def test_ranks_that_wait_in_a_collective_are_shown_beside_the_one_they_wait_for(
     assert caught.value.ranks == (0, 1, 2, 3)
     assert "oversleep" in caught.value.stacks[1]
     assert all("all_reduce" in caught.value.stacks[rank] for rank in (0, 2, 3))
+
+
+def test_a_checkpoint_under_way_is_in_its_place_when_the_group_has_ended(pool: RayResourcePool, tmp_path: Path) -> None:
+    config = load_config(CriticConfig, TRAINING | {"parallel": {"tp": 2}})
+    with MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Critic, config), name_prefix="saves") as group:
+        group.init_model()
+        group.save_checkpoint(str(tmp_path), 3, asynchronous=True)
+        assert not (tmp_path / "global_step_3").exists()
+    assert (tmp_path / "global_step_3").is_dir()

@@ -204,6 +204,34 @@ def test_a_group_can_be_shut_down_twice_and_is_not_called_again() -> None:
         group.environment()
 
 
+def test_what_is_under_way_is_finished_at_the_end_unless_the_group_is_broken() -> None:
+    finished: list[int] = []
+
+    class Finishing(Worker):
+        def __init__(self, failing: int = -1) -> None:
+            self.failing = failing
+
+        def before_shutdown(self) -> None:
+            if self.rank == self.failing:
+                raise OSError("the disk is full")
+            finished.append(self.rank)
+
+        @register(Dispatch.ONE_TO_ALL)
+        def fail(self) -> None:
+            raise ValueError
+
+    group = LocalWorkerGroup(ClassWithInitArgs(Finishing), 2)
+    group.shutdown()
+    group.shutdown()
+    assert finished == [0, 1]
+    with pytest.raises(WorkerError, match="rank 1 failed in before_shutdown: OSError: the disk is full"):
+        LocalWorkerGroup(ClassWithInitArgs(Finishing, failing=1), 2).shutdown()
+    broken = LocalWorkerGroup(ClassWithInitArgs(Finishing, failing=0), 2)
+    with pytest.raises(WorkerError):
+        broken.fail()
+    broken.shutdown()
+
+
 def test_class_with_init_args_delays_the_construction() -> None:
     made = ClassWithInitArgs(NoInit, name="later")
     assert repr(made) == "ClassWithInitArgs(NoInit, name='later')"

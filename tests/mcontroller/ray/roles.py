@@ -108,6 +108,16 @@ class Plain(Worker):
             block()
 
 
+class Finishes(Plain):
+    """Has something under way that a shutdown waits for."""
+
+    def before_shutdown(self) -> None:
+        if not self.value:
+            raise OSError("the disk is full")
+        with open(f"{self.value}/{self.rank}", "w"):
+            pass
+
+
 class RaisesInInit(Worker):
     def __init__(self) -> None:
         if self.rank == 1:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import ray
 
-from mcontroller.errors import ConfigError, GroupError, TopologyError
+from mcontroller.errors import ConfigError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
-from tests.mcontroller.ray.roles import Crowded, Plain
+from tests.mcontroller.ray.roles import Crowded, Finishes, Plain
 
 Start = Callable[..., RayWorkerGroup]
 
@@ -120,4 +120,30 @@ def test_ranks_that_stand_in_one_place_are_refused_at_the_start(pool: RayResourc
 def test_a_group_of_workers_that_know_no_megatron_is_refused(pool: RayResourcePool) -> None:
     with pytest.raises(ConfigError, match="Plain has no get_megatron_rank_info"):
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Plain))
+    assert pool.tenants == []
+
+
+def test_what_is_under_way_is_finished_before_the_processes_end(pool: RayResourcePool, tmp_path: Path) -> None:
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Finishes, str(tmp_path)), name_prefix="finishes"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_what_cannot_be_finished_is_told_after_the_end(pool: RayResourcePool) -> None:
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Finishes), name_prefix="full")
+    with pytest.raises(WorkerError, match="failed in before_shutdown: OSError: the disk is full"):
+        group.shutdown()
+    assert pool.tenants == []
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_group_that_is_busy_or_broken_ends_at_once(pool: RayResourcePool, tmp_path: Path, busy: bool) -> None:
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Finishes, str(tmp_path)), name_prefix="ends")
+    if busy:
+        group.wait_for_file(str(tmp_path / "never"))
+    else:
+        with pytest.raises(WorkerError):
+            group.fail_on({1: "x"})
+    group.shutdown()
+    assert list(tmp_path.iterdir()) == []
     assert pool.tenants == []
