@@ -6,6 +6,7 @@ asked of them any more: they are killed at once, and later calls are told the fi
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -19,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from mcontroller.errors import CallTimeout, GroupBroken, GroupError
+from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.failures import Failure, Place, first_cause
 from mcontroller.ray.host import HostInfo, Ticket
 
@@ -187,15 +188,16 @@ class Hosts:
     def shutdown(self) -> None:
         """Has the workers finish, ends the processes and frees their slots; a second call does nothing.
 
-        Raises WorkerError or WorkerDied, after the end, where a worker could not finish. None is asked to where a call
-        has not answered or the group is broken.
+        Raises WorkerError, after the end, where a worker could not finish. None is asked to where a call has not
+        answered, the group is broken, or its processes are gone already.
         """
         try:
             if self._is_idle():
                 finished = [host.finish.remote() for host in self.processes.handles]
                 flight = Flight(self.name, "before_shutdown", tuple(range(self.world_size)), finished, None)
                 self.depart(flight)
-                self.settle(flight)
+                with contextlib.suppress(WorkerDied):
+                    self.settle(flight)
         finally:
             self.processes.end()
 
