@@ -62,7 +62,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 key="parallel.cp",
                 value=config.parallel.cp,
             )
-        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)
+        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config = config
         self.reference: list[nn.Module] = []
         self.sampled_batches = 0

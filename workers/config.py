@@ -7,7 +7,7 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 from mcontroller.load_config import load_config
-from workers.fit import check_fit
+from workers.fit import check_fit, check_packing
 
 __all__ = [
     "ActorConfig",
@@ -177,6 +177,8 @@ class ActorConfig:
         ppo_max_tokens_per_micro_batch: where not 0, what bounds a pass in place of its rows: rows times the longest
             of them. Rows of similar length go together. A row longer than this goes alone. For scoring it is
             ``log_prob_max_tokens_per_micro_batch`` (0: the same).
+        packed: whether the rows of a pass become one sequence without padding between them, in training and scoring.
+            It then costs the sum of their lengths, which ``ppo_max_tokens_per_micro_batch`` bounds.
         shuffle: whether every epoch draws its own mini-batches, from ``seed``.
         clip_ratio_low, clip_ratio_high: in place of ``clip_ratio`` on one side.
         clip_ratio_c: the dual clip for negative advantages; None is without.
@@ -195,6 +197,7 @@ class ActorConfig:
     ppo_max_tokens_per_micro_batch: int = 0
     log_prob_micro_batch_size: int = 0
     log_prob_max_tokens_per_micro_batch: int = 0
+    packed: bool = False
     ppo_epochs: int = 1
     shuffle: bool = True
     seed: int = 0
@@ -211,6 +214,8 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
         _check_batches(self)
         for name in ("log_prob_micro_batch_size", "log_prob_max_tokens_per_micro_batch"):
             _at_least(name, getattr(self, name), 0)
@@ -238,7 +243,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, slots=True)
 class CriticConfig:
-    """A critic: the model with a value head. Batch sizes as in ``ActorConfig``.
+    """A critic: the model with a value head. Batch sizes and ``packed`` as in ``ActorConfig``.
 
     ``cliprange_value`` is how far a value moves from its old one before it stops to pay; None leaves it free.
     """
@@ -251,6 +256,7 @@ class CriticConfig:
     ppo_max_tokens_per_micro_batch: int = 0
     forward_micro_batch_size: int = 0
     forward_max_tokens_per_micro_batch: int = 0
+    packed: bool = False
     ppo_epochs: int = 1
     shuffle: bool = True
     seed: int = 0
@@ -259,6 +265,8 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
         _check_batches(self)
         for name in ("forward_micro_batch_size", "forward_max_tokens_per_micro_batch"):
             _at_least(name, getattr(self, name), 0)
@@ -268,16 +276,22 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True)
 class RewardConfig:
-    """A reward model: the model with a value head, whose output at the last token of a response is its score."""
+    """A reward model: the model with a value head, whose output at the last token of a response is its score.
+
+    Batch sizes and ``packed`` as in ``ActorConfig``.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 8
     max_tokens_per_micro_batch: int = 0
+    packed: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
         _at_least("micro_batch_size", self.micro_batch_size, 1)
         _at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 0)
 

@@ -26,7 +26,14 @@ from workers.forward import sum_over_context
 from workers.hf import export_hf
 from workers.megatron_worker import MegatronWorker
 from workers.metrics import Rule, reduce_reports
-from workers.micro_batches import MicroBatch, MicroBatchSize, equal_micro_batches, least_count, token_micro_batches
+from workers.micro_batches import (
+    MicroBatch,
+    MicroBatchSize,
+    equal_micro_batches,
+    least_count,
+    packed_equal_micro_batches,
+    token_micro_batches,
+)
 from workers.nonfinite import raise_nonfinite
 from workers.offload import Offload, gradient_tensors, model_tensors, optimizer_tensors
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
@@ -42,6 +49,7 @@ class ModelWorker(MegatronWorker):
         model: the model chunks of this rank, inside DistributedDataParallel where they are trained.
         optimizer, scheduler: Megatron's, where the model is trained.
         phases: the ways in which it can be trained, by name; ``phase`` is the one that the optimizer belongs to.
+        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.packing``).
         updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
     """
 
@@ -49,9 +57,10 @@ class ModelWorker(MegatronWorker):
     # An override that computes with more than what it overrides must be named anew.
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {"offload": (), "reload": (), "wait_for_checkpoint": ()}
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig, *, timeout_s: float) -> None:
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig, *, timeout_s: float, packed: bool = False) -> None:
         super().__init__(parallel, seed=model.seed, timeout_s=timeout_s)
         self.model_config = model
+        self.packed = packed
         self.model: list[Any] = []
         self.phases: dict[str, OptimConfig] = {}
         self.phase = ""
@@ -214,11 +223,14 @@ class ModelWorker(MegatronWorker):
             most: the largest number of rows that any data-parallel rank has.
         """
         multiple = self.parallel.pp if self.parallel.vpp else 1  # what an interleaved schedule takes
-        if not size.tokens:
+        length_multiple = self.sequence_multiple
+        if not size.tokens and not self.packed:
             return equal_micro_batches(rows, index, most, size.rows, multiple)
-        count = max(self._of_every_shard(least_count(rows.lengths[index], size.tokens, self.sequence_multiple)))
-        count = -(-count // multiple) * multiple
-        return token_micro_batches(rows, index, count, size.tokens, length_multiple=self.sequence_multiple)
+        if not size.tokens:
+            return packed_equal_micro_batches(rows, index, most, size.rows, multiple, length_multiple=length_multiple)
+        least = least_count(rows.lengths[index], size.tokens, length_multiple, packed=self.packed)
+        count = -(-max(self._of_every_shard(least)) // multiple) * multiple
+        return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=self.packed)
 
     def _of_every_shard(self, number: int) -> list[int]:
         """The number of every data-parallel rank, in the order of their shards (a collective)."""

@@ -18,6 +18,7 @@ _MODEL = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 8, "num
 _MODELS: dict[str, dict[str, Any]] = {
     "dense": _MODEL,
     "tied embeddings": _MODEL | {"tie_embeddings": True},
+    "learned positions": _MODEL | {"position_embedding_type": "learned_absolute"},
     "experts": _MODEL
     | {
         "num_moe_experts": 4,
@@ -38,6 +39,7 @@ class Layout:
     optim: dict[str, Any] = field(default_factory=dict)
     transformer: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 0
+    packed: bool = False
 
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -63,8 +65,30 @@ LAYOUTS = {
     "PP2, tied embeddings": Layout(2, {"pp": 2}, "tied embeddings"),
     "TP2 x PP2 x DP2, micro-batches by tokens": Layout(8, {"tp": 2, "pp": 2}, max_tokens=40),
     "PP2 with VPP2, micro-batches by tokens": Layout(2, {"pp": 2, "vpp": 2}, max_tokens=40),
+    "one process, packed": Layout(1, {}, packed=True),
+    "TP2, packed": Layout(2, {"tp": 2}, packed=True),
+    "TP2 with SP, packed": Layout(2, {"tp": 2, "sequence_parallel": True}, packed=True),
+    "PP2, packed": Layout(2, {"pp": 2}, packed=True),
+    "PP2 with VPP2, packed": Layout(2, {"pp": 2, "vpp": 2}, packed=True),
+    "CP2, packed": Layout(2, {"cp": 2}, packed=True),
+    "TP2 x PP2 x CP2 with SP, packed, by tokens": Layout(
+        8, {"tp": 2, "pp": 2, "cp": 2, "sequence_parallel": True}, packed=True, max_tokens=40
+    ),
+    "TP2 x PP2 x DP2, packed, by tokens": Layout(8, {"tp": 2, "pp": 2}, packed=True, max_tokens=40),
+    "PP2 with VPP2, packed, by tokens": Layout(2, {"pp": 2, "vpp": 2}, packed=True, max_tokens=40),
+    "TP2 x EP2 with SP, packed, by tokens": Layout(
+        4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", packed=True, max_tokens=40
+    ),
+    "CP2, learned positions, packed": Layout(2, {"cp": 2}, "learned positions", packed=True),
 }
-IN_BFLOAT16 = ("TP2 with SP", "CP2", "TP2 x PP2 x DP2", "DP2, distributed optimizer")
+IN_BFLOAT16 = (
+    "TP2 with SP",
+    "CP2",
+    "TP2 x PP2 x DP2",
+    "DP2, distributed optimizer",
+    "one process, packed",
+    "TP2 x PP2 x DP2, packed, by tokens",
+)
 
 
 @functools.cache
@@ -104,6 +128,7 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
         "ppo_mini_batch_size": ROWS,
         "ppo_epochs": 1,
         "ppo_max_tokens_per_micro_batch": layout.max_tokens,
+        "packed": layout.packed,
     }
     # Without clipping: in bfloat16 rounding decides on which side of a clip a token at its edge is.
     policy = actor(layout.parallel, "actor", **same, clip_ratio=100.0)
