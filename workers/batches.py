@@ -56,6 +56,11 @@ class Rows:
         return self.tokens.size(0)
 
     @property
+    def counted(self) -> Tensor:
+        """``[rows]`` bool: whether a row has a target that counts; filling has none."""
+        return (self.mask != 0).any(1)
+
+    @property
     def input_shape(self) -> tuple[int, int]:
         """Sequences and their length as the model takes them, over all ranks of the cp axis."""
         return (len(self), self.tokens.size(1)) if self.packing is None else (1, self.packing.total)

@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from workers.batches import Rows
+from workers.router_losses import padding_matters
 from workers.vocab_parallel import log_probs_and_entropy
 from workers.zigzag import zigzag_slice
 
@@ -86,16 +87,24 @@ def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:
 
 def _through(model: nn.Module, rows: Rows, pg: ProcessGroupCollection) -> Tensor:
     """The chunk's output for this context-parallel rank's tokens."""
-    size, rank = pg.cp.size(), pg.cp.rank()
     columns = torch.arange(rows.tokens.size(1), device=rows.tokens.device).expand_as(rows.tokens)
     further: dict[str, Any] = {}
-    if rows.packing is None:
-        tokens, positions = zigzag_slice(rows.tokens, size, rank), zigzag_slice(columns, size, rank)
-    else:
-        held = rows.packing.held(size, rank)
-        tokens, positions = rows.tokens[held][None], columns[held][None]
+    if rows.packing is not None:
         further["packed_seq_params"] = rows.packing.params()
-    return model(tokens, positions, None, **further)
+    if torch.is_grad_enabled() and padding_matters(model):
+        padding = _held((columns >= rows.lengths[:, None]) | ~rows.counted[:, None], rows, pg)
+        chunk = unwrap_model(model)
+        if chunk.config.sequence_parallel and not chunk.pre_process:  # a first stage divides it over tp by itself
+            padding = padding.chunk(pg.tp.size(), dim=1)[pg.tp.rank()]
+        further["padding_mask"] = padding
+    return model(_held(rows.tokens, rows, pg), _held(columns, rows, pg), None, **further)
+
+
+def _held(column: Tensor, rows: Rows, pg: ProcessGroupCollection) -> Tensor:
+    """What this context-parallel rank holds of ``column`` ``[rows, seq]``, in the shape that the model takes."""
+    if rows.packing is None:
+        return zigzag_slice(column, pg.cp.size(), pg.cp.rank())
+    return column[rows.packing.held(pg.cp.size(), pg.cp.rank())][None]
 
 
 def _at_predictors(

@@ -38,6 +38,7 @@ from workers.nonfinite import raise_nonfinite
 from workers.offload import Offload, gradient_tensors, model_tensors, optimizer_tensors
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.pipeline import Loss, run_for_gradients, run_for_scores
+from workers.router_losses import RouterLosses
 
 __all__ = ["ModelWorker"]
 
@@ -155,7 +156,7 @@ class ModelWorker(MegatronWorker):
 
         Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same whatever
         the data-parallel size, and whatever rows without loss fill the shards up. Every step's loss is averaged over
-        all valid tokens of its mini-batch on all ranks.
+        all valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
         Args:
             mini_batch_size: rows of all ranks to one step; None takes all of them.
@@ -175,11 +176,12 @@ class ModelWorker(MegatronWorker):
             generator = torch.Generator().manual_seed(shuffle_seed * 1_000_003 + self.updates)
         reports: list[dict[str, Tensor]] = []
         norms: list[float | None] = []
+        routers = RouterLosses(self.model, self.context.pg, self.device)
         for _ in range(epochs):
             dp_rank = self.context.pg.dp.rank()
             for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss)
+                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss, routers)
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()
@@ -187,20 +189,28 @@ class ModelWorker(MegatronWorker):
         self.updates += 1
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
-        return reduce_reports(reports, rules, self.context.pg, self.device) | {
-            "grad_norm": sum(made) / max(len(made), 1),
-            "lr": float(self.scheduler.get_lr({})),
-            "skipped_steps": float(len(norms) - len(made)),
-        }
+        return (
+            reduce_reports(reports, rules, self.context.pg, self.device)
+            | routers.means()
+            | {
+                "grad_norm": sum(made) / max(len(made), 1),
+                "lr": float(self.scheduler.get_lr({})),
+                "skipped_steps": float(len(norms) - len(made)),
+            }
+        )
 
-    def _step(self, method: str, batches: Sequence[Rows], loss: Loss) -> tuple[float | None, list[dict[str, Tensor]]]:
+    def _step(
+        self, method: str, batches: Sequence[Rows], loss: Loss, routers: RouterLosses
+    ) -> tuple[float | None, list[dict[str, Tensor]]]:
         """One mini-batch: its gradient norm (None if the step was skipped) and its reports (kept if it was made)."""
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        routers.begin(batches)
         reports = run_for_gradients(self.model, [batch.to(self.device) for batch in batches], self.forward_step, loss)
         step = guarded_step(self.optimizer)
+        routers.end(step.made)
         if step.made:
             self.scheduler.step(1)
             self.optimizer_steps += 1

@@ -27,6 +27,20 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 _OPTIM = {"lr": 1e-3, "eps": 1e-4, "warmup_steps": 0}
+_MODELS["router losses by row"] = _MODELS["experts"] | {
+    "transformer": {
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.2,
+        "moe_z_loss_coeff": 0.01,
+    }
+}
+_MODELS["router losses"] = _MODELS["experts"] | {
+    "transformer": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.1],
+        "moe_z_loss_coeff": 0.01,
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,18 @@ LAYOUTS = {
         4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", packed=True, max_tokens=40
     ),
     "CP2, learned positions, packed": Layout(2, {"cp": 2}, "learned positions", packed=True),
+    "EP2, router losses": Layout(2, {"ep": 2}, "router losses"),
+    "CP2 x EP2, router losses": Layout(2, {"cp": 2, "ep": 2}, "router losses"),
+    "TP2 x PP2 x EP2 with SP, router losses": Layout(
+        8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "router losses"
+    ),
+    "TP2 x PP2 x EP4 with SP, router losses": Layout(
+        8, {"tp": 2, "pp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}, "router losses"
+    ),
+    "PP2 with VPP2 x EP2, recomputation, router losses": Layout(
+        4, {"pp": 2, "vpp": 2, "ep": 2}, "router losses", transformer=_RECOMPUTE
+    ),
+    "EP2, router losses by row, micro-batches by tokens": Layout(2, {"ep": 2}, "router losses by row", max_tokens=40),
 }
 IN_BFLOAT16 = (
     "TP2 with SP",
@@ -149,7 +175,9 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
         "dp": policy.context.pg.dp.rank(),
         "log-probs": None if log_probs is None else log_probs.batch["old_log_probs"],
         "values": None if values is None else values.batch["values"],
-        "loss": torch.tensor([[report[f"{name}_loss"] for name in ("actor/pg", "critic/vf")] for report in reports]),
+        "loss": torch.tensor(
+            [[report[name] for name in sorted(report) if name.endswith("_loss")] for report in reports]
+        ),
         "gradient norm": torch.tensor(
             [[report[f"{role}/grad_norm"] for role in ("actor", "critic")] for report in reports]
         ),
