@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +51,8 @@ class ModelConfig:
     quick_gelu. ``rope_scaling_factor`` turns Llama 3's scaling of rotary positions on. ``dtype`` is float32, bfloat16
     or float16. ``transformer_impl`` is auto, transformer_engine or local. ``seed`` alone decides the initial weights,
     whatever the layout, unless they are read from ``hf_path``, a directory in Hugging Face's format (see
-    ``workers.hf.model_config_from_hf``). ``transformer`` holds any further field of Megatron's TransformerConfig by its
-    own name.
+    ``workers.hf.model_config_from_hf``). ``load_config`` takes every field that is not given from there too, unless all
+    sizes are given. ``transformer`` holds any further field of Megatron's TransformerConfig by its own name.
     """
 
     vocab_size: int
@@ -85,6 +86,20 @@ class ModelConfig:
     seed: int = 1234
     hf_path: str | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def find_fields(fields: Mapping[str, Any], missing: Sequence[str], key: str) -> dict[str, Any]:
+        """What the checkpoint says of the model, where sizes are ``missing`` (see ``load_config``)."""
+        from workers.hf_config import model_fields_from_hf  # which imports this file
+
+        if fields["hf_path"] is None:
+            raise ConfigError(
+                f"{key}hf_path is not set, and neither are {', '.join(key + name for name in missing)}: give the "
+                "directory of a Hugging Face checkpoint, or the sizes of the model",
+                key=f"{key}hf_path",
+                missing=list(missing),
+            )
+        return model_fields_from_hf(fields["hf_path"])
 
 
 @dataclass(frozen=True, slots=True)
