@@ -18,7 +18,7 @@ from tests.workers.parity import IN_BFLOAT16, LAYOUTS, QUANTITIES, ROWS, STEPS, 
 HEAD = """# Parity of the layouts with one process
 
 Written by `python benchmarks/parity.py --write docs/parity.md`, which measures what
-`tests/workers/test_parity_matrix.py` asserts; megatron-core {megatron}, torch {torch}, {where}.
+`tests/workers/test_parity_matrix*.py` assert; megatron-core {megatron}, torch {torch}, {where}.
 
 Every layout starts from the same weights and is given the same {rows} rows of different lengths as one process. Shown
 are the largest absolute differences: over all response tokens for log-probabilities (actor) and values (critic), over

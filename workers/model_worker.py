@@ -86,7 +86,10 @@ class ModelWorker(MegatronWorker):
         return optimizer, make_scheduler(optimizer, config)
 
     def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
-        """One micro-batch through one chunk: hidden states, or on the last stage what ``loss`` and scoring take."""
+        """One micro-batch through one chunk: hidden states, or on the last stage what ``loss`` and scoring take.
+
+        Where ``rows.packing`` is set the chunk is to take the rows as one sequence, as ``workers.forward`` does.
+        """
         raise NotImplementedError(f"{type(self).__name__} must say what its model computes: override forward_step")
 
     def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

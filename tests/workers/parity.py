@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,14 @@ IN_BFLOAT16 = (
     "one process, packed",
     "TP2 x PP2 x DP2, packed, by tokens",
 )
+CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for layout in IN_BFLOAT16]
+
+
+def assert_parity(name: str, dtype: str) -> None:
+    """The layout computes what one process computes, within the tolerance."""
+    found = differences(name, dtype)
+    assert found.keys() == set(QUANTITIES)
+    assert all(math.isfinite(value) and value <= TOLERANCES[dtype] for value in found.values()), found
 
 
 @functools.cache
