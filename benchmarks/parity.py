@@ -18,14 +18,21 @@ from tests.workers.parity import IN_BFLOAT16, LAYOUTS, QUANTITIES, ROWS, STEPS, 
 HEAD = """# Parity of the layouts with one process
 
 Written by `python benchmarks/parity.py --write docs/parity.md`, which measures what
-`tests/workers/test_parity_matrix.py` asserts; megatron-core {megatron}, torch {torch}, {where}.
+`tests/workers/test_parity_matrix*.py` assert; megatron-core {megatron}, torch {torch}, {where}.
 
 Every layout starts from the same weights and is given the same {rows} rows of different lengths as one process. Shown
 are the largest absolute differences: over all response tokens for log-probabilities (actor) and values (critic), over
 {steps} optimizer steps for both losses and both gradient norms (norms above 1 relative to themselves), and over all
 weights of both after these steps. bfloat16 is compared with one process in bfloat16.
 The clipping of ratios and values is off: with it on, TP2 x DP2 in bfloat16 missed (gradient norm 3.03 against 3.22),
-since rounding moves tokens across the edge of a clip. `tests/workers/test_parity.py` keeps it on, in float32."""
+since rounding moves tokens across the edge of a clip. `tests/workers/test_parity.py` keeps it on, in float32.
+
+One process pads its rows and takes them two at a time; "packed" is one sequence without padding between rows, and "by
+tokens" are micro-batches of at most so many tokens. "Router losses" are z loss with `aux_loss` and `seq_aux_loss`, or
+"by row" with the latter alone; their values count among the losses. z loss and `seq_aux_loss` are the same in every
+layout and micro-batch. `aux_loss` balances the rows of one data-parallel rank's micro-batch, and `global_aux_loss`
+those of all ranks' micro-batches so far in the step: where another layout or budget puts other rows together, they are
+other losses by definition (`tests/workers/test_router_losses.py` compares both where the rows are the same)."""
 
 
 def table(dtype: str, layouts: list[str]) -> tuple[str, bool]:

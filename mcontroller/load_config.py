@@ -20,6 +20,10 @@ C = TypeVar("C")
 def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C:
     """An instance of the dataclass ``cls`` from ``sources``, each over the one before, and ``overrides`` over all.
 
+    A dataclass with fields that can be found elsewhere (a model's sizes in its checkpoint) has a static method
+    ``find_fields(fields, missing, key)``: asked where fields are ``missing``, it gives values that stand below all
+    sources; ``fields`` are the others, and ``key`` is the dotted prefix of all.
+
     Args:
         cls: a dataclass of scalars, sequences, mappings and further dataclasses.
         sources: paths of YAML files, mappings, or instances of dataclasses.
@@ -35,7 +39,9 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
         for key, names in _unknown_keys(cls, given, ""):
             raise _unknown_key(key, names, cls)
     try:
-        config = OmegaConf.merge(OmegaConf.structured(cls), *layers)
+        config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
+        if found := _found_fields(cls, config, ""):
+            config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), found, *layers))
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
@@ -64,6 +70,22 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
         if "=" not in override:
             raise ConfigError(f"the override {override!r} is not of the form key=value", key=override, value=None)
     return OmegaConf.from_dotlist(list(overrides))
+
+
+def _found_fields(cls: type, config: DictConfig, prefix: str) -> dict[str, Any]:
+    """What ``cls`` and the dataclasses in it find of the fields that nothing sets."""
+    hints = typing.get_type_hints(cls)
+    missing = [item.name for item in dataclasses.fields(cls) if OmegaConf.is_missing(config, item.name)]
+    found: dict[str, Any] = {}
+    present = [item.name for item in dataclasses.fields(cls) if item.name not in missing]
+    for name in present:
+        nested = _dataclass_of(hints[name])
+        if nested is not None and isinstance(config[name], DictConfig):
+            below = _found_fields(nested, config[name], f"{prefix}{name}.")
+            found |= {name: below} if below else {}
+    if missing and hasattr(cls, "find_fields"):
+        found |= cls.find_fields({name: config[name] for name in present}, missing, prefix)
+    return found
 
 
 def _unknown_keys(cls: type, given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, list[str]]]:

@@ -62,7 +62,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 key="parallel.cp",
                 value=config.parallel.cp,
             )
-        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)
+        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config = config
         self.reference: list[nn.Module] = []
         self.sampled_batches = 0
@@ -195,7 +195,8 @@ class ActorRolloutRefWorker(ModelWorker):
                 and ``ref_log_prob`` under ``use_kl_loss``.
 
         Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
-        ``batches.mini_batch_rows``.
+        ``batches.mini_batch_rows``. Router losses that the model has are among the metrics (``moe_aux_loss``,
+        ``moe_seq_aux_loss``, ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.router_losses``.
         """
         self._need("actor", "update_actor")
         config = self.config

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcontroller.errors import DataError
 from mcontroller.protocol import DataProto
+from workers.packing import Packing
 
 __all__ = [
     "Rows",
@@ -39,6 +40,7 @@ class Rows:
         lengths: ``[rows]`` int64, the tokens of each row without padding.
         columns: what else the loss needs, each ``[rows, targets]``.
         temperature: divides the logits that the rows are scored with.
+        packing: where the rows stand in one sequence, if they go through the model as one.
     """
 
     tokens: Tensor
@@ -48,9 +50,20 @@ class Rows:
     lengths: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     temperature: float = 1.0
+    packing: Packing | None = None
 
     def __len__(self) -> int:
         return self.tokens.size(0)
+
+    @property
+    def counted(self) -> Tensor:
+        """``[rows]`` bool: whether a row has a target that counts; filling has none."""
+        return (self.mask != 0).any(1)
+
+    @property
+    def input_shape(self) -> tuple[int, int]:
+        """Sequences and their length as the model takes them, over all ranks of the cp axis."""
+        return (len(self), self.tokens.size(1)) if self.packing is None else (1, self.packing.total)
 
     def take(self, index: Tensor, valid: int) -> Rows:
         """The rows at ``index``; from the ``valid``-th on they are filling, with a mask of 0."""
@@ -67,7 +80,8 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         """The rows on ``device``."""
-        return self._each(lambda column: column.to(device))
+        moved = self._each(lambda column: column.to(device))
+        return moved if self.packing is None else replace(moved, packing=self.packing.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Rows:
         return Rows(

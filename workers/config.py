@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mcontroller.errors import ConfigError
 from mcontroller.load_config import load_config
-from workers.fit import check_fit
+from workers.fit import check_fit, check_packing
 
 __all__ = [
     "ActorConfig",
@@ -50,8 +51,8 @@ class ModelConfig:
     quick_gelu. ``rope_scaling_factor`` turns Llama 3's scaling of rotary positions on. ``dtype`` is float32, bfloat16
     or float16. ``transformer_impl`` is auto, transformer_engine or local. ``seed`` alone decides the initial weights,
     whatever the layout, unless they are read from ``hf_path``, a directory in Hugging Face's format (see
-    ``workers.hf.model_config_from_hf``). ``transformer`` holds any further field of Megatron's TransformerConfig by its
-    own name.
+    ``workers.hf.model_config_from_hf``). ``load_config`` takes every field that is not given from there too, unless all
+    sizes are given. ``transformer`` holds any further field of Megatron's TransformerConfig by its own name.
     """
 
     vocab_size: int
@@ -85,6 +86,20 @@ class ModelConfig:
     seed: int = 1234
     hf_path: str | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def find_fields(fields: Mapping[str, Any], missing: Sequence[str], key: str) -> dict[str, Any]:
+        """What the checkpoint says of the model, where sizes are ``missing`` (see ``load_config``)."""
+        from workers.hf_config import model_fields_from_hf  # which imports this file
+
+        if fields["hf_path"] is None:
+            raise ConfigError(
+                f"{key}hf_path is not set, and neither are {', '.join(key + name for name in missing)}: give the "
+                "directory of a Hugging Face checkpoint, or the sizes of the model",
+                key=f"{key}hf_path",
+                missing=list(missing),
+            )
+        return model_fields_from_hf(fields["hf_path"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +192,8 @@ class ActorConfig:
         ppo_max_tokens_per_micro_batch: where not 0, what bounds a pass in place of its rows: rows times the longest
             of them. Rows of similar length go together. A row longer than this goes alone. For scoring it is
             ``log_prob_max_tokens_per_micro_batch`` (0: the same).
+        packed: whether the rows of a pass become one sequence without padding between them, in training and scoring.
+            It then costs the sum of their lengths, which ``ppo_max_tokens_per_micro_batch`` bounds.
         shuffle: whether every epoch draws its own mini-batches, from ``seed``.
         clip_ratio_low, clip_ratio_high: in place of ``clip_ratio`` on one side.
         clip_ratio_c: the dual clip for negative advantages; None is without.
@@ -195,6 +212,7 @@ class ActorConfig:
     ppo_max_tokens_per_micro_batch: int = 0
     log_prob_micro_batch_size: int = 0
     log_prob_max_tokens_per_micro_batch: int = 0
+    packed: bool = False
     ppo_epochs: int = 1
     shuffle: bool = True
     seed: int = 0
@@ -211,6 +229,8 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
         _check_batches(self)
         for name in ("log_prob_micro_batch_size", "log_prob_max_tokens_per_micro_batch"):
             _at_least(name, getattr(self, name), 0)
@@ -238,7 +258,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, slots=True)
 class CriticConfig:
-    """A critic: the model with a value head. Batch sizes as in ``ActorConfig``.
+    """A critic: the model with a value head. Batch sizes and ``packed`` as in ``ActorConfig``.
 
     ``cliprange_value`` is how far a value moves from its old one before it stops to pay; None leaves it free.
     """
@@ -251,6 +271,7 @@ class CriticConfig:
     ppo_max_tokens_per_micro_batch: int = 0
     forward_micro_batch_size: int = 0
     forward_max_tokens_per_micro_batch: int = 0
+    packed: bool = False
     ppo_epochs: int = 1
     shuffle: bool = True
     seed: int = 0
@@ -259,6 +280,8 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
         _check_batches(self)
         for name in ("forward_micro_batch_size", "forward_max_tokens_per_micro_batch"):
             _at_least(name, getattr(self, name), 0)
@@ -268,16 +291,22 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True)
 class RewardConfig:
-    """A reward model: the model with a value head, whose output at the last token of a response is its score."""
+    """A reward model: the model with a value head, whose output at the last token of a response is its score.
+
+    Batch sizes and ``packed`` as in ``ActorConfig``.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 8
     max_tokens_per_micro_batch: int = 0
+    packed: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
         _at_least("micro_batch_size", self.micro_batch_size, 1)
         _at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 0)
 

@@ -32,7 +32,7 @@ class CriticWorker(ModelWorker):
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {**ModelWorker.parts_needed, "compute_values": ("params",)}
 
     def __init__(self, config: CriticConfig) -> None:
-        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)
+        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config = config
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import ConfigError
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig, ParallelConfig
@@ -21,6 +21,15 @@ _OWN_SPLIT = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+
+# Fields of TransformerConfig, the values with which rows can be packed, and what is wrong with others.
+_UNPACKED_ONLY: dict[str, tuple[tuple[str, ...], str]] = {
+    "moe_token_dispatcher_type": (("alltoall", "flex"), "takes micro-batches of one length; take alltoall"),
+    "cuda_graph_impl": (("none",), "replays passes of one length"),
+    "enable_cuda_graph": ((), "replays passes of one length"),
+    "external_cuda_graph": ((), "replays passes of one length"),
+    "fp8": ((), "multiplies blocks of 16 tokens, and packed rows end anywhere"),
+}
 
 
 def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -40,23 +49,24 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(text, key="parallel.ep", value=parallel.ep)
 
 
-def check_sequence_length(length: int, parallel: ParallelConfig) -> None:
-    """Return if sequences of ``length`` tokens can be divided over cp and, under sequence parallelism, over tp.
-
-    Context parallelism gives every rank two pieces of a sequence (zigzag, so that causal attention is balanced).
+def check_packing(model: ModelConfig) -> None:
+    """Return if the rows of a micro-batch can go through the model as one sequence.
 
     Raises:
-        DataError: with the length to pad to.
+        ConfigError: a field of ``model.transformer`` that computes something else then; ``key`` names it.
     """
-    pieces = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
-    if length % pieces:
-        padded = -(-length // pieces) * pieces
-        raise DataError(
-            f"sequences of {length} tokens do not divide over cp={parallel.cp}, tp={parallel.tp} with "
-            f"sequence_parallel={parallel.sequence_parallel}: {pieces} equal pieces are needed; pad to {padded}",
-            length=length,
-            multiple=pieces,
-        )
+    balancing = model.transformer.get("moe_router_load_balancing_type", "")
+    for name, (harmless, why) in _UNPACKED_ONLY.items():
+        value = model.transformer.get(name)
+        if value and value not in harmless:
+            raise _not_packed(name, value, why)
+    if "seq_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
+        raise _not_packed("moe_router_load_balancing_type", balancing, "needs the rows apart; take aux_loss")
+
+
+def _not_packed(name: str, value: object, why: str) -> ConfigError:
+    key = f"model.transformer.{name}"
+    return ConfigError(f"packed rows and {key}={value!r} do not go together: it {why}", key=key, value=value)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from workers.batches import Rows
+from workers.router_losses import padding_matters
 from workers.vocab_parallel import log_probs_and_entropy
 from workers.zigzag import zigzag_slice
 
@@ -21,12 +22,12 @@ __all__ = ["forward_hidden", "forward_values", "owned_targets", "sum_over_contex
 
 
 def forward_hidden(model: nn.Module, rows: Rows, pg: ProcessGroupCollection) -> Tensor:
-    """The chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``.
+    """The chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``; one row if packed.
 
     On the last stage they are those that its output layer takes, after the final norm.
     """
     with _without_output_layer(unwrap_model(model)):
-        return model(*_inputs(rows, pg), None)
+        return _through(model, rows, pg)
 
 
 def token_scores(
@@ -65,16 +66,16 @@ def forward_values(model: nn.Module, rows: Rows, pg: ProcessGroupCollection) -> 
 
     A target's value is the head's output at the column that predicts it, as for log-probabilities.
     """
-    output = model(*_inputs(rows, pg), None)
+    output = _through(model, rows, pg)
     if not unwrap_model(model).post_process:
         return output
-    columns, owned = _locate(rows.predictors, rows.tokens.size(1), pg)
-    return output.squeeze(-1).gather(1, columns).float() * owned
+    sequences, columns, owned = _locate(rows, pg)
+    return output[sequences, columns, 0].float() * owned
 
 
 def owned_targets(rows: Rows, pg: ProcessGroupCollection) -> Tensor:
     """``[rows, targets]``: 1 where this context-parallel rank holds the column that predicts the target."""
-    return _locate(rows.predictors, rows.tokens.size(1), pg)[1]
+    return _locate(rows, pg)[2]
 
 
 def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:
@@ -84,11 +85,26 @@ def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:
     return column
 
 
-def _inputs(rows: Rows, pg: ProcessGroupCollection) -> tuple[Tensor, Tensor]:
-    """This context-parallel rank's tokens and their positions."""
-    positions = torch.arange(rows.tokens.size(1), device=rows.tokens.device).expand_as(rows.tokens)
-    size, rank = pg.cp.size(), pg.cp.rank()
-    return zigzag_slice(rows.tokens, size, rank), zigzag_slice(positions, size, rank)
+def _through(model: nn.Module, rows: Rows, pg: ProcessGroupCollection) -> Tensor:
+    """The chunk's output for this context-parallel rank's tokens."""
+    columns = torch.arange(rows.tokens.size(1), device=rows.tokens.device).expand_as(rows.tokens)
+    further: dict[str, Any] = {}
+    if rows.packing is not None:
+        further["packed_seq_params"] = rows.packing.params()
+    if torch.is_grad_enabled() and padding_matters(model):
+        padding = _held((columns >= rows.lengths[:, None]) | ~rows.counted[:, None], rows, pg)
+        chunk = unwrap_model(model)
+        if chunk.config.sequence_parallel and not chunk.pre_process:  # a first stage divides it over tp by itself
+            padding = padding.chunk(pg.tp.size(), dim=1)[pg.tp.rank()]
+        further["padding_mask"] = padding
+    return model(_held(rows.tokens, rows, pg), _held(columns, rows, pg), None, **further)
+
+
+def _held(column: Tensor, rows: Rows, pg: ProcessGroupCollection) -> Tensor:
+    """What this context-parallel rank holds of ``column`` ``[rows, seq]``, in the shape that the model takes."""
+    if rows.packing is None:
+        return zigzag_slice(column, pg.cp.size(), pg.cp.rank())
+    return column[rows.packing.held(pg.cp.size(), pg.cp.rank())][None]
 
 
 def _at_predictors(
@@ -97,20 +113,27 @@ def _at_predictors(
     """``hidden`` at the columns that predict the targets ``[rows, targets, hidden]``, and 1 where this rank has it."""
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
-    columns, owned = _locate(rows.predictors, rows.tokens.size(1), pg)
-    return hidden[columns, torch.arange(len(rows), device=hidden.device)[:, None]], owned
+    sequences, columns, owned = _locate(rows, pg)
+    return hidden[columns, sequences], owned
 
 
-def _locate(predictors: Tensor, width: int, pg: ProcessGroupCollection) -> tuple[Tensor, Tensor]:
-    """Columns of the whole row as columns of this rank's zigzag part, and 1 where they are in it."""
+def _locate(rows: Rows, pg: ProcessGroupCollection) -> tuple[Tensor, Tensor, Tensor]:
+    """Where this rank's input holds the predictors: sequence and column, and 1 where it does; ``[rows, targets]``."""
     size, rank = pg.cp.size(), pg.cp.rank()
+    each = torch.arange(len(rows), device=rows.tokens.device)[:, None]
+    sequences, start = each, torch.zeros_like(each)
+    width: int | Tensor = rows.tokens.size(1)
+    if rows.packing is not None:
+        sequences, start = start, rows.packing.bounds[:-1, None].long() // size
+        width = rows.packing.lengths[:, None]
+    predictors = rows.predictors.clamp(max=width - 1)
     if size == 1:
-        return predictors, torch.ones_like(predictors, dtype=torch.float32)
+        return sequences, predictors + start, torch.ones_like(predictors, dtype=torch.float32)
     piece = width // (2 * size)
     number, offset = predictors // piece, predictors % piece
     second = number == 2 * size - 1 - rank
     owned = (number == rank) | second
-    return torch.where(owned, offset + piece * second, 0), owned.float()
+    return sequences, torch.where(owned, offset + piece * second, 0) + start, owned.float()
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from mcontroller.errors import ConfigError
 from workers.config import ModelConfig
 from workers.fit import DTYPES
 
-__all__ = ["hf_config_of", "model_config_from_hf"]
+__all__ = ["hf_config_of", "model_config_from_hf", "model_fields_from_hf"]
 
 # What a family's configuration class supplies where config.json leaves a key out.
 _COMMON = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False}
@@ -59,6 +59,13 @@ def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelC
         ConfigError: no config.json, another family, or a key whose value changes what is computed and is not built;
             ``key`` and ``value`` name it.
     """
+    fields = model_fields_from_hf(path)
+    transformer = fields.pop("transformer", {}) | changes.pop("transformer", {})
+    return dataclasses.replace(ModelConfig(**fields, transformer=transformer), **changes)
+
+
+def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of ModelConfig that the directory decides; raises as ``model_config_from_hf``."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))
@@ -76,8 +83,7 @@ def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelC
     fields = _dense_fields(source, family) | _rope_fields(source) | {"hf_path": str(path)}
     if family == "qwen3_moe":
         fields |= _expert_fields(source)
-    transformer = fields.pop("transformer", {}) | changes.pop("transformer", {})
-    return dataclasses.replace(ModelConfig(**fields, transformer=transformer), **changes)
+    return fields
 
 
 def _dense_fields(source: Mapping[str, Any], family: str) -> dict[str, Any]:

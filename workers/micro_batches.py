@@ -1,26 +1,37 @@
 """Which rows of a mini-batch go through the model together: so many rows at a time, or so many tokens.
 
-A micro-batch costs rows times the length of its longest row, padding included. Under a budget of tokens rows of
-similar length go together, each micro-batch is as wide as its own longest row, and the largest cost is as small as the
-number of micro-batches allows.
+A padded micro-batch costs rows times the length of its longest row, a packed one the sum of its rows' lengths. Under a
+budget of tokens the largest cost is as small as the number of micro-batches allows; padded rows go with rows of similar
+length, and each micro-batch is as wide as its own longest row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers.batches import Rows
+from workers.packing import packing_of
 
-__all__ = ["MicroBatch", "MicroBatchSize", "equal_micro_batches", "least_count", "token_micro_batches"]
+__all__ = [
+    "MicroBatch",
+    "MicroBatchSize",
+    "equal_micro_batches",
+    "least_count",
+    "packed_equal_micro_batches",
+    "token_micro_batches",
+]
 
 
 class MicroBatchSize(NamedTuple):
-    """The most that one data-parallel rank takes at a time: so many ``rows``, or so many ``tokens`` where not 0."""
+    """The most that one data-parallel rank takes at a time: so many ``rows``, or so many ``tokens`` where not 0.
+
+    Tokens are rows times length, padding included, or the sum of lengths where rows are packed.
+    """
 
     rows: int
     tokens: int = 0
@@ -54,10 +65,18 @@ def equal_micro_batches(
     return [_micro_batch(rows, index[at * size : (at + 1) * size], size) for at in range(count)]
 
 
-def token_micro_batches(
-    rows: Rows, index: Tensor, count: int, max_tokens: int, *, length_multiple: int = 1
+def packed_equal_micro_batches(
+    rows: Rows, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1, *, length_multiple: int = 1
 ) -> list[MicroBatch]:
-    """The rows at ``index`` in ``count`` micro-batches of rows times length as equal as sorting by length makes them.
+    """As ``equal_micro_batches``, packed: without filling, but for a short row where there would be none."""
+    padded = equal_micro_batches(rows, index, most, micro_batch_size, multiple)
+    return [_packed(rows, batch.index, _shortest(rows, index), length_multiple) for batch in padded]
+
+
+def token_micro_batches(
+    rows: Rows, index: Tensor, count: int, max_tokens: int, *, length_multiple: int = 1, packed: bool = False
+) -> list[MicroBatch]:
+    """The rows at ``index`` in ``count`` micro-batches of costs as equal as filling them longest row first makes them.
 
     Micro-batches beyond the number of rows are a row of filling.
 
@@ -65,22 +84,25 @@ def token_micro_batches(
         count: at least ``least_count`` of these rows.
         max_tokens: what no micro-batch is more than, unless it is a single row.
         length_multiple: lengths are rounded up to a multiple of this.
+        packed: whether a micro-batch costs the sum of its lengths, or rows times the longest.
     """
     widths, by_length = _rounded(rows.lengths[index], length_multiple).sort(descending=True, stable=True)
-    sizes = _even_sizes(widths.tolist(), count, max_tokens)
-    sizes += [0] * (count - len(sizes))
-    parts = index[by_length].split(sizes)
-    shortest = index[by_length[-1]] if len(index) else rows.lengths.argmin()
-    return [_micro_batch(rows, part, max(len(part), 1), length_multiple, int(shortest)) for part in parts]
+    groups = _even_groups(widths.tolist(), count, max_tokens, packed)
+    groups += [[]] * (count - len(groups))
+    parts = [index[by_length[group]] for group in groups]
+    shortest = _shortest(rows, index)
+    if packed:
+        return [_packed(rows, part, shortest, length_multiple) for part in parts]
+    return [_micro_batch(rows, part, max(len(part), 1), length_multiple, shortest) for part in parts]
 
 
-def least_count(lengths: Tensor, max_tokens: int, length_multiple: int = 1) -> int:
-    """How many micro-batches of at most ``max_tokens``, rows times length, rows of these lengths need; at least 1.
+def least_count(lengths: Tensor, max_tokens: int, length_multiple: int = 1, *, packed: bool = False) -> int:
+    """How many micro-batches of at most ``max_tokens`` rows of these lengths need; at least 1.
 
     A row longer than that has one for itself.
     """
     widths = _rounded(lengths, length_multiple).sort(descending=True).values.tolist()
-    return max(len(_sizes(widths, max_tokens)), 1)
+    return max(len(_groups(widths, max_tokens, packed)), 1)
 
 
 def _micro_batch(
@@ -95,22 +117,48 @@ def _micro_batch(
     return MicroBatch(taken, index)
 
 
-def _even_sizes(widths: Sequence[int], count: int, max_tokens: int) -> list[int]:
-    """Rows of each micro-batch, at most ``count`` of them, with the least largest cost: a search by halves."""
-    low, high = 0, max(max_tokens, *widths, 0)
+def _packed(rows: Rows, index: Tensor, filling: int, length_multiple: int) -> MicroBatch:
+    batch = _micro_batch(rows, index, max(len(index), 1), length_multiple, filling)
+    return replace(batch, rows=replace(batch.rows, packing=packing_of(batch.rows.lengths, length_multiple)))
+
+
+def _shortest(rows: Rows, index: Tensor) -> int:
+    """The row that fills a micro-batch without rows: the shortest of those at ``index``, or of all."""
+    return int(index[rows.lengths[index].argmin()] if len(index) else rows.lengths.argmin())
+
+
+def _even_groups(widths: Sequence[int], count: int, max_tokens: int, packed: bool) -> list[list[int]]:
+    """At most ``count`` groups with the least largest cost: a search by halves."""
+    low, high = 0, max_tokens
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_sizes(widths, middle)) <= count else (middle, high)
-    return _sizes(widths, high)
+        low, high = (low, middle) if len(_groups(widths, middle, packed)) <= count else (middle, high)
+    return _groups(widths, high, packed)
 
 
-def _sizes(widths: Sequence[int], max_tokens: int) -> list[int]:
-    """Rows of each micro-batch when each takes as many of the longest rows left as fit: the fewest that can be."""
-    sizes, at = [], 0
-    while at < len(widths):
-        sizes.append(min(max(max_tokens // widths[at], 1), len(widths) - at))
-        at += sizes[-1]
-    return sizes
+def _groups(widths: Sequence[int], max_tokens: int, packed: bool) -> list[list[int]]:
+    """Places in ``widths``, the longest first, so grouped that no group of several costs more than ``max_tokens``.
+
+    Padded: each takes as many of the longest rows left as fit, which makes the fewest groups that can be. Packed: each
+    row goes to the first group that has room for it (first-fit decreasing).
+    """
+    groups: list[list[int]] = []
+    if not packed:
+        at = 0
+        while at < len(widths):
+            end = min(at + max(max_tokens // widths[at], 1), len(widths))
+            groups.append(list(range(at, end)))
+            at = end
+        return groups
+    room: list[int] = []
+    for place, width in enumerate(widths):
+        to = next((number for number, left in enumerate(room) if left >= width), len(groups))
+        if to == len(groups):
+            groups.append([])
+            room.append(max_tokens)
+        groups[to].append(place)
+        room[to] -= width
+    return groups
 
 
 def _rounded(lengths: Tensor, multiple: int) -> Tensor:

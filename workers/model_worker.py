@@ -26,11 +26,19 @@ from workers.forward import sum_over_context
 from workers.hf import export_hf
 from workers.megatron_worker import MegatronWorker
 from workers.metrics import Rule, reduce_reports
-from workers.micro_batches import MicroBatch, MicroBatchSize, equal_micro_batches, least_count, token_micro_batches
+from workers.micro_batches import (
+    MicroBatch,
+    MicroBatchSize,
+    equal_micro_batches,
+    least_count,
+    packed_equal_micro_batches,
+    token_micro_batches,
+)
 from workers.nonfinite import raise_nonfinite
 from workers.offload import Offload, gradient_tensors, model_tensors, optimizer_tensors
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.pipeline import Loss, run_for_gradients, run_for_scores
+from workers.router_losses import RouterLosses
 
 __all__ = ["ModelWorker"]
 
@@ -42,6 +50,7 @@ class ModelWorker(MegatronWorker):
         model: the model chunks of this rank, inside DistributedDataParallel where they are trained.
         optimizer, scheduler: Megatron's, where the model is trained.
         phases: the ways in which it can be trained, by name; ``phase`` is the one that the optimizer belongs to.
+        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.packing``).
         updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
     """
 
@@ -49,9 +58,10 @@ class ModelWorker(MegatronWorker):
     # An override that computes with more than what it overrides must be named anew.
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {"offload": (), "reload": (), "wait_for_checkpoint": ()}
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig, *, timeout_s: float) -> None:
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig, *, timeout_s: float, packed: bool = False) -> None:
         super().__init__(parallel, seed=model.seed, timeout_s=timeout_s)
         self.model_config = model
+        self.packed = packed
         self.model: list[Any] = []
         self.phases: dict[str, OptimConfig] = {}
         self.phase = ""
@@ -76,7 +86,10 @@ class ModelWorker(MegatronWorker):
         return optimizer, make_scheduler(optimizer, config)
 
     def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
-        """One micro-batch through one chunk: hidden states, or on the last stage what ``loss`` and scoring take."""
+        """One micro-batch through one chunk: hidden states, or on the last stage what ``loss`` and scoring take.
+
+        Where ``rows.packing`` is set the chunk is to take the rows as one sequence, as ``workers.forward`` does.
+        """
         raise NotImplementedError(f"{type(self).__name__} must say what its model computes: override forward_step")
 
     def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -146,7 +159,7 @@ class ModelWorker(MegatronWorker):
 
         Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same whatever
         the data-parallel size, and whatever rows without loss fill the shards up. Every step's loss is averaged over
-        all valid tokens of its mini-batch on all ranks.
+        all valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
         Args:
             mini_batch_size: rows of all ranks to one step; None takes all of them.
@@ -166,11 +179,12 @@ class ModelWorker(MegatronWorker):
             generator = torch.Generator().manual_seed(shuffle_seed * 1_000_003 + self.updates)
         reports: list[dict[str, Tensor]] = []
         norms: list[float | None] = []
+        routers = RouterLosses(self.model, self.context.pg, self.device)
         for _ in range(epochs):
             dp_rank = self.context.pg.dp.rank()
             for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss)
+                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss, routers)
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()
@@ -178,20 +192,28 @@ class ModelWorker(MegatronWorker):
         self.updates += 1
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
-        return reduce_reports(reports, rules, self.context.pg, self.device) | {
-            "grad_norm": sum(made) / max(len(made), 1),
-            "lr": float(self.scheduler.get_lr({})),
-            "skipped_steps": float(len(norms) - len(made)),
-        }
+        return (
+            reduce_reports(reports, rules, self.context.pg, self.device)
+            | routers.means()
+            | {
+                "grad_norm": sum(made) / max(len(made), 1),
+                "lr": float(self.scheduler.get_lr({})),
+                "skipped_steps": float(len(norms) - len(made)),
+            }
+        )
 
-    def _step(self, method: str, batches: Sequence[Rows], loss: Loss) -> tuple[float | None, list[dict[str, Tensor]]]:
+    def _step(
+        self, method: str, batches: Sequence[Rows], loss: Loss, routers: RouterLosses
+    ) -> tuple[float | None, list[dict[str, Tensor]]]:
         """One mini-batch: its gradient norm (None if the step was skipped) and its reports (kept if it was made)."""
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        routers.begin(batches)
         reports = run_for_gradients(self.model, [batch.to(self.device) for batch in batches], self.forward_step, loss)
         step = guarded_step(self.optimizer)
+        routers.end(step.made)
         if step.made:
             self.scheduler.step(1)
             self.optimizer_steps += 1
@@ -214,11 +236,14 @@ class ModelWorker(MegatronWorker):
             most: the largest number of rows that any data-parallel rank has.
         """
         multiple = self.parallel.pp if self.parallel.vpp else 1  # what an interleaved schedule takes
-        if not size.tokens:
+        length_multiple = self.sequence_multiple
+        if not size.tokens and not self.packed:
             return equal_micro_batches(rows, index, most, size.rows, multiple)
-        count = max(self._of_every_shard(least_count(rows.lengths[index], size.tokens, self.sequence_multiple)))
-        count = -(-count // multiple) * multiple
-        return token_micro_batches(rows, index, count, size.tokens, length_multiple=self.sequence_multiple)
+        if not size.tokens:
+            return packed_equal_micro_batches(rows, index, most, size.rows, multiple, length_multiple=length_multiple)
+        least = least_count(rows.lengths[index], size.tokens, length_multiple, packed=self.packed)
+        count = -(-max(self._of_every_shard(least)) // multiple) * multiple
+        return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=self.packed)
 
     def _of_every_shard(self, number: int) -> list[int]:
         """The number of every data-parallel rank, in the order of their shards (a collective)."""

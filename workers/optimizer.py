@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from workers.config import OptimConfig
+from workers.router_losses import prepare_routers
 
 __all__ = ["Step", "guarded_step", "make_optimizer", "make_scheduler", "wrap_for_training"]
 
@@ -25,10 +26,11 @@ def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[
     """The model chunks of this rank inside Megatron's DistributedDataParallel.
 
     Gradients are sums over all tokens of the mini-batch; ``finalize_model_grads`` divides them by the number of
-    valid tokens that all data-parallel ranks hold together.
+    valid tokens that all data-parallel ranks hold together. Router losses are weighed accordingly.
     """
     model_config = get_model_config(chunks[0])
     model_config.calculate_per_token_loss = True
+    prepare_routers(chunks)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,

@@ -77,7 +77,8 @@ def _schedule(
 ) -> list[Any]:
     interleaved = len(chunks) > 1
     # Where shapes differ, stages tell each other the shape of every tensor before they send it.
-    varying = len({batch.tokens.shape for batch in micro_batches}) > 1
+    # Packed ones differ most of the time: padding them alike would cost what packing saves.
+    varying = len({batch.input_shape for batch in micro_batches}) > 1
     get_model_config(chunks[0]).variable_seq_lengths = varying
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
@@ -85,8 +86,8 @@ def _schedule(
         data_iterator=iterators if interleaved else iterators[0],
         model=list(chunks) if interleaved else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].tokens.size(1),
-        micro_batch_size=len(micro_batches[0]),
+        seq_length=micro_batches[0].input_shape[1],
+        micro_batch_size=micro_batches[0].input_shape[0],
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )

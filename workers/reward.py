@@ -26,7 +26,7 @@ class RewardModelWorker(ModelWorker):
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s)
+        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config = config
 
     def build_model(self) -> list[nn.Module]:

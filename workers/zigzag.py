@@ -12,7 +12,7 @@ import torch
 def zigzag_positions(length: int, cp: int, rank: int, device: torch.device | None = None) -> torch.Tensor:
     """The positions in a sequence of ``length`` tokens that ``rank`` holds, in its order: int64 [length / cp].
 
-    ``length`` is a multiple of ``2 * cp``, or any length where cp is 1 (``workers.fit.check_sequence_length``).
+    ``length`` is a multiple of ``2 * cp``, or any length where cp is 1.
     """
     if cp == 1:
         return torch.arange(length, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ _MODEL = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 8, "num
 _MODELS: dict[str, dict[str, Any]] = {
     "dense": _MODEL,
     "tied embeddings": _MODEL | {"tie_embeddings": True},
+    "learned positions": _MODEL | {"position_embedding_type": "learned_absolute"},
     "experts": _MODEL
     | {
         "num_moe_experts": 4,
@@ -26,6 +28,20 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 _OPTIM = {"lr": 1e-3, "eps": 1e-4, "warmup_steps": 0}
+_MODELS["router losses by row"] = _MODELS["experts"] | {
+    "transformer": {
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.2,
+        "moe_z_loss_coeff": 0.01,
+    }
+}
+_MODELS["router losses"] = _MODELS["experts"] | {
+    "transformer": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.1],
+        "moe_z_loss_coeff": 0.01,
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class Layout:
     optim: dict[str, Any] = field(default_factory=dict)
     transformer: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 0
+    packed: bool = False
 
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -63,8 +80,50 @@ LAYOUTS = {
     "PP2, tied embeddings": Layout(2, {"pp": 2}, "tied embeddings"),
     "TP2 x PP2 x DP2, micro-batches by tokens": Layout(8, {"tp": 2, "pp": 2}, max_tokens=40),
     "PP2 with VPP2, micro-batches by tokens": Layout(2, {"pp": 2, "vpp": 2}, max_tokens=40),
+    "one process, packed": Layout(1, {}, packed=True),
+    "TP2, packed": Layout(2, {"tp": 2}, packed=True),
+    "TP2 with SP, packed": Layout(2, {"tp": 2, "sequence_parallel": True}, packed=True),
+    "PP2, packed": Layout(2, {"pp": 2}, packed=True),
+    "PP2 with VPP2, packed": Layout(2, {"pp": 2, "vpp": 2}, packed=True),
+    "CP2, packed": Layout(2, {"cp": 2}, packed=True),
+    "TP2 x PP2 x CP2 with SP, packed, by tokens": Layout(
+        8, {"tp": 2, "pp": 2, "cp": 2, "sequence_parallel": True}, packed=True, max_tokens=40
+    ),
+    "TP2 x PP2 x DP2, packed, by tokens": Layout(8, {"tp": 2, "pp": 2}, packed=True, max_tokens=40),
+    "PP2 with VPP2, packed, by tokens": Layout(2, {"pp": 2, "vpp": 2}, packed=True, max_tokens=40),
+    "TP2 x EP2 with SP, packed, by tokens": Layout(
+        4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", packed=True, max_tokens=40
+    ),
+    "CP2, learned positions, packed": Layout(2, {"cp": 2}, "learned positions", packed=True),
+    "EP2, router losses": Layout(2, {"ep": 2}, "router losses"),
+    "CP2 x EP2, router losses": Layout(2, {"cp": 2, "ep": 2}, "router losses"),
+    "TP2 x PP2 x EP2 with SP, router losses": Layout(
+        8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "router losses"
+    ),
+    "TP2 x PP2 x EP4 with SP, router losses": Layout(
+        8, {"tp": 2, "pp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}, "router losses"
+    ),
+    "PP2 with VPP2 x EP2, recomputation, router losses": Layout(
+        4, {"pp": 2, "vpp": 2, "ep": 2}, "router losses", transformer=_RECOMPUTE
+    ),
+    "EP2, router losses by row, micro-batches by tokens": Layout(2, {"ep": 2}, "router losses by row", max_tokens=40),
 }
-IN_BFLOAT16 = ("TP2 with SP", "CP2", "TP2 x PP2 x DP2", "DP2, distributed optimizer")
+IN_BFLOAT16 = (
+    "TP2 with SP",
+    "CP2",
+    "TP2 x PP2 x DP2",
+    "DP2, distributed optimizer",
+    "one process, packed",
+    "TP2 x PP2 x DP2, packed, by tokens",
+)
+CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for layout in IN_BFLOAT16]
+
+
+def assert_parity(name: str, dtype: str) -> None:
+    """The layout computes what one process computes, within the tolerance."""
+    found = differences(name, dtype)
+    assert found.keys() == set(QUANTITIES)
+    assert all(math.isfinite(value) and value <= TOLERANCES[dtype] for value in found.values()), found
 
 
 @functools.cache
@@ -104,6 +163,7 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
         "ppo_mini_batch_size": ROWS,
         "ppo_epochs": 1,
         "ppo_max_tokens_per_micro_batch": layout.max_tokens,
+        "packed": layout.packed,
     }
     # Without clipping: in bfloat16 rounding decides on which side of a clip a token at its edge is.
     policy = actor(layout.parallel, "actor", **same, clip_ratio=100.0)
@@ -124,7 +184,9 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
         "dp": policy.context.pg.dp.rank(),
         "log-probs": None if log_probs is None else log_probs.batch["old_log_probs"],
         "values": None if values is None else values.batch["values"],
-        "loss": torch.tensor([[report[f"{name}_loss"] for name in ("actor/pg", "critic/vf")] for report in reports]),
+        "loss": torch.tensor(
+            [[report[name] for name in sorted(report) if name.endswith("_loss")] for report in reports]
+        ),
         "gradient norm": torch.tensor(
             [[report[f"{role}/grad_norm"] for role in ("actor", "critic")] for report in reports]
         ),

@@ -89,6 +89,32 @@ def test_a_step_with_nan_can_be_left_out() -> None:
         assert rank["finite"]
 
 
+def overflowing(parallel: dict[str, Any]) -> dict[str, Any]:
+    """Updates in float16 from Megatron's first loss scale, which is too large for it, until a step is made."""
+    worker = actor(parallel, "actor", model={"dtype": "float16"}, ppo_epochs=1, optim={"on_nonfinite": "raise"})
+    shard = own_shard(experience(16), worker)
+    before, scales, skipped = weights(worker), [], []
+    while not skipped or skipped[-1] > 0:
+        assert len(skipped) < 30
+        scales.append(float(worker.optimizer.get_loss_scale()))
+        skipped.append(worker.update_actor(shard).meta_info["metrics"]["actor/skipped_steps"])
+        if skipped == [2.0]:
+            assert largest_difference(before, weights(worker)) == 0.0
+            assert worker.optimizer_steps == 0
+    return {"scales": scales, "skipped": skipped, "moved": largest_difference(before, weights(worker))}
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"pp": 2})])
+def test_an_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(
+    world_size: int, parallel: dict[str, int]
+) -> None:
+    for rank in run_ranks(overflowing, world_size, parallel):
+        assert rank["skipped"][0] == 2.0  # both mini-batches
+        assert rank["scales"] == sorted(rank["scales"], reverse=True)
+        assert rank["scales"][-1] < rank["scales"][0] == 2.0**32
+        assert 0 < rank["moved"] < 1
+
+
 def layout_refused(parallel: dict[str, Any]) -> str:
     with pytest.raises((LayoutError, ConfigError)) as caught:
         actor(parallel)

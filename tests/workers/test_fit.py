@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mcontroller.errors import ConfigError, DataError
-from workers.config import ModelConfig, ParallelConfig
-from workers.fit import check_fit, check_sequence_length, padded_vocab_size
+from mcontroller.errors import ConfigError
+from workers.config import ActorConfig, ModelConfig, ParallelConfig, RolloutConfig
+from workers.fit import check_fit, padded_vocab_size
 
 GPT = ModelConfig(
     vocab_size=100,
@@ -20,6 +20,7 @@ GPT = ModelConfig(
     num_query_groups=4,
 )
 EXPERTS = {"num_moe_experts": 6}
+ROLLOUT = RolloutConfig(prompt_length=8, response_length=8)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +70,21 @@ def test_what_does_not_fit_is_refused_with_its_numbers(
 
 
 @pytest.mark.parametrize(
-    ("length", "axes"),
-    [(7, {}), (7, {"tp": 2}), (8, {"tp": 2, "sequence_parallel": True}), (12, {"cp": 3}), (24, {"cp": 3, "tp": 4})],
-)
-def test_lengths_that_divide_pass(length: int, axes: dict[str, Any]) -> None:
-    assert check_sequence_length(length, ParallelConfig(**axes)) is None
-
-
-@pytest.mark.parametrize(
-    ("length", "axes", "multiple", "padded"),
+    ("transformer", "key"),
     [
-        (7, {"cp": 2}, 4, 8),
-        (10, {"cp": 2}, 4, 12),
-        (9, {"tp": 2, "sequence_parallel": True}, 2, 10),
-        (20, {"cp": 2, "tp": 2, "sequence_parallel": True}, 8, 24),
+        ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type"),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, "moe_router_load_balancing_type"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "moe_router_load_balancing_type"),
+        ({"fp8": "hybrid"}, "fp8"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
     ],
 )
-def test_other_lengths_are_refused_with_the_length_to_pad_to(
-    length: int, axes: dict[str, Any], multiple: int, padded: int
-) -> None:
-    with pytest.raises(DataError, match=f"sequences of {length} tokens .* pad to {padded}") as caught:
-        check_sequence_length(length, ParallelConfig(**axes))
-    assert caught.value.fields["multiple"] == multiple
+def test_what_cannot_be_computed_on_packed_rows_is_refused_by_name(transformer: dict[str, Any], key: str) -> None:
+    model = dataclasses.replace(GPT, **EXPERTS, transformer=transformer)
+    assert ActorConfig(model, rollout=ROLLOUT).packed is False
+    with pytest.raises(ConfigError, match=f"packed rows and model.transformer.{key}=") as caught:
+        ActorConfig(model, rollout=ROLLOUT, packed=True)
+    assert caught.value.fields["key"] == f"model.transformer.{key}"
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:

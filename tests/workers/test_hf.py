@@ -21,7 +21,7 @@ from mcontroller.protocol import DataProto
 from tests.forking import RankFailure, run_ranks
 from tests.training import new_context
 from tests.workers.roles import actor, weights
-from workers.config import ParallelConfig
+from workers.config import CriticConfig, ParallelConfig, load_config
 from workers.hf import export_hf, hf_tensors, load_hf
 from workers.hf_config import hf_config_of, model_config_from_hf
 from workers.model import build_model
@@ -231,6 +231,25 @@ def test_a_configuration_comes_back_as_it_was(family: str, checkpoints: dict[str
     ours = transformers.AutoConfig.from_pretrained(checkpoints[family])
     assert theirs.rope_parameters == ours.rope_parameters
     assert type(theirs) is type(ours)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_command_line_names_the_directory_and_what_is_to_be_otherwise(
+    family: str, checkpoints: dict[str, Path]
+) -> None:
+    overrides = [f"model.hf_path={checkpoints[family]}", "model.dtype=bfloat16", "model.transformer.fp8=hybrid"]
+    config = load_config(CriticConfig, overrides=overrides)
+    expected = model_config_from_hf(checkpoints[family], dtype="bfloat16", transformer={"fp8": "hybrid"})
+    assert config.model == expected
+
+
+def test_a_model_without_sizes_and_without_a_directory_is_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.hf_path is not set, and neither are model\.vocab_size, .*num_layers"
+    ):
+        load_config(CriticConfig, overrides=["model.hidden_size=8"])
+    with pytest.raises(ConfigError, match=r"there is no config\.json in '/nowhere'"):
+        load_config(CriticConfig, overrides=["model.hf_path=/nowhere"])
 
 
 def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(

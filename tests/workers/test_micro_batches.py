@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.batches import Rows
-from workers.micro_batches import equal_micro_batches, least_count, token_micro_batches
+from workers.micro_batches import equal_micro_batches, least_count, packed_equal_micro_batches, token_micro_batches
 
 
 def rows_of(*lengths: int) -> Rows:
@@ -69,3 +69,40 @@ def test_widths_are_multiples_of_what_the_axes_divide() -> None:
     assert least_count(torch.tensor([5, 5]), 10, length_multiple=4) == 2
     (batch,) = token_micro_batches(rows_of(5, 3, 8), torch.tensor([0, 1]), 1, 16, length_multiple=4)
     assert batch.rows.tokens.shape == (2, 8)
+
+
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_packed_micro_batches_cost_the_tokens_of_their_rows(count: int) -> None:
+    rows = rows_of(19, 2, 9, 3, 3, 8, 1, 5)
+    index = torch.tensor([0, 1, 2, 4, 5, 6, 7])
+    assert least_count(rows.lengths[index], 20, packed=True) == 3
+    batches = token_micro_batches(rows, index, count, 20, packed=True)
+    assert len(batches) == count
+    assert sorted(row for batch in batches for row in batch.index.tolist()) == index.tolist()
+    for batch in batches:
+        assert batch.rows.packing is not None
+        assert batch.rows.packing.total == rows.lengths[batch.index].sum() or len(batch.index) == 0
+        assert batch.rows.packing.total <= 20
+        assert batch.rows.mask.sum() == rows.lengths[batch.index].sum()
+
+
+def test_long_and_short_rows_share_a_packed_micro_batch_that_padding_would_split() -> None:
+    lengths = [30, 30, *[5] * 8]
+    assert least_count(torch.tensor(lengths), 50) == 3
+    assert least_count(torch.tensor(lengths), 50, packed=True) == 2
+    batches = token_micro_batches(rows_of(*lengths), torch.arange(10), 2, 50, packed=True)
+    assert [batch.rows.input_shape for batch in batches] == [(1, 50), (1, 50)]
+
+
+def test_a_row_longer_than_the_budget_does_not_let_others_over_it() -> None:
+    rows = rows_of(50, 6, 6, 6, 6)
+    batches = token_micro_batches(rows, torch.arange(5), 3, 12, packed=True)
+    assert [batch.index.tolist() for batch in batches] == [[0], [1, 2], [3, 4]]
+
+
+def test_packed_micro_batches_of_so_many_rows_have_no_filling() -> None:
+    rows = rows_of(6, 1, 4, 5)
+    batches = packed_equal_micro_batches(rows, torch.tensor([0, 2, 3]), 4, 2, multiple=3, length_multiple=4)
+    assert [batch.index.tolist() for batch in batches] == [[0, 2], [3], []]
+    assert [batch.rows.input_shape for batch in batches] == [(1, 12), (1, 8), (1, 4)]
+    assert float(batches[2].rows.mask.sum()) == 0.0

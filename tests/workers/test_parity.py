@@ -24,6 +24,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-dp2-micro-batches-by-tokens": (8, {"tp": 2, "pp": 2}),
     "pp2-vpp2-dp2-micro-batches-by-tokens": (4, {"pp": 2, "vpp": 2}),
     "cp2-dp2-micro-batches-by-tokens": (4, {"cp": 2}),
+    "tp2-pp2-dp2-packed": (8, {"tp": 2, "pp": 2}),
+    "cp2-dp2-packed-by-tokens": (4, {"cp": 2}),
+    "pp2-vpp2-dp2-packed-by-tokens": (4, {"pp": 2, "vpp": 2}),
 }
 OPTIM = {
     "dp2-distributed-optimizer": ["distributed_optimizer"],
@@ -41,9 +44,10 @@ def on(layout: str, run: Callable[..., Any]) -> list[dict[str, Any]]:
     return run_ranks(run, world_size, parallel, *OPTIM.get(layout, []))
 
 
-def updated(parallel: dict[str, Any], *optim: str, max_tokens: int = 0) -> dict[str, Any]:
+def updated(parallel: dict[str, Any], *optim: str, max_tokens: int = 0, packed: bool = False) -> dict[str, Any]:
     """Weights and metrics after several epochs of shuffled mini-batches."""
-    change: dict[str, Any] = {"optim": dict.fromkeys(optim, True), "ppo_max_tokens_per_micro_batch": max_tokens}
+    change: dict[str, Any] = {"optim": dict.fromkeys(optim, True), "packed": packed}
+    change["ppo_max_tokens_per_micro_batch"] = max_tokens
     roles = actor(parallel, "actor", use_kl_loss=True, entropy_coeff=0.01, **change), critic(parallel, **change)
     batch = experience(ROWS)
     metrics = roles[0].update_actor(own_shard(batch, roles[0])).meta_info["metrics"]
@@ -55,7 +59,8 @@ def updated(parallel: dict[str, Any], *optim: str, max_tokens: int = 0) -> dict[
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_ends_in_the_weights_and_metrics_of_one_process(layout: str) -> None:
     expected = in_one_process(updated)
-    run = functools.partial(updated, max_tokens=37) if layout.endswith("by-tokens") else updated
+    max_tokens = 37 if layout.endswith("by-tokens") else 0
+    run = functools.partial(updated, max_tokens=max_tokens, packed="packed" in layout)
     ranks = on(layout, run)
     assert largest_difference(expected["weights"], ranks[0]["weights"]) < TOLERANCE
     for rank in ranks:
