@@ -23,6 +23,9 @@ import numpy as np
 import psutil
 import ray
 import torch
+from ray.dag import InputNode, MultiOutputNode
+from ray.dag.compiled_dag_node import CompiledDAG
+from ray.exceptions import RayChannelTimeoutError
 
 from mcontroller import (
     DataProto,
@@ -31,6 +34,7 @@ from mcontroller import (
     RayResourcePool,
     RayWorkerGroup,
     Worker,
+    WorkerError,
     WorkerGroup,
     register,
 )
@@ -57,6 +61,13 @@ class Ours(Worker):
     def empty(self) -> None:
         return None
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank: int) -> None:
+        """The other ranks wait, as in a collective."""
+        if self.rank == rank:
+            raise ValueError("out of memory")
+        threading.Event().wait()
+
 
 @ray.remote(num_cpus=1)
 class Bare:
@@ -66,7 +77,7 @@ class Bare:
     def metrics(self, shard: dict[str, np.ndarray], collected: bool) -> Any:
         return {"rows": len(shard["score"])} if collected else None
 
-    def empty(self) -> None:
+    def empty(self, nothing: None = None) -> None:
         return None
 
 
@@ -101,6 +112,10 @@ class BareRay:
 
     def empty(self) -> None:
         ray.get([actor.empty.remote() for actor in self.actors])
+
+    def compiled_empty(self) -> CompiledDAG:
+        with InputNode() as nothing:
+            return MultiOutputNode([actor.empty.bind(nothing) for actor in self.actors]).experimental_compile()
 
 
 class Importing(Worker):
@@ -207,6 +222,30 @@ def report_cost_per_rank() -> None:
         print(f"{world_size:>6} ranks {taken * 1e3:>9.2f} ms {per_rank}")
 
 
+def report_compiled(bare: BareRay, repeats: int) -> None:
+    """The empty call as one of Ray's compiled graphs, which is given its method and its actors beforehand."""
+    graph = bare.compiled_empty()
+    runs = {"compiled": lambda: ray.get(graph.execute(None)), "bare": bare.empty}
+    try:
+        taken = interleaved(runs, repeats)
+        compiled, plain = taken["compiled"], taken["bare"]
+        figures = f"{compiled * 1e3:>9.2f} {plain * 1e3:>9.2f} {compiled / plain:>7.2f}"
+    except RayChannelTimeoutError as error:
+        figures = str(error).splitlines()[0]
+    print(f"{'empty call, compiled graph':<34} {figures}")
+    graph.teardown()
+
+
+def report_failure(group: Any) -> None:
+    """How long after a rank has raised the controller knows who it was; the other ranks wait for it."""
+    try:
+        group.fail_on(3)
+    except WorkerError as error:
+        passed = time.time() - error.failed_at
+        verdict = "ok" if passed <= 1 else "MISSED"
+        print(f"rank {error.rank} raised; the controller knew after {passed:.2f} s, at most 1.00  {verdict}")
+
+
 def report_start() -> None:
     """A group of 4 beside 4 bare actors that import what its processes import, each started once to warm the files."""
     code = "import torch, tensordict, mcontroller.protocol"
@@ -273,11 +312,13 @@ def main() -> None:
             ours[f"{megabytes:g} {method}"] = taken["ours"]
     taken = interleaved({"ours": group.empty, "bare": bare.empty}, options.repeats * 5)
     report("empty call", taken["ours"], taken["bare"], EMPTY_TARGET)
+    report_compiled(bare, options.repeats)
     largest = make_batch(max(options.megabytes))
     size = largest.nbytes()
     print(f"memory bandwidth: {bandwidth() / 1e9:.1f} GB/s (one copy, one thread)")
     peak = peak_memory(lambda: group.column(largest)) + size
     print(f"controller's peak with a batch of {size / 1e6:.0f} MB: {peak / size:.2f} x the batch, itself included")
+    report_failure(group)
     group.shutdown()
     pool.shutdown()
     for actor in bare.actors:
