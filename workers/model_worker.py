@@ -28,7 +28,7 @@ from workers.megatron_worker import MegatronWorker
 from workers.metrics import Rule, reduce_reports
 from workers.micro_batches import MicroBatch, MicroBatchSize, equal_micro_batches, least_count, token_micro_batches
 from workers.nonfinite import raise_nonfinite
-from workers.offload import Offload, gradient_tensors, model_tensors, optimizer_tensors
+from workers.offload import Offload, Sleeper, gradient_tensors, model_tensors, optimizer_tensors
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.pipeline import Loss, run_for_gradients, run_for_scores
 
@@ -43,6 +43,7 @@ class ModelWorker(MegatronWorker):
         optimizer, scheduler: Megatron's, where the model is trained.
         phases: the ways in which it can be trained, by name; ``phase`` is the one that the optimizer belongs to.
         updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
+        weights_version: another number whenever the weights may have changed.
     """
 
     # The parts (see ``offload``) that a registered method computes with; one that is not named here has all of them.
@@ -59,6 +60,7 @@ class ModelWorker(MegatronWorker):
         self.scheduler: OptimizerParamScheduler | None = None
         self.updates = 0
         self.optimizer_steps = 0
+        self.weights_version = 0
         self._background_saves = BackgroundSaves()
         self._offload = Offload()
 
@@ -164,6 +166,7 @@ class ModelWorker(MegatronWorker):
         generator = None
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed * 1_000_003 + self.updates)
+        self.weights_version += 1
         reports: list[dict[str, Tensor]] = []
         norms: list[float | None] = []
         for _ in range(epochs):
@@ -239,7 +242,8 @@ class ModelWorker(MegatronWorker):
 
         Args:
             parts: of ``params``, ``reference`` (where there is one), ``grads`` and ``optimizer`` (where the model is
-                trained); None is all. Gradients are not kept: every update begins by clearing them.
+                trained), ``rollout`` (where generation has weights of its own); None is all. Gradients are not kept:
+                every update begins by clearing them; nor are a rollout's weights: it is given them anew.
 
         Raises:
             ConfigError: a part that this role does not have.
@@ -252,10 +256,10 @@ class ModelWorker(MegatronWorker):
         """Bring offloaded parts back to the device ahead of the call that needs them; None is all."""
         self._offload.reload(parts)
 
-    def parts(self) -> dict[str, Iterable[Tensor]]:
+    def parts(self) -> dict[str, Iterable[Tensor] | Sleeper]:
         """What can be offloaded, by part. Memory that two of them share belongs to the first."""
         models = self.training().models
-        parts: dict[str, Iterable[Tensor]] = {
+        parts: dict[str, Iterable[Tensor] | Sleeper] = {
             "params" if part == "model" else part: model_tensors(chunks) for part, chunks in models.items() if chunks
         }
         if self.optimizer is not None:
@@ -326,6 +330,7 @@ class ModelWorker(MegatronWorker):
         counters = manifest["counters"]
         if self.phases and counters:
             self.use_phase(counters["phase"] or self.phase)
+        self.weights_version += 1
         load_checkpoint(self.training(), checkpoint, manifest)
         if counters:
             self.restore(counters)
