@@ -7,13 +7,17 @@ runs the same steps; the last one draws the tokens, and one broadcast a step tak
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from torch import Tensor, nn
@@ -50,7 +54,12 @@ def generate(
     done = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
     stops = torch.tensor(sampling.eos_token_ids, device=prompts.device)
     new = prompts
-    with _whole_sequences(chunks), _padding_hidden_from_engine(chunks):
+    with (
+        _whole_sequences(chunks),
+        _padding_hidden_from_engine(chunks),
+        _cached_for_attention(chunks),
+        _linears_without_gradients(chunks),
+    ):
         for step in range(sampling.response_length):
             logits = decoder.next_logits(new)
             if logits is not None:
@@ -153,6 +162,63 @@ def _whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
     finally:
         for chunk in divided:
             set_model_to_sequence_parallel(chunk, True)
+
+
+@contextlib.contextmanager
+def _cached_for_attention(chunks: Sequence[Any]) -> Iterator[None]:
+    """Megatron caches keys as they are and rotates all of them by their positions again for every token, so that a
+    token costs more and more. Here each key is rotated once, before it is cached; and what the local attention reads
+    lies in memory in the order in which it reads it."""
+    rotary = [chunk for chunk in chunks if chunk.position_embedding_type == "rope"]
+    attentions = [module for chunk in rotary for module in chunk.modules() if isinstance(module, SelfAttention)]
+    for attention in attentions:
+        attention._adjust_key_value_for_inference = functools.partial(_cache_rotated, attention)
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            del attention._adjust_key_value_for_inference
+
+
+def _cache_rotated(
+    attention: Any, cache: StaticInferenceContext, query: Tensor, key: Tensor, value: Tensor, rotary: Any, *rest: Any
+) -> tuple[Any, ...]:
+    if rotary is not None:
+        start = cache.sequence_len_offset
+        angles = rotary[0][start : start + key.size(0)]
+        both = torch.cat((query, key), 2)
+        rotated = apply_rotary_pos_emb(both, angles, config=attention.config, cp_group=attention.pg_collection.cp)
+        query, key = rotated.split((query.size(2), key.size(2)), 2)
+    held = cache.key_value_memory_dict
+    if attention.layer_number not in held and isinstance(attention.core_attention, TEDotProductAttention):
+        held[attention.layer_number] = tuple(_memory(tensor, cache.max_sequence_length) for tensor in (key, value))
+    cached = type(attention)._adjust_key_value_for_inference
+    return cached(attention, cache, query, key, value, None, *rest)
+
+
+def _memory(first: Tensor, length: int) -> Tensor:
+    """``[length, batch, heads, width]`` to hold ``first`` and what follows it, each head's sequence in one piece."""
+    _, batch, heads, width = first.shape
+    return first.new_empty(batch, heads, length, width).permute(2, 0, 1, 3)
+
+
+@contextlib.contextmanager
+def _linears_without_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """What a linear does for its backward pass costs as much as a small product; on whole sequences, nothing else than
+    the product is left of its forward pass."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    linears: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)]
+    for linear in linears:
+        linear._forward_impl = _product
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear._forward_impl
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None, **_for_gradients: Any) -> Tensor:
+    return nn.functional.linear(input, weight, bias)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.protocol import DataProto
+from workers.agreement import everyones, on_every_rank
 from workers.batches import check_prompts, tensor_columns
 from workers.config import RolloutConfig
 from workers.rollout import Prompts, Rollout
@@ -34,7 +35,8 @@ def generate_batch(
     """
     columns = tensor_columns(prompts)
     sampling = Sampling.of(config, prompts.meta_info)
-    check_prompts(columns, method="generate_sequences", vocab_size=vocab_size, prompt_length=config.prompt_length)
+    limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length}
+    on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
     ids, attention = columns["input_ids"], columns["attention_mask"]
     seeds = _seeds(ids, attention, sampling, call, dp_group)
     wanted = Prompts(ids, attention, seeds.view(len(ids), sampling.n))
@@ -62,8 +64,5 @@ def _seeds(ids: Tensor, attention: Tensor, sampling: Sampling, call: int, dp_gro
     if not sampling.do_sample:
         return torch.zeros(len(ids) * sampling.n, dtype=torch.long)
     mine = prompt_hashes(ids, attention).tolist()
-    everyone: list[list[int]] = [mine for _ in range(dp_group.size())]
-    if dp_group.size() > 1:
-        dist.all_gather_object(everyone, mine, group=dp_group)
-    earlier = Counter(value for shard in everyone[: dp_group.rank()] for value in shard)
+    earlier = Counter(value for shard in everyones(mine, dp_group)[: dp_group.rank()] for value in shard)
     return sample_seeds(mine, earlier, n=sampling.n, seed=sampling.seed, call=call)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from workers.agreement import everyones
 from workers.rollout import Generated, Prompts
 
 __all__ = ["RowExchange", "even_shares"]
@@ -29,14 +30,11 @@ class RowExchange:
             generates=generating.dp.rank(),
             gives=_on_last_stage(generating) and generating.tp.rank() == 0,
         )
-        self._places = [mine] * dist.get_world_size()
-        dist.all_gather_object(self._places, mine)
+        self._places = everyones(mine)
 
     def gather(self, prompts: Prompts, pad_token_id: int) -> tuple[Prompts, list[int]]:
         """The prompts of all shards in their order, and how many each has."""
-        shards = [prompts] * self._asking.dp.size()
-        if len(shards) > 1:
-            dist.all_gather_object(shards, prompts, group=self._asking.dp)
+        shards = everyones(prompts, self._asking.dp)
         width = max(shard.ids.size(1) for shard in shards)
         joined = Prompts(
             torch.cat([_widened(shard.ids, width, pad_token_id) for shard in shards]),

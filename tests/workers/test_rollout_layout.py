@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.errors import ConfigError, LayoutError
+from mcontroller.errors import ConfigError, DataError, LayoutError
 from mcontroller.protocol import DataProto
 from tests.forking import run_ranks
 from tests.workers.roles import GREEDY, MODEL, PROMPT, RESPONSE, SAMPLED, actor, experience, own_shard, prompts
@@ -65,11 +65,11 @@ def alone(model: str, rows: int) -> list[dict[str, Any]]:
     ("ranks", "parallel", "rollout", "model", "rows", "changes"),
     [
         (8, TP2_PP2, {}, "dense", ROWS, {}),
-        (8, TP2_PP2, {"tp": 4}, "tied", ROWS, {"max_rows": 5}),
+        (8, TP2_PP2, {"tp": 4}, "tied", ROWS, {}),
         (8, {"cp": 2, "tp": 2}, {}, "dense", 3, {}),  # fewer samples, with and without n, than ranks
         (4, {"cp": 4, "order": "cp-tp-ep-dp-pp"}, {"tp": 2}, "dense", ROWS, {}),
         (4, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, "tied", ROWS, {}),
-        (4, {"tp": 2}, {"pp": 2, "order": "tp-cp-ep-pp-dp"}, "dense", ROWS, {}),
+        (4, {"tp": 2}, {"pp": 2, "order": "tp-cp-ep-pp-dp"}, "dense", ROWS, {"max_rows": 5}),
         (4, {"ep": 2, "pp": 2}, {"ep": 4}, "experts", 3, {"max_rows": 1}),
         (4, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", ROWS, {}),
     ],
@@ -104,6 +104,20 @@ def test_weights_are_refit_after_a_change_only_and_what_it_costs_is_reported() -
             assert metrics["rollout/refit_seconds"] > 0
     results = [DataProto(None, {}, {"metrics": outputs[0]["metrics"]}) for outputs in [outputs, outputs]]
     assert len(DataProto.concat(results).meta_info["metrics"]["rollout/refit_bytes_sent"]) == 2
+
+
+def one_bad_row() -> str:
+    worker = policy({}, {"tp": 2})
+    batch = prompts(4, GREEDY)
+    batch.batch["attention_mask"][3] = 0
+    with pytest.raises(DataError) as caught:
+        worker.generate_sequences(own_shard(batch, worker))
+    return str(caught.value)
+
+
+def test_a_prompt_that_one_rank_refuses_leaves_no_other_waiting() -> None:
+    for message in run_ranks(one_bad_row, 4, timeout_s=30):
+        assert "generate_sequences: row 0, of 0 tokens, is padding only" in message
 
 
 def moves(path: str) -> dict[str, Any]:
