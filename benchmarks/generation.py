@@ -1,6 +1,6 @@
 """Generation beside ``transformers.generate``: the same random model, the same prompts, one process, one thread.
 
-    python benchmarks/generation.py [--rows 64] [--prompt 32] [--tokens 64] [--long 256] [--rounds 5]
+    python benchmarks/generation.py [--rows 64] [--prompt 32] [--tokens 64] [--long 160] [--rounds 3]
 
 Both decode greedily with a key-value cache and without a stop token, and must give the same tokens. Ours is the whole
 ``ActorRolloutRefWorker.generate_sequences``, log-probabilities included. They take turns, round by round, so that a
@@ -33,7 +33,7 @@ from workers.hf_config import model_config_from_hf
 VOCAB = 8192
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "Qwen2": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "Qwen2": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8},
 }
 EDGE = 32  # tokens at either end of the longer generation
 Generate = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -129,8 +129,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a row")
-    parser.add_argument("--long", type=int, default=256, help="new tokens where positions are compared")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--long", type=int, default=160, help="new tokens where positions are compared")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

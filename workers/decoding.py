@@ -204,21 +204,36 @@ def _memory(first: Tensor, length: int) -> Tensor:
 
 @contextlib.contextmanager
 def _linears_without_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """What a linear does for its backward pass costs as much as a small product; on whole sequences, nothing else than
-    the product is left of its forward pass."""
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    linears: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)]
-    for linear in linears:
+    """What a linear does for its backward pass costs as much as a small product; on whole sequences nothing else than
+    the product, and the sum over tp, is left of its forward pass."""
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+    columns = [(linear, linear.disable_grad_reduce) for linear in modules if isinstance(linear, ColumnParallelLinear)]
+    rows = [linear for linear in modules if isinstance(linear, RowParallelLinear)]
+    whole = [linear for linear in rows if linear.tp_group.size() == 1 and linear.skip_bias_add]
+    for linear, _ in columns:
+        linear._forward_impl, linear.disable_grad_reduce = _product, True
+    for linear in rows:
         linear._forward_impl = _product
+    for linear in whole:
+        linear.forward = functools.partial(_product_and_bias, linear)
     try:
         yield
     finally:
-        for linear in linears:
+        for linear, reduces in columns:
+            linear.disable_grad_reduce = reduces
             del linear._forward_impl
+        for linear in rows:
+            del linear._forward_impl
+        for linear in whole:
+            del linear.forward
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None, **_for_gradients: Any) -> Tensor:
     return nn.functional.linear(input, weight, bias)
+
+
+def _product_and_bias(linear: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    return nn.functional.linear(hidden, linear.weight), linear.bias
 
 
 @contextlib.contextmanager

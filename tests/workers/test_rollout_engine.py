@@ -20,12 +20,6 @@ transformers = pytest.importorskip("transformers")
 
 ROWS = 6
 DENSE = {"num_query_groups": 4, "add_qkv_bias": True, "tie_embeddings": True}
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_ffn_hidden_size": 32,
-    "qk_layernorm": True,
-    "transformer": {"moe_router_load_balancing_type": "none"},
-}
 
 
 class TransformersRollout:
@@ -42,10 +36,11 @@ class TransformersRollout:
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
         held = dict(self.model.named_parameters())
+        count = len(held)
         for name, tensor in weights:
             held.pop(name).data.copy_(tensor)
         assert not held  # the stream has every tensor once
-        return {"tensors": 1.0}
+        return {"tensors": float(count)}
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated:
         assert not sampling.do_sample
@@ -116,8 +111,8 @@ def outside(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "model"),
-    [(1, {}, DENSE), (4, {"tp": 2, "pp": 2}, DENSE), (2, {"cp": 2}, DENSE), (2, {"ep": 2}, EXPERTS)],
-    ids=["one", "tp2-pp2", "cp2", "experts"],
+    [(1, {}, DENSE), (4, {"tp": 2, "pp": 2}, DENSE), (2, {"cp": 2}, DENSE)],
+    ids=["one", "tp2-pp2", "cp2"],
 )
 def test_an_outside_engine_gives_the_tokens_of_megatron_before_and_after_an_update(
     ranks: int, parallel: dict[str, Any], model: dict[str, Any]
