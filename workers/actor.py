@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,16 +14,22 @@ from mcontroller.dispatch import Dispatch
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.kl import estimate_kl
 from mcontroller.protocol import DataProto
+from parallel_state import LayoutError
+from parallel_state.megatron import MegatronContext
 from workers.batches import Rows, response_rows, supervised_rows, tensor_columns
 from workers.checkpoint import Training
 from workers.config import ActorConfig
+from workers.fit import check_generation
 from workers.forward import forward_hidden, owned_targets, token_scores
 from workers.generation import generate_batch
 from workers.losses import masked_sum, policy_loss
+from workers.megatron_rollout import MegatronRollout, RefitRollout
 from workers.metrics import TOKENS, Rule
 from workers.micro_batches import MicroBatchSize
 from workers.model import build_model
 from workers.model_worker import ModelWorker, reported
+from workers.offload import Sleeper
+from workers.rollout import PolicyWeights, Rollout
 
 __all__ = ["ActorRolloutRefWorker"]
 
@@ -39,13 +45,14 @@ class ActorRolloutRefWorker(ModelWorker):
             samples from the actor's weights, or from its own without an actor; a reference is a frozen copy.
 
     Raises:
-        ConfigError: another role; a rollout over the cp axis.
-        LayoutError: axes that do not divide the world size.
+        ConfigError: another role; a rollout of Megatron's over the cp axis.
+        LayoutError: axes, those of the rollout among them, that do not divide the world size.
     """
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **ModelWorker.parts_needed,
-        "generate_sequences": ("params",),
+        "generate_sequences": ("rollout",),
+        "rollout_weights": ("params",),
         "compute_log_prob": ("params",),
         "compute_ref_log_prob": ("reference",),
         "sync_reference": ("params", "reference"),
@@ -55,22 +62,34 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = _parsed_roles(role)
-        if "rollout" in self.roles and config.parallel.cp > 1:
-            raise ConfigError(
-                f"parallel.cp is {config.parallel.cp}: generation runs with cp=1; take another layout or a role "
-                "without rollout",
-                key="parallel.cp",
-                value=config.parallel.cp,
-            )
+        if "rollout" in self.roles:
+            _check_rollout(config, self)
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config = config
         self.reference: list[nn.Module] = []
+        self.rollout: Rollout | None = None
+        self.rollout_version: int | None = None
         self.sampled_batches = 0
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
     def build_model(self) -> list[nn.Module]:
         return build_model(self.config.model, self.config.parallel, self.context)
+
+    def build_rollout(self) -> Rollout:
+        """What generates: Megatron, with the model that is trained or with a copy in ``rollout.parallel``.
+
+        Another engine takes its place by overriding this; its weights come to it by ``Rollout.update_weights``.
+        """
+        config = self.config
+        if config.rollout.parallel is None:
+            check_generation(config.parallel, "parallel")
+            return MegatronRollout(self.model, self.context, config.model.vocab_size, config.rollout.max_rows)
+        layout = config.rollout.parallel.layout(self.world_size)
+        context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
+        copy = build_model(config.model, config.rollout.parallel, context, initialize=False)
+        rollout = MegatronRollout(copy, context, config.model.vocab_size, config.rollout.max_rows)
+        return RefitRollout(rollout, self.context)
 
     def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
         """Hidden states, or on the last stage ``[2, rows, targets]``: log-probabilities and entropies."""
@@ -136,6 +155,8 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
             self.set_up(phases if "actor" in self.roles else {})
+        if "rollout" in self.roles:
+            self.rollout = self.build_rollout()
         if "ref" in self.roles:
             self.reference = self.build_model()
             for chunk in self.reference:
@@ -153,6 +174,7 @@ class ActorRolloutRefWorker(ModelWorker):
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
             ``position_ids`` of both. Log-probabilities are the policy's at the temperature, before top-k and top-p.
+            Where the rollout was given new weights first, ``meta_info["metrics"]`` say what that cost.
 
         Sampling depends on the seed, the prompt's tokens, which sample of that prompt it is, and how many batches
         were sampled before: not on the layout, nor on the order of the batch.
@@ -164,9 +186,23 @@ class ActorRolloutRefWorker(ModelWorker):
         self._need("rollout", "generate_sequences")
         call = self.sampled_batches
         self.sampled_batches += bool(prompts.meta_info.get("do_sample", self.config.rollout.do_sample))
-        return generate_batch(
-            self.model, self.context.pg, prompts, self.config.rollout, self.config.model.vocab_size, call, self.device
+        rollout, metrics = self._current_rollout()
+        generated = generate_batch(
+            rollout,
+            prompts,
+            self.config.rollout,
+            vocab_size=self.config.model.vocab_size,
+            call=call,
+            dp_group=self.context.pg.dp,
         )
+        if generated is not None and metrics:
+            generated.meta_info["metrics"] = {f"rollout/{name}": value for name, value in metrics.items()}
+        return generated
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    def rollout_weights(self) -> PolicyWeights:
+        """The policy's weights as they are now, for the engine that generates: a stream of named tensors."""
+        return PolicyWeights(self.model, self.context)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto | None:
@@ -265,7 +301,28 @@ class ActorRolloutRefWorker(ModelWorker):
         super().restore(counters)
         self.sampled_batches = counters["sampled_batches"]
 
+    def parts(self) -> dict[str, Iterable[Tensor] | Sleeper]:
+        """Those of every model, and ``rollout`` where it holds weights of its own."""
+        held: dict[str, Iterable[Tensor] | Sleeper] = {}
+        if self.rollout is not None and self.rollout.holds_weights:
+            held["rollout"] = self.rollout
+        return super().parts() | held
+
+    def before_call(self, method: str) -> None:
+        if "rollout" in self._offload.away:  # without its weights
+            self.rollout_version = None
+        super().before_call(method)
+
     # ---- how ---------------------------------------------------------------------------------------------------------
+
+    def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
+        """The rollout with the policy's weights as they are, and what it reports of having been given them."""
+        assert self.rollout is not None
+        metrics: Mapping[str, float] = {}
+        if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
+            metrics = self.rollout.update_weights(self.rollout_weights())
+            self.rollout_version = self.weights_version
+        return self.rollout, metrics
 
     def _need(self, role: str, method: str) -> None:
         if role not in self.roles:
@@ -305,6 +362,17 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         scores = self.score(model, rows, size)
         return None if scores is None else scores * rows.mask
+
+
+def _check_rollout(config: ActorConfig, worker: ActorRolloutRefWorker) -> None:
+    """What can be told before any rank joins another."""
+    if config.rollout.parallel is not None:
+        try:
+            config.rollout.parallel.layout(worker.world_size)
+        except LayoutError as error:
+            raise LayoutError(f"rollout.parallel: {error}", **error.fields, key="rollout.parallel") from error
+    elif type(worker).build_rollout is ActorRolloutRefWorker.build_rollout:
+        check_generation(config.parallel, "parallel")
 
 
 def _parsed_roles(role: str) -> frozenset[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 from mcontroller.load_config import load_config
-from workers.fit import check_fit, check_packing
+from parallel_state import ParallelLayout
+from workers.fit import check_fit, check_generation, check_packing
 
 __all__ = [
     "ActorConfig",
@@ -40,6 +41,11 @@ class ParallelConfig:
     vpp: int | None = None
     order: str = "tp-cp-ep-dp-pp"
     sequence_parallel: bool = False
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        """The axes over ``world_size`` ranks. Raises LayoutError, with the arithmetic, where they do not divide it."""
+        axes = {name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
+        return ParallelLayout(world_size, **axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,8 @@ class RolloutConfig:
     ``prompt_length`` and ``response_length`` are in tokens: no prompt may be longer, and every response is padded to
     the second. ``top_k`` of 0 and ``top_p`` of 1 keep the whole vocabulary; ``n`` is samples per prompt, next to each
     other. ``max_rows`` bounds how many rows a data-parallel rank generates at once (0: all), and with it the cache.
+    ``parallel`` is a layout of its own over the same ranks, for a copy of the weights that is brought up to date before
+    a generation that follows a change; None generates with the model that is trained, in its layout.
     """
 
     prompt_length: int = 512
@@ -170,6 +178,7 @@ class RolloutConfig:
     n: int = 1
     seed: int = 0
     max_rows: int = 0
+    parallel: ParallelConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_length", "response_length", "n"):
@@ -229,6 +238,9 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
+        if self.rollout.parallel is not None:
+            check_fit(self.model, self.rollout.parallel, "rollout.parallel")
+            check_generation(self.rollout.parallel, "rollout.parallel")
         if self.packed:
             check_packing(self.model)
         _check_batches(self)

@@ -32,21 +32,35 @@ _UNPACKED_ONLY: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
+def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel") -> None:
     """Return if the axes can divide the model.
+
+    Args:
+        at: where the axes stand in the configuration.
 
     Raises:
         ConfigError: with the numbers; ``key`` is the field of the model or of the axes that does not fit.
     """
     _check_choices(model)
-    _check_sizes(model, parallel)
-    _check_attention(model, parallel)
-    _check_layers(model, parallel)
+    _check_sizes(model, parallel, at)
+    _check_attention(model, parallel, at)
+    _check_layers(model, parallel, at)
     if model.num_moe_experts is not None:
-        _check_experts(model.num_moe_experts, model, parallel)
+        _check_experts(model.num_moe_experts, model, parallel, at)
     elif parallel.ep > 1:
-        text = f"parallel.ep is {parallel.ep}, but the model has no experts"
-        raise ConfigError(text, key="parallel.ep", value=parallel.ep)
+        text = f"{at}.ep is {parallel.ep}, but the model has no experts"
+        raise ConfigError(text, key=f"{at}.ep", value=parallel.ep)
+
+
+def check_generation(parallel: ParallelConfig, at: str) -> None:
+    """Return if Megatron can generate in this layout; ConfigError over the cp axis."""
+    if parallel.cp > 1:
+        raise ConfigError(
+            f"{at}.cp is {parallel.cp}: generation runs with cp=1; give the rollout a layout of its own with "
+            "rollout.parallel, or take a role without rollout",
+            key=f"{at}.cp",
+            value=parallel.cp,
+        )
 
 
 def check_packing(model: ModelConfig) -> None:
@@ -89,31 +103,31 @@ def _check_choices(model: ModelConfig) -> None:
             raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)
 
 
-def _check_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
+def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     sizes = ("vocab_size", "max_sequence_length", "num_layers", "hidden_size", "num_attention_heads")
     values = {f"model.{name}": getattr(model, name) for name in sizes}
-    values |= {f"parallel.{name}": getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    values |= {f"{at}.{name}": getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
     for key, value in values.items():
         if value < 1:
             raise ConfigError(f"{key} is {value}; it must be at least 1", key=key, value=value)
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ConfigError(
-            "parallel.sequence_parallel divides sequences over tp, which is 1: leave it off",
-            key="parallel.sequence_parallel",
+            f"{at}.sequence_parallel divides sequences over tp, which is 1: leave it off",
+            key=f"{at}.sequence_parallel",
             value=True,
         )
     if parallel.sequence_parallel:
-        _divides("model.max_sequence_length", model.max_sequence_length, "parallel.tp", parallel.tp)
+        _divides("model.max_sequence_length", model.max_sequence_length, f"{at}.tp", parallel.tp)
 
 
-def _check_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
+def _check_attention(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     if model.kv_channels is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
-    _divides("model.num_attention_heads", heads, "parallel.tp", parallel.tp)
-    _divides("model.num_query_groups", groups, "parallel.tp", parallel.tp)
-    _divides("model.ffn_hidden_size", model.ffn_hidden_size or 4 * model.hidden_size, "parallel.tp", parallel.tp)
+    _divides("model.num_attention_heads", heads, f"{at}.tp", parallel.tp)
+    _divides("model.num_query_groups", groups, f"{at}.tp", parallel.tp)
+    _divides("model.ffn_hidden_size", model.ffn_hidden_size or 4 * model.hidden_size, f"{at}.tp", parallel.tp)
     rotated = int((model.kv_channels or model.hidden_size // heads) * model.rotary_percent)
     if model.position_embedding_type == "rope" and rotated % 2:
         raise ConfigError(
@@ -124,27 +138,28 @@ def _check_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
+def _check_layers(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     if parallel.vpp is not None and parallel.pp == 1:
         raise ConfigError(
-            f"parallel.vpp is {parallel.vpp} with pp=1: chunks interleave stages of a pipeline; leave vpp out",
-            key="parallel.vpp",
+            f"{at}.vpp is {parallel.vpp} with pp=1: chunks interleave stages of a pipeline; leave vpp out",
+            key=f"{at}.vpp",
             value=parallel.vpp,
         )
     chunks = parallel.pp * (parallel.vpp or 1)
     if model.num_layers % chunks and not any(name in model.transformer for name in _OWN_SPLIT):
         raise ConfigError(
             f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
-            f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or other axes",
-            key="model.num_layers",
+            f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or another "
+            f"{at}.pp",
+            key=_blamed("model.num_layers", f"{at}.pp"),
             value=model.num_layers,
         )
 
 
-def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig) -> None:
-    _divides("model.num_moe_experts", experts, "parallel.ep", parallel.ep)
+def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
+    _divides("model.num_moe_experts", experts, f"{at}.ep", parallel.ep)
     width = model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
-    _divides("model.moe_ffn_hidden_size", width, "parallel.etp", parallel.etp or parallel.tp)
+    _divides("model.moe_ffn_hidden_size", width, f"{at}.etp", parallel.etp or parallel.tp)
     if model.moe_router_topk > experts:
         raise ConfigError(
             f"model.moe_router_topk is {model.moe_router_topk}, more than the {experts} experts",
@@ -153,12 +168,18 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig) -
         )
     if parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
-            f"experts with tp={parallel.tp} need parallel.sequence_parallel=true (Megatron routes each token once)",
-            key="parallel.sequence_parallel",
+            f"experts with tp={parallel.tp} need {at}.sequence_parallel=true (Megatron routes each token once)",
+            key=f"{at}.sequence_parallel",
             value=False,
         )
 
 
 def _divides(key: str, value: int, by_key: str, by: int) -> None:
     if value % by:
-        raise ConfigError(f"{key} is {value}, which does not divide by {by_key}={by}", key=key, value=value, divisor=by)
+        text = f"{key} is {value}, which does not divide by {by_key}={by}"
+        raise ConfigError(text, key=_blamed(key, by_key), value=value, divisor=by)
+
+
+def _blamed(key: str, by_key: str) -> str:
+    """A model that fits the layout it is trained in is not at fault where it does not fit a second one."""
+    return key if by_key.startswith(("model.", "parallel.")) else by_key

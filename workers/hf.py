@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
+from workers.agreement import everyones, on_every_rank
 from workers.config import ModelConfig
 from workers.hf_config import hf_config_of, model_config_from_hf
 from workers.hf_files import WeightFiles, WeightWriter, publish, start_writing
@@ -28,8 +28,6 @@ from workers.value_head import ValueHead
 __all__ = ["export_hf", "hf_tensors", "load_hf", "model_config_from_hf"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _SCORE = "score.weight"
 _LM_HEAD = "lm_head.weight"
@@ -50,8 +48,8 @@ def load_hf(
         DataError: on every rank, before anything is copied: tensors that the model needs and the checkpoint lacks,
             that the model does not have, or whose shapes differ; fields ``missing``, ``unexpected``, ``differing``.
     """
-    places = _on_every_rank(lambda: _places(chunks, context))
-    files = _on_every_rank(lambda: WeightFiles(Path(path)))
+    places = on_every_rank(lambda: _places(chunks, context))
+    files = on_every_rank(lambda: WeightFiles(Path(path)))
     left = _check_names(_plan(places), files, str(path))
     for place in places:
         if place.shard.name not in left:
@@ -67,7 +65,7 @@ def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> I
     vocabulary's padding; tied output weights come once, as the embedding. One that no axis divides may share its
     memory with the model: copy what is to be kept or changed.
     """
-    places = _on_every_rank(lambda: _places(chunks, context))
+    places = on_every_rank(lambda: _places(chunks, context))
     mine = {place.shard.name: place for place in places}
     device = places[0].shard.param.device
     for entry in _plan(places):
@@ -107,11 +105,11 @@ def export_hf(
         ConfigError: no family is built like ``model``.
     """
     target, rank = Path(path), dist.get_rank()
-    places = _on_every_rank(lambda: _places(chunks, context))
+    places = on_every_rank(lambda: _places(chunks, context))
     mine = {place.shard.name: place for place in places}
     plan = _plan(places)
     config = hf_config_of(model, value_head=any(_SCORE in entry.hf_names for entry in plan))
-    _on_every_rank(lambda: start_writing(target) if rank == 0 else None)
+    on_every_rank(lambda: start_writing(target) if rank == 0 else None)
     writer = WeightWriter(target, rank, max_file_bytes)
     for entry in plan:
         place, owner = mine.get(entry.name), entry.holders[0]
@@ -120,7 +118,7 @@ def export_hf(
             if rank == owner:
                 for name, tensor in zip(entry.hf_names, tensors, strict=True):
                     writer.add(name, tensor)
-    written = [file for files in _everyones(writer.close()) for file in files]
+    written = [file for files in everyones(writer.close()) for file in files]
     if rank == 0:
         publish(target, config, written, Path(companions_from) if companions_from is not None else None)
         logger.info("%d tensors in %d files at %s", sum(len(file.tensors) for file in written), len(written), target)
@@ -204,7 +202,7 @@ def _plan(places: Sequence[_Place]) -> list[_Entry]:
     mine = [(p.shard.name, p.counterpart.names, p.shapes, p.shard.param.dtype, p.counterpart.layer) for p in places]
     described: dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...], torch.dtype, int | None]] = {}
     holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(_everyones(mine)):
+    for rank, held in enumerate(everyones(mine)):
         for name, hf_names, shapes, dtype, layer in held:
             described.setdefault(name, (hf_names, shapes, dtype, layer))
             holders.setdefault(name, []).append(rank)
@@ -239,23 +237,3 @@ def _some(names: Sequence[str]) -> str:
     if not names:
         return "none"
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _everyones(mine: T) -> list[T]:
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _on_every_rank(make: Callable[[], T]) -> T:
-    """What ``make`` gives here; a DataError of any rank is raised on all: none waits for one that has given up."""
-    made: list[T] = []
-    failure = None
-    try:
-        made.append(make())
-    except DataError as error:
-        failure = error
-    for found in _everyones(failure):
-        if found is not None:
-            raise found
-    return made[0]

@@ -114,6 +114,8 @@ class TEDotProductAttention(MegatronModule):
         self, queries: int, keys: int, masked: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
         """Which of the keys each query may see: bool [.., queries, keys] in the order in which they are held."""
+        if self.cp == 1 and queries == 1 and (masked is None or masked.size(-2) == 1):
+            return None if masked is None else ~masked  # the last token, before which all keys are
         if self.cp > 1:
             query_positions, key_positions = self._zigzag(queries, keys, device)
         else:
@@ -152,6 +154,10 @@ class TEDotProductAttention(MegatronModule):
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [batch, heads, seq, width]
+        heads = query.size(1)
+        if query.size(2) == 1 and heads != key.size(1) and not is_causal:
+            # The heads that share keys stand in the place of queries: keys are read once for all of them.
+            query = query.reshape(query.size(0), key.size(1), -1, query.size(3))
         with self._dropout_random_state() if dropout else contextlib.nullcontext():
             output = torch.nn.functional.scaled_dot_product_attention(
                 query,
@@ -163,6 +169,8 @@ class TEDotProductAttention(MegatronModule):
                 scale=self.scale,
                 enable_gqa=query.size(1) != key.size(1),
             )
+        if output.size(1) != heads:
+            output = output.reshape(output.size(0), heads, 1, -1)
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _dropout_random_state(self) -> contextlib.AbstractContextManager[Any]:

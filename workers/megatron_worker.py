@@ -12,7 +12,7 @@ import torch
 from mcontroller.decorator import register, registration_of
 from mcontroller.dispatch import Dispatch
 from mcontroller.worker import Worker
-from parallel_state import DistGlobalInfo, DistRankInfo, ParallelLayout
+from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
 
@@ -37,16 +37,7 @@ class MegatronWorker(Worker):
     def __init__(self, parallel: ParallelConfig, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
         super().__init__()
         self.parallel = parallel
-        layout = ParallelLayout(
-            self.world_size,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            cp=parallel.cp,
-            ep=parallel.ep,
-            etp=parallel.etp,
-            vpp=parallel.vpp,
-            order=parallel.order,
-        )
+        layout = parallel.layout(self.world_size)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())

@@ -35,7 +35,7 @@ from workers.micro_batches import (
     token_micro_batches,
 )
 from workers.nonfinite import raise_nonfinite
-from workers.offload import Offload, gradient_tensors, model_tensors, optimizer_tensors
+from workers.offload import Offload, Sleeper, gradient_tensors, model_tensors, optimizer_tensors
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.pipeline import Loss, run_for_gradients, run_for_scores
 from workers.router_losses import RouterLosses
@@ -52,6 +52,7 @@ class ModelWorker(MegatronWorker):
         phases: the ways in which it can be trained, by name; ``phase`` is the one that the optimizer belongs to.
         packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.packing``).
         updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
+        weights_version: another number whenever the weights may have changed.
     """
 
     # The parts (see ``offload``) that a registered method computes with; one that is not named here has all of them.
@@ -69,6 +70,7 @@ class ModelWorker(MegatronWorker):
         self.scheduler: OptimizerParamScheduler | None = None
         self.updates = 0
         self.optimizer_steps = 0
+        self.weights_version = 0
         self._background_saves = BackgroundSaves()
         self._offload = Offload()
 
@@ -177,6 +179,7 @@ class ModelWorker(MegatronWorker):
         generator = None
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed * 1_000_003 + self.updates)
+        self.weights_version += 1
         reports: list[dict[str, Tensor]] = []
         norms: list[float | None] = []
         routers = RouterLosses(self.model, self.context.pg, self.device)
@@ -264,7 +267,8 @@ class ModelWorker(MegatronWorker):
 
         Args:
             parts: of ``params``, ``reference`` (where there is one), ``grads`` and ``optimizer`` (where the model is
-                trained); None is all. Gradients are not kept: every update begins by clearing them.
+                trained), ``rollout`` (where generation has weights of its own); None is all. Gradients are not kept:
+                every update begins by clearing them; nor are a rollout's weights: it is given them anew.
 
         Raises:
             ConfigError: a part that this role does not have.
@@ -277,10 +281,10 @@ class ModelWorker(MegatronWorker):
         """Bring offloaded parts back to the device ahead of the call that needs them; None is all."""
         self._offload.reload(parts)
 
-    def parts(self) -> dict[str, Iterable[Tensor]]:
+    def parts(self) -> dict[str, Iterable[Tensor] | Sleeper]:
         """What can be offloaded, by part. Memory that two of them share belongs to the first."""
         models = self.training().models
-        parts: dict[str, Iterable[Tensor]] = {
+        parts: dict[str, Iterable[Tensor] | Sleeper] = {
             "params" if part == "model" else part: model_tensors(chunks) for part, chunks in models.items() if chunks
         }
         if self.optimizer is not None:
@@ -356,6 +360,7 @@ class ModelWorker(MegatronWorker):
         counters = manifest["counters"]
         if self.phases and counters:
             self.use_phase(counters["phase"] or self.phase)
+        self.weights_version += 1
         load_checkpoint(self.training(), checkpoint, manifest)
         if counters:
             self.restore(counters)

@@ -8,7 +8,7 @@ empty, and nothing may touch it: ``Offload.reload`` comes first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -17,7 +17,18 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["Offload", "gradient_tensors", "model_tensors", "optimizer_tensors"]
+__all__ = ["Offload", "Sleeper", "gradient_tensors", "model_tensors", "optimizer_tensors"]
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A part of a role that frees its device memory itself."""
+
+    def sleep(self) -> int:
+        """How many bytes it has freed."""
+        ...
+
+    def wake_up(self) -> None: ...
 
 
 class Offload:
@@ -28,14 +39,16 @@ class Offload:
     """
 
     def __init__(self) -> None:
-        self._away: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+        self._away: dict[str, Sleeper | list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     @property
     def away(self) -> tuple[str, ...]:
         """The parts that are offloaded."""
         return tuple(self._away)
 
-    def offload(self, parts: Mapping[str, Iterable[Tensor]], chosen: Sequence[str], discard: Sequence[str] = ()) -> int:
+    def offload(
+        self, parts: Mapping[str, Iterable[Tensor] | Sleeper], chosen: Sequence[str], discard: Sequence[str] = ()
+    ) -> int:
         """Free the device memory of the ``chosen`` of ``parts``: how many bytes; 0 for those that are away already.
 
         Args:
@@ -53,11 +66,17 @@ class Offload:
             )
         seen: set[int] = set()
         freed = 0
-        for part, tensors in parts.items():
-            storages = list(_new_storages(tensors, seen))
-            if part in chosen and part not in self._away:
-                self._away[part] = [_emptied(storage, part not in discard) for storage in storages]
-                freed += sum(size for _, size, _ in self._away[part])
+        for part, held in parts.items():
+            goes = part in chosen and part not in self._away
+            if isinstance(held, Sleeper):
+                if goes:
+                    self._away[part] = held
+                    freed += held.sleep()
+                continue
+            storages = list(_new_storages(held, seen))
+            if goes:
+                emptied = self._away[part] = [_emptied(storage, part not in discard) for storage in storages]
+                freed += sum(size for _, size, _ in emptied)
         if freed and torch.cuda.is_available():
             torch.cuda.empty_cache()
         return freed
@@ -65,7 +84,11 @@ class Offload:
     def reload(self, parts: Sequence[str] | None = None) -> None:
         """Bring these parts back, or all that are away; those that are not away stay as they are."""
         for part in self.away if parts is None else parts:
-            for storage, size, held in self._away.pop(part, ()):
+            away = self._away.pop(part, [])
+            if isinstance(away, Sleeper):
+                away.wake_up()
+                continue
+            for storage, size, held in away:
                 storage.resize_(size)
                 back = _bytes_of(storage)
                 if held is None:

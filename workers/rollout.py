@@ -1,36 +1,47 @@
-"""Generation with Megatron's key-value cache, over the tp and pp axes.
-
-Prompts are padded on the left, so that all rows of a batch write their next token into the same column. Every stage
-runs the same steps; the last one draws the tokens, and one broadcast a step takes them to the others.
-"""
+"""What generates, as the worker sees it: Megatron's own generation, or an engine that takes its place."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.distributed as dist
-from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import set_model_to_sequence_parallel
-from torch import Tensor, nn
+from torch import Tensor
 
-from workers.local_attention import TEDotProductAttention
-from workers.sampling import Sampling, draw_tokens, uniform
+from parallel_state.megatron import MegatronContext
+from workers.hf import hf_tensors
+from workers.sampling import Sampling
 
-__all__ = ["Generated", "generate"]
+__all__ = ["Generated", "PolicyWeights", "Prompts", "Rollout"]
+
+
+class Prompts(NamedTuple):
+    """What is to be continued, on the CPU.
+
+    Attributes:
+        ids, attention_mask: int64 ``[rows, prompt]``, padded on the left.
+        seeds: int64 ``[rows, n]``: one for each of the ``n`` responses to a row, see ``sampling.sample_seeds``.
+    """
+
+    ids: Tensor
+    attention_mask: Tensor
+    seeds: Tensor
+
+    def samples(self) -> Prompts:
+        """The same with a row for every response, those of one prompt next to each other."""
+        n = self.seeds.size(1)
+        return Prompts(
+            self.ids.repeat_interleave(n, 0), self.attention_mask.repeat_interleave(n, 0), self.seeds.view(-1, 1)
+        )
 
 
 class Generated(NamedTuple):
-    """What was generated, each ``[rows, response_length]``.
+    """What was generated, each ``[rows * n, response_length]``, samples of one prompt next to each other.
 
     Attributes:
         responses: int64, padded on the right after the stop token.
         mask: int64, 1 up to and including the stop token.
-        log_probs: float32, 0 where the mask is 0; zeros off the last stage.
+        log_probs: float32, of the policy at the temperature and before top-k and top-p; 0 where the mask is 0.
     """
 
     responses: Tensor
@@ -38,158 +49,56 @@ class Generated(NamedTuple):
     log_probs: Tensor
 
 
-@torch.no_grad()
-def generate(
-    chunks: Sequence[nn.Module],
-    pg: ProcessGroupCollection,
-    prompts: Tensor,
-    attention_mask: Tensor,
-    seeds: Tensor,
-    sampling: Sampling,
-    vocab_size: int,
-) -> Generated:
-    """One response to every row.
+@dataclass(frozen=True)
+class PolicyWeights:
+    """The policy's weights as they are now.
 
-    Args:
-        chunks: this rank's model chunks, without DistributedDataParallel, in eval mode.
-        prompts, attention_mask: ``[rows, seq]``, padded on the left.
-        seeds: int64 ``[rows]``, see ``sampling.sample_seeds``.
-        vocab_size: ids from here up are padding of the vocabulary and are never drawn.
+    Iterating gives every tensor of the whole model under its Hugging Face name, one at a time, and no rank ever holds
+    the whole model. It is a collective: every rank iterates, to the end. A tensor may share its memory with the
+    policy: copy what is kept. See ``workers.hf.hf_tensors``.
+
+    Attributes:
+        chunks, context: the model chunks of this rank and the layout that they are in, for a rollout of Megatron's.
     """
-    used = int((attention_mask != 0).any(0).int().argmax())  # columns before it are padding in every row
-    prompts, padding = prompts[:, used:], attention_mask[:, used:] == 0
-    rows, width = prompts.shape
-    decoder = _Decoder(chunks, pg, padding, width + sampling.response_length)
-    responses = torch.full_like(prompts[:, :1], sampling.pad_token_id).repeat(1, sampling.response_length)
-    log_probs = torch.zeros(responses.shape, device=prompts.device)
-    mask = torch.zeros_like(responses)
-    done = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
-    stops = torch.tensor(sampling.eos_token_ids, device=prompts.device)
-    new = prompts
-    with _whole_sequences(chunks), _padding_hidden_from_engine(chunks):
-        for step in range(sampling.response_length):
-            logits = decoder.next_logits(new)
-            if logits is not None:
-                noise = uniform(seeds, step) if sampling.do_sample else None
-                token, log_prob = draw_tokens(logits[:, :vocab_size], noise, sampling)
-                log_probs[:, step] = torch.where(done, 0.0, log_prob)
-            else:
-                token = torch.empty(rows, dtype=torch.long, device=prompts.device)
-            token = decoder.from_last_stage(token).masked_fill(done, sampling.pad_token_id)
-            responses[:, step] = token
-            mask[:, step] = ~done
-            done = done | torch.isin(token, stops)
-            if decoder.all_done(done):
-                break
-            new = token[:, None]
-    return Generated(responses, mask, log_probs)
+
+    chunks: Sequence[Any]
+    context: MegatronContext
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_tensors(self.chunks, self.context)
 
 
-class _Decoder:
-    """The model with its cache: token ids in, logits of the next token out on the last stage."""
+class Rollout(Protocol):
+    """An engine that generates. Every rank of the worker has one, and every method is called on every rank.
 
-    def __init__(self, chunks: Sequence[Any], pg: ProcessGroupCollection, padding: Tensor, max_length: int) -> None:
-        self.chunks = chunks
-        self.pg = pg
-        self.stages = dist.get_process_group_ranks(pg.pp)
-        self.stage = pg.pp.rank()
-        self.cache = StaticInferenceContext(padding.size(0), max_length)
-        self.length = 0
-        self.offset = padding.sum(1, keepdim=True)
-        tail = padding.new_zeros(padding.size(0), max_length - padding.size(1))
-        self.padding = torch.cat((padding, tail), 1) if bool(padding.any()) else None
+    Attributes:
+        holds_weights: whether it generates with weights of its own. They are then given anew before a generation if
+            the policy has changed or the engine has slept since; otherwise for every call.
+    """
 
-    def next_logits(self, ids: Tensor) -> Tensor | None:
-        """float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others."""
-        new = ids.size(1)
-        columns = torch.arange(self.length, self.length + new, device=ids.device)
-        positions = (columns[None] - self.offset).clamp(min=0)
-        mask = self._mask(new)
-        output = None
-        for index, chunk in enumerate(self.chunks):
-            if self.stage > 0 or index > 0:
-                chunk.set_input_tensor(self._receive(chunk, new, ids.size(0)))
-            output = chunk(ids, positions, mask, inference_context=self.cache, runtime_gather_output=True)
-            if not self._is_end(index):
-                self._send(output)
-        self.length += new
-        self.cache.increment_sequence_len_offset(new)
-        self.cache.enable_decode_mode()
-        assert output is not None
-        return output[:, -1] if self._is_end(len(self.chunks) - 1) else None
+    @property
+    def holds_weights(self) -> bool: ...
 
-    def from_last_stage(self, token: Tensor) -> Tensor:
-        if self.pg.pp.size() > 1:
-            dist.broadcast(token, self.stages[-1], group=self.pg.pp)
-        return token
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
+        """The responses to this rank's prompts; None where nobody collects them.
 
-    def all_done(self, done: Tensor) -> bool:
-        """Whether every row is done; with experts over ep, on every rank that the experts' exchange waits for."""
-        if self.pg.ep.size() == 1:
-            return bool(done.all())
-        left = (~done).sum()
-        dist.all_reduce(left, group=self.pg.ep)
-        return int(left) == 0
+        The ranks of one data-parallel shard of the worker's layout are given the same prompts; what the last stage's
+        rank at tp 0 and cp 0 gives is the result of the shard.
+        """
+        ...
 
-    def _mask(self, new: int) -> Tensor | None:
-        """True where attention is not allowed; None: causality alone. A padding token sees itself, so that its row of
-        the softmax is not empty."""
-        if self.padding is None:
-            return None
-        seen = self.length + new
-        hidden = self.padding[:, None, None, :seen]
-        if new == 1:
-            return hidden
-        later = torch.ones(new, seen, dtype=torch.bool, device=hidden.device).triu(self.length + 1)
-        itself = torch.eye(new, seen, dtype=torch.bool, device=hidden.device)
-        return (later | hidden) & ~itself
+    def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
+        """Generate with these weights from now on.
 
-    def _is_end(self, index: int) -> bool:
-        return self.stage == len(self.stages) - 1 and index == len(self.chunks) - 1
+        Returns:
+            Numbers to report, the same on every rank: the metrics ``rollout/<name>`` of the batch that follows.
+        """
+        ...
 
-    def _receive(self, chunk: Any, new: int, rows: int) -> Tensor:
-        hidden = torch.empty(
-            new, rows, chunk.config.hidden_size, dtype=chunk.config.params_dtype, device=self.offset.device
-        )
-        dist.recv(hidden, self.stages[self.stage - 1], group=self.pg.pp)
-        return hidden
+    def sleep(self) -> int:
+        """Free the device memory that it holds: how many bytes. Its weights need not be kept."""
+        ...
 
-    def _send(self, hidden: Tensor) -> None:
-        dist.send(hidden.contiguous(), self.stages[(self.stage + 1) % len(self.stages)], group=self.pg.pp)
-
-
-@contextlib.contextmanager
-def _whole_sequences(chunks: Sequence[Any]) -> Iterator[None]:
-    """One new token does not divide over tp: sequence parallelism is off while tokens are generated."""
-    divided = [chunk for chunk in chunks if chunk.config.sequence_parallel]
-    for chunk in divided:
-        set_model_to_sequence_parallel(chunk, False)
-    try:
-        yield
-    finally:
-        for chunk in divided:
-            set_model_to_sequence_parallel(chunk, True)
-
-
-@contextlib.contextmanager
-def _padding_hidden_from_engine(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Transformer Engine heeds a mask only where the mask's type says so; Megatron's says causal, then none."""
-
-    def as_given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        mask = args[3] if len(args) > 3 else kwargs.get("attention_mask")
-        if mask is not None:
-            kwargs["attn_mask_type"] = AttnMaskType.arbitrary
-        return args, kwargs
-
-    cores = [
-        module
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if name.endswith("core_attention") and not isinstance(module, TEDotProductAttention)
-    ]
-    handles = [core.register_forward_pre_hook(as_given, with_kwargs=True) for core in cores]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def wake_up(self) -> None:
+        """Have the device memory again."""
+        ...

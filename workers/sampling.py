@@ -75,7 +75,8 @@ def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tup
     The log-probability is the policy's own, at the temperature but before top-k and top-p, as ``compute_log_prob``
     gives it. A token is kept by top-p while the more probable ones have less than ``top_p`` together.
     """
-    log_probs = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
+    scaled = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
+    log_probs = torch.log_softmax(scaled, dim=-1)
     if noise is None or not sampling.do_sample:
         tokens = log_probs.argmax(-1)
     else:

@@ -10,7 +10,6 @@ from pathlib import Path
 from examples.ppo.data import ProblemConfig
 from mcontroller.errors import ConfigError, LayoutError
 from mcontroller.ppo.config import PPOConfig
-from parallel_state import ParallelLayout
 from workers import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, load_config
 
 __all__ = ["DEFAULTS", "ClusterConfig", "Config", "PoolConfig", "read_config"]
@@ -55,9 +54,11 @@ class Config(PPOConfig):
         """Raises LayoutError where the axes of a role do not fit the pool."""
         for role, parallel in (
             ("actor_rollout_ref", self.actor_rollout_ref.parallel),
+            ("actor_rollout_ref.rollout", self.actor_rollout_ref.rollout.parallel),
             ("critic", self.critic.parallel),
         ):
-            _check_layout(role, parallel, sum(self.pool.process_on_nodes))
+            if parallel is not None:
+                _check_layout(role, parallel, sum(self.pool.process_on_nodes))
 
     def within(self, directory: Path) -> Config:
         """The same with every path inside the run's directory."""
@@ -90,8 +91,6 @@ def check_vocabulary(config: Config, vocab_size: int) -> None:
 
 def _check_layout(role: str, parallel: ParallelConfig, places: int) -> None:
     try:
-        ParallelLayout(
-            places, **{name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
-        )
+        parallel.layout(places)
     except LayoutError as error:
         raise LayoutError(f"{role} on a pool of {places} places: {error}", **error.fields) from error

@@ -160,6 +160,7 @@ class RayPPOTrainer:
         problems.non_tensor_batch["uid"] = np.arange(len(problems)).astype(object)
         with stage("generate"):
             batch, problems = self.generate(problems)
+        generation = mean_of_parts(batch) if "metrics" in batch.meta_info else {}
         with stage("old log-probs"):
             batch = batch.union(self.actor.compute_log_prob(batch))
         if self.reference is not None:
@@ -183,7 +184,7 @@ class RayPPOTrainer:
         if self.global_steps >= self.config.trainer.critic_warmup:
             with stage("update actor"):
                 metrics |= mean_of_parts(self.actor.update_actor(batch))
-        metrics |= reward_metrics("train", reward) | experience_metrics(batch)
+        metrics |= generation | reward_metrics("train", reward) | experience_metrics(batch)
         return metrics | self._timing(batch, time.perf_counter() - started)
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:

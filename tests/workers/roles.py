@@ -32,7 +32,12 @@ SAMPLED = {"eos_token_id": EOS, "pad_token_id": PAD}
 GREEDY = SAMPLED | {"do_sample": False}
 
 
-def actor(parallel: dict[str, Any], role: str = "actor_rollout_ref", **changes: Any) -> ActorRolloutRefWorker:
+def actor(
+    parallel: dict[str, Any],
+    role: str = "actor_rollout_ref",
+    worker_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker,
+    **changes: Any,
+) -> Any:
     """An initialised actor on this rank of a ``run_ranks`` world."""
     defaults = {
         "model": MODEL,
@@ -44,7 +49,7 @@ def actor(parallel: dict[str, Any], role: str = "actor_rollout_ref", **changes: 
         "ppo_epochs": 2,
     }
     be_a_worker()
-    worker = ActorRolloutRefWorker(load_config(ActorConfig, defaults, changes), role)
+    worker = worker_class(load_config(ActorConfig, defaults, changes), role)
     worker.init_model()
     return worker
 
