@@ -78,7 +78,7 @@ def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tup
     scaled = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
     log_probs = torch.log_softmax(scaled, dim=-1)
     if noise is None or not sampling.do_sample:
-        tokens = log_probs.argmax(-1)
+        tokens = _argmax(log_probs)
     else:
         probs = log_probs.exp().double()
         if sampling.top_p < 1.0 or 0 < sampling.top_k < probs.size(-1):
@@ -87,6 +87,11 @@ def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tup
         point = noise[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=probs.size(-1) - 1)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _argmax(values: Tensor) -> Tensor:
+    """Along the last dim. numpy's takes a tenth of the time of torch's on a CPU."""
+    return torch.from_numpy(values.numpy().argmax(-1)) if values.device.type == "cpu" else values.argmax(-1)
 
 
 def _kept(probs: Tensor, sampling: Sampling) -> Tensor:
