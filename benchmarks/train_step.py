@@ -1,6 +1,6 @@
 """A training step through the controller beside a plain Megatron loop under torchrun: its time, and a rank's memory.
 
-    python benchmarks/train_step.py [--hidden 1024] [--layers 8] [--sequence 32] [--rounds 8] [--steps 2]
+    python benchmarks/train_step.py [--hidden 512] [--layers 8] [--sequence 32] [--rounds 24] [--steps 1]
 
 Both sides train the same model on the same batches on 8 CPU ranks (TP2 x PP2 x DP2), one thread each, and take turns
 round by round; the one that waits sleeps. A step through the controller includes sending its batch and getting its
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 import ray
 from rich.console import Console
 from rich.table import Table
@@ -141,6 +142,11 @@ def peak_memory(pids: Sequence[int]) -> Memory:
     return Memory(max(own), max(resident))
 
 
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """What these processes have computed so far; unlike elapsed time, other programs on the machine hardly move it."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
 @contextlib.contextmanager
 def both_sides(model: ModelConfig) -> Iterator[tuple[Plain, Controlled]]:
     ray.init(
@@ -164,9 +170,12 @@ def compare(model: ModelConfig, rounds: int, steps: int, console: Console) -> Ta
         for side in sides:
             side.build()
         turns: list[list[Round]] = [[], []]
+        computed: list[list[float]] = [[], []]
         for turn in range(rounds + 1):
             for which in ((0, 1), (1, 0))[turn % 2]:
+                before = cpu_seconds(sides[which].pids)
                 turns[which].append(sides[which].run(range(turn * steps, (turn + 1) * steps)))
+                computed[which].append((cpu_seconds(sides[which].pids) - before) / steps)
             console.print(f"round {turn}: " + ", ".join(f"{made[-1].seconds:.3f}" for made in turns) + " s a step")
         peaks = [peak_memory(side.pids) for side in sides]
     table = Table(title="A training step and its ranks", title_justify="left")
@@ -174,11 +183,16 @@ def compare(model: ModelConfig, rounds: int, steps: int, console: Console) -> Ta
         table.add_column(head, justify="right" if head else "left")
     seconds = [[made.seconds for made in side[1:]] for side in turns]
     add(table, f"seconds of a step, median of {rounds} rounds", [statistics.median(side) for side in seconds], 3)
-    add(table, "seconds of a step, fastest round", [min(side) for side in seconds], 3)
+    add(table, "  fastest round", [min(side) for side in seconds], 3, limited=False)
+    add(table, "  slowest round", [max(side) for side in seconds], 3, limited=False)
+    pairs = [other / one for one, other in zip(*seconds, strict=True)]
+    table.add_row("  median of the rounds' own ratios", "", "", f"{statistics.median(pairs):.3f}x")
+    used = [statistics.median(side[1:]) for side in computed]
+    add(table, "CPU seconds of a step, all ranks", used, 3, limited=False)
     add(table, "peak memory of a rank, its own, MB", [peak.own for peak in peaks])
     add(table, "  with the pages of files, MB", [peak.resident for peak in peaks], limited=False)
-    add(table, "  its own before the model was built, MB", [before.own for before in imported], limited=False)
-    added = [peak.own - before.own for peak, before in zip(peaks, imported, strict=True)]
+    add(table, "  its own before the model was built, MB", [start.own for start in imported], limited=False)
+    added = [peak.own - start.own for peak, start in zip(peaks, imported, strict=True)]
     add(table, "  what model and training added, MB", added)
     for name, what in (("losses", "loss"), ("norms", "gradient norm")):
         plain, controlled = ([value for made in side for value in getattr(made, name)] for side in turns)
@@ -198,11 +212,11 @@ def add(table: Table, what: str, figures: Sequence[float], digits: int = 0, *, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the model (a multiple of 16)")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model (a multiple of 16)")
     parser.add_argument("--layers", type=int, default=8, help="an even number")
     parser.add_argument("--sequence", type=int, default=32, help="tokens of a row")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each side, after one to warm up")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn")
+    parser.add_argument("--rounds", type=int, default=24, help="turns of each side, after one to warm up")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a turn")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     model = model_of(options.hidden, options.layers, options.sequence)
