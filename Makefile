@@ -24,8 +24,9 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # roundtrip_verl.py runs in a peer's own environment: benchmarks/roundtrip.py --peer-python PATH.
+# train_step_plain.py is started by train_step.py, under torchrun.
 bench: $(STAMP)
-	@for file in $(filter-out benchmarks/roundtrip_verl.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The stamp is younger than the files that say what to install, or the environment is brought up to date.
 $(STAMP): pyproject.toml constraints.txt

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mcontroller.errors import DataError
-from mcontroller.protocol import DataProto
 from workers.packing import Packing
+
+if TYPE_CHECKING:
+    from mcontroller.protocol import DataProto
 
 __all__ = [
     "Rows",
