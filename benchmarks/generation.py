@@ -31,9 +31,10 @@ from workers.config import ActorConfig, RolloutConfig
 from workers.hf_config import model_config_from_hf
 
 VOCAB = 8192
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "Qwen2": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8},
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama, hidden 64": ("Llama", {"hidden_size": 64, "intermediate_size": 168, "num_hidden_layers": 2}),
+    "Llama, hidden 256": ("Llama", {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}),
+    "Qwen2, hidden 512": ("Qwen2", {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4}),
 }
 EDGE = 32  # tokens at either end of the longer generation
 Generate = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -56,12 +57,14 @@ class Timed:
         return total, [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)], responses
 
 
-def both(family: str, longest: int, directory: str) -> tuple[Timed, Timed]:
+def both(name: str, longest: int, directory: str) -> tuple[Timed, Timed]:
     """Ours and transformers', of one random model with few key-value heads."""
+    family, sizes = MODELS[name]
     config_class = getattr(transformers, f"{family}Config")
     torch.manual_seed(0)
     config = config_class(
-        **MODELS[family],
+        **sizes,
+        num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=VOCAB,
         max_position_embeddings=2 * longest,
@@ -144,16 +147,16 @@ def main() -> None:
         speed.add_column(head, justify="right")
     for head in ("model", "", f"tokens 2-{EDGE + 1}", f"last {EDGE}", "more", "growth"):
         growth.add_column(head, justify="right")
-    for family in MODELS:
+    for model in MODELS:
         with tempfile.TemporaryDirectory() as directory:
-            sides = both(family, options.prompt + options.long, directory)
+            sides = both(model, options.prompt + options.long, directory)
         for padded in (False, True):
             ids, mask = prompts(options.rows, options.prompt, padded)
             totals, _, same = measured(sides, ids, mask, options.tokens, options.rounds)
             rates = [options.rows * options.tokens / statistics.median(seconds) for seconds in totals]
             worst = min(theirs / ours for ours, theirs in zip(*totals, strict=True))
             cells = [f"{rate:,.0f}" for rate in rates] + [f"{rates[0] / rates[1]:.2f}x", f"{worst:.2f}x", f"{same:.0%}"]
-            speed.add_row(family, "left-padded" if padded else "full", *cells)
+            speed.add_row(model, "left-padded" if padded else "full", *cells)
         ids, mask = prompts(options.rows, options.prompt, False)
         _, steps, _ = measured(sides, ids, mask, options.long, max(1, options.rounds // 2))
         for name, by_round in zip(("ours", "transformers"), steps, strict=True):
@@ -161,7 +164,7 @@ def main() -> None:
                 1e3 * statistics.median(second for seconds in by_round for second in seconds[edge])
                 for edge in (slice(0, EDGE), slice(-EDGE, None))
             )
-            growth.add_row(family, name, f"{first:.2f}", f"{last:.2f}", f"{last - first:.2f}", f"{last / first:.2f}x")
+            growth.add_row(model, name, f"{first:.2f}", f"{last:.2f}", f"{last - first:.2f}", f"{last / first:.2f}x")
     console.print(speed)
     console.print(growth)
 
