@@ -29,7 +29,11 @@ class CriticWorker(ModelWorker):
         LayoutError: axes that do not divide the world size.
     """
 
-    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {**ModelWorker.parts_needed, "compute_values": ("params",)}
+    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **ModelWorker.parts_needed,
+        "compute_values": ("params",),
+        "update_critic": ("params", "grads", "optimizer"),
+    }
 
     def __init__(self, config: CriticConfig) -> None:
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcontroller.decorator import register
 from mcontroller.dispatch import Dispatch
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.protocol import DataProto
 from workers.background_saves import BackgroundSaves
 from workers.batches import Rows, mini_batch_rows
@@ -292,7 +292,10 @@ class ModelWorker(MegatronWorker):
         return parts
 
     def before_call(self, method: str) -> None:
-        self._offload.reload(self.parts_needed.get(method))
+        needed = self.parts_needed.get(method)
+        if needed and not self.parts():
+            raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
+        self._offload.reload(needed)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

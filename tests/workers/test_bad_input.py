@@ -10,7 +10,9 @@ import torch
 from mcontroller.errors import ConfigError, DataError, LayoutError
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, RESPONSE, actor, critic, experience, largest_difference, own_shard, weights
-from workers.config import ActorConfig, load_config
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, CriticConfig, load_config
+from workers.critic import CriticWorker
 from workers.nonfinite import NonFiniteGradient
 
 
@@ -30,6 +32,29 @@ def refused(role: str, without: str) -> str:
 def test_a_missing_column_is_named_before_the_first_collective(role: str, column: str) -> None:
     message = run_ranks(refused, 2, role, column, timeout_s=30)[0]
     assert f"update_{role} needs the column '{column}'; the batch has ['" in message
+
+
+def refused_without_a_model() -> list[str]:
+    messages = []
+    lengths = {"rollout": {"prompt_length": RESPONSE, "response_length": RESPONSE}}
+    for worker, methods in (
+        (
+            ActorRolloutRefWorker(load_config(ActorConfig, {"model": MODEL} | lengths)),
+            ("generate_sequences", "compute_log_prob", "update_actor", "update_sft"),
+        ),
+        (CriticWorker(load_config(CriticConfig, {"model": MODEL})), ("compute_values", "update_critic")),
+    ):
+        for method in methods:
+            with pytest.raises(ConfigError) as refusal:
+                getattr(worker, method)(experience(4))
+            messages.append(str(refusal.value))
+    return messages
+
+
+def test_a_worker_whose_model_was_never_built_says_so() -> None:
+    messages = run_ranks(refused_without_a_model, 1, timeout_s=30)[0]
+    assert len(messages) == 6
+    assert all(message.endswith("was called before init_model: there is no model yet") for message in messages)
 
 
 def refused_alone() -> list[str]:
