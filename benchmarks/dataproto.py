@@ -21,6 +21,7 @@ from rich.table import Table
 
 from mcontroller.protocol import DataProto
 
+SECONDS = 0.5
 SEQUENCE = 1024
 BYTES_PER_TOKEN = 3 * 8 + 4
 
@@ -39,9 +40,10 @@ def make_batch(megabytes: float, parts: int) -> DataProto:
 
 
 def medians(alternatives: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Median seconds of each, after one round that does not count."""
+    """Median seconds of each, after one round that does not count; ``repeats`` rounds, and for SECONDS at least."""
     taken: list[list[float]] = [[] for _ in alternatives]
-    for _ in range(repeats + 1):
+    end = time.perf_counter() + SECONDS
+    while len(taken[0]) <= repeats or time.perf_counter() < end:
         for times, run in zip(taken, alternatives, strict=True):
             begin = time.perf_counter()
             run()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from mcontroller.errors import DataError
 Memo = dict[Any, tuple[Tensor, Any]]  # key -> new offsets, and the old ones, kept alive while their ids are keys
 
 _LARGE = 4 << 20
+
+_ONE_THREAD = (256 << 10, 64 << 20)
+"""Sizes of a joined column between which torch uses several threads, and one is nearly as fast."""
+
 _PLAIN = {Tensor}
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,24 +37,41 @@ _INDEXED = frozenset(
 )
 
 
+class Schema(NamedTuple):
+    """What the parts of one batch share: its columns' names, its batch dims after dim 0, its device.
+
+    ``plain``: every column is an ordinary tensor. Parts with the same schema object are parts of one split.
+    """
+
+    names: tuple[str, ...]
+    inner: tuple[int, ...]
+    device: torch.device | None
+    plain: bool = False
+
+
 class Columns:
-    """The columns of a batch that nobody has asked for as a TensorDict yet.
+    """The columns of a batch that nobody has asked for as a TensorDict yet: ``tensors`` in the schema's order.
 
     A TensorDict costs more to make than a small batch to split or join. It is never changed, so that batches share it.
     """
 
-    __slots__ = ("batch_size", "device", "names", "tensors")
+    __slots__ = ("rows", "schema", "tensors")
 
-    def __init__(
-        self, names: Iterable[str], tensors: Iterable[Any], batch_size: tuple[int, ...], device: torch.device | None
-    ) -> None:
-        self.names = tuple(names)
-        self.tensors = tuple(tensors)
-        self.batch_size = batch_size
-        self.device = device
+    def __init__(self, schema: Schema, tensors: tuple[Any, ...], rows: int) -> None:
+        self.schema = schema
+        self.tensors = tensors
+        self.rows = rows
+
+    @property
+    def batch_size(self) -> tuple[int, ...]:
+        return (self.rows, *self.schema.inner)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.schema.device
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        return zip(self.names, self.tensors, strict=True)
+        return zip(self.schema.names, self.tensors, strict=True)
 
     def values(self) -> Iterable[Any]:
         return self.tensors
@@ -80,7 +101,8 @@ def is_jagged(column: Any) -> bool:
 
 def like(source: Batch, columns: Mapping[str, Any], rows: int) -> Columns:
     """``columns`` with ``source``'s device and batch dims, dim 0 being ``rows`` long."""
-    return Columns(columns, columns.values(), (rows, *source.batch_size[1:]), source.device)
+    schema = Schema(tuple(columns), tuple(source.batch_size[1:]), source.device)
+    return Columns(schema, tuple(columns.values()), rows)
 
 
 def shallow(batch: AnyBatch) -> AnyBatch:
@@ -91,10 +113,11 @@ def shallow(batch: AnyBatch) -> AnyBatch:
 def split_rows(batch: Batch, sizes: Sequence[int], memo: Memo | None = None) -> list[Columns]:
     """Consecutive parts of ``sizes`` rows each, as views."""
     memo = {} if memo is None else memo
-    pieces = [_split(value, sizes, memo) for value in batch.values()]
-    names, inner, device = _names(batch), tuple(batch.batch_size[1:]), batch.device
+    held = tuple(batch.values())
+    schema = Schema(_names(batch), tuple(batch.batch_size[1:]), batch.device, set(map(type, held)) == _PLAIN)
+    pieces = [_split(value, sizes, memo) for value in held]
     parts = zip(*pieces, strict=True) if pieces else [()] * len(sizes)
-    return [Columns(names, part, (size, *inner), device) for size, part in zip(sizes, parts, strict=True)]
+    return [Columns(schema, part, size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def slice_rows(batch: Batch, start: int, stop: int, step: int = 1, memo: Memo | None = None) -> Columns:
@@ -110,10 +133,20 @@ def take_rows(batch: Batch, index: Tensor, memo: Memo | None = None) -> Columns:
     return like(batch, {key: _take(value, index, memo) for key, value in batch.items()}, len(index))
 
 
-def join_rows(parts: Sequence[Batch], name: str = "", memo: Memo | None = None) -> Columns:
-    """The rows of all parts in order, as a copy; DataError names the column, parts and shapes that do not fit."""
+def join_rows(
+    parts: Sequence[Batch], name: str = "", memo: Memo | None = None, *, spare_cores: bool = False
+) -> Columns:
+    """The rows of all parts in order, as a copy; DataError names the column, parts and shapes that do not fit.
+
+    ``spare_cores`` leaves them to the processes beside this one, where that costs this one little.
+    """
+    first = parts[0]
+    if type(first) is Columns and first.schema.plain:
+        schema = first.schema
+        if all([type(part) is Columns and part.schema is schema for part in parts]):
+            return _rejoin(parts, spare_cores)
     memo = {} if memo is None else memo
-    names = _names(parts[0])
+    names = _names(first)
     if any([_names(part) != names for part in parts]):
         _check_same_keys(parts, name)
         parts = [_ordered(part, names) for part in parts]
@@ -121,17 +154,24 @@ def join_rows(parts: Sequence[Batch], name: str = "", memo: Memo | None = None) 
     check = 0 in rows  # torch.cat takes an empty column of any shape
     columns = zip(*[part.values() for part in parts], strict=True)
     prefix = f"{name}." if name else ""
-    joined = [_join(column, prefix + key, memo, check) for key, column in zip(names, columns, strict=False)]
-    return Columns(names, joined, (sum(rows), *parts[0].batch_size[1:]), parts[0].device)
+    joined = [_join(column, prefix + key, memo, check, spare_cores) for key, column in zip(names, columns, strict=False)]
+    return like(first, dict(zip(names, joined, strict=True)), sum(rows))
+
+
+def _rejoin(parts: Sequence[Any], spare_cores: bool) -> Columns:
+    """The parts of one split, whose columns are alike: nothing needs to be compared."""
+    columns = zip(*[part.tensors for part in parts], strict=True)
+    joined = tuple([_cat_beside(column) if spare_cores else _cat(column, 0) for column in columns])
+    return Columns(parts[0].schema, joined, sum([part.rows for part in parts]))
 
 
 def _names(batch: Batch) -> tuple[str, ...]:
-    return batch.names if type(batch) is Columns else tuple([key for key, _ in batch.items()])
+    return batch.schema.names if type(batch) is Columns else tuple([key for key, _ in batch.items()])
 
 
 def _ordered(batch: Batch, names: tuple[str, ...]) -> Columns:
     held = dict(batch.items())
-    return Columns(names, [held[key] for key in names], batch.batch_size, batch.device)
+    return like(batch, {key: held[key] for key in names}, batch.batch_size[0])
 
 
 def reshape_rows(batch: Batch | None, reshape: Callable[[Any], Any], rows: int) -> TensorDict | None:
@@ -193,16 +233,16 @@ def _take(column: Any, index: Tensor, memo: Memo) -> Any:
     return _index_select(column, 0, index)
 
 
-def _join(columns: Sequence[Any], name: str, memo: Memo, check: bool) -> Any:
+def _join(columns: Sequence[Any], name: str, memo: Memo, check: bool, spare_cores: bool) -> Any:
     if check or not _are_plain(columns):
         _check_same_kind(columns, name)
         if isinstance(columns[0], TensorDict):
-            return join_rows(columns, name, memo).tensordict()
+            return join_rows(columns, name, memo, spare_cores=spare_cores).tensordict()
         if is_jagged(columns[0]):
             return _join_jagged(columns, memo)
     try:
-        return _cat(columns, 0)
-    except RuntimeError:
+        return _cat_beside(columns) if spare_cores else _cat(columns, 0)
+    except (RuntimeError, ValueError):
         _check_same_kind(columns, name)
         raise
 
@@ -221,6 +261,28 @@ def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     shape = list(tensors[0].shape)
     shape[dim] = sum([tensor.shape[dim] for tensor in tensors])
     return torch.cat(tensors, dim=dim, out=_huge_pages(tensors, shape))  # type: ignore[arg-type]
+
+
+def _cat_beside(tensors: Sequence[Tensor]) -> Tensor:
+    """As ``_cat`` along dim 0, on one thread: those of torch spin for milliseconds after it and wait for more."""
+    least, most = _ONE_THREAD
+    if not (least <= tensors[0].nbytes * len(tensors) <= most and all(map(_in_memory, tensors))):
+        return _cat(tensors, 0)
+    dtype, shape = tensors[0].dtype, list(tensors[0].shape)
+    shape[0] = sum([tensor.shape[0] for tensor in tensors])
+    parts = [tensor.view(BITS[dtype.itemsize]).numpy() for tensor in tensors]
+    joined = np.concatenate(parts, out=np.empty(shape, parts[0].dtype))
+    return torch.from_numpy(joined).view(dtype)
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    """Whether its bytes are all that there is to it, and numpy can move them."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype.itemsize in BITS
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:

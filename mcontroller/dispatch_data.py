@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -61,16 +62,22 @@ def _check_signature(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     A method under a decorator that takes any arguments is not looked into: the decorator may change them.
     """
-    worker_cls = call.group.worker_cls
-    method = inspect.getattr_static(worker_cls, call.method, None)
-    if not isinstance(method, FunctionType | staticmethod | classmethod):
+    signature = _signature(call.group.worker_cls, call.method)
+    if signature is None:
         return  # a method that is there on the workers alone, or a callable that does not tell what it takes
-    signature = inspect.signature(method.__get__(_ANYBODY, worker_cls), follow_wrapped=False)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         taken = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
         raise call.error(f"{error}; it takes ({taken})", taken=tuple(signature.parameters)) from error
+
+
+@lru_cache(maxsize=1024)
+def _signature(worker_cls: type, name: str) -> inspect.Signature | None:
+    method = inspect.getattr_static(worker_cls, name, None)
+    if not isinstance(method, FunctionType | staticmethod | classmethod):
+        return None
+    return inspect.signature(method.__get__(_ANYBODY, worker_cls), follow_wrapped=False)
 
 
 _ANYBODY: Any = object()

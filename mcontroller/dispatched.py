@@ -119,7 +119,7 @@ class Dispatched:
 
     def _concat(self, values: Sequence[DataProto]) -> DataProto:
         try:
-            return DataProto.concat(values)
+            return DataProto.concat(values, spare_cores=True)  # the workers are about to compute again
         except DataError as error:
             who = f"{self.call.group.name}.{self.call.method}"
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))

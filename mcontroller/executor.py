@@ -48,6 +48,9 @@ class Arguments:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arguments, (self.args, self.kwargs)
+
 
 @dataclass(frozen=True, slots=True)
 class RankCall:

@@ -76,7 +76,7 @@ def merge_concat(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     name -> flat list of the values of every part that has it, in part order. Raises DataError on any other difference.
     """
     first = parts[0]
-    if all([part == first if is_flat(part) else False for part in parts]):
+    if all([_ATOMS.issuperset(map(type, part.values())) and part == first for part in parts]):
         return dict(first)
     merged: dict[str, Any] = {}
     origin: dict[str, int] = {}

@@ -32,7 +32,7 @@ from mcontroller.batch_ops import (
 from mcontroller.errors import DataError
 from mcontroller.partition import contiguous
 from mcontroller.rows import Index, Keys, RowIndexError
-from mcontroller.serialization import OutOfBand
+from mcontroller.serialization import OutOfBand, pack
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -168,7 +168,9 @@ class DataProto(OutOfBand):
         if info is None:
             info = meta.copy_meta(self.meta_info)
         new = object.__new__(type(self))
-        new.__dict__ = {**self.__dict__, "_batch": batch, "non_tensor_batch": arrays, "meta_info": info}
+        if len(self.__dict__) > 3:  # attributes of a subclass or of the user's own
+            new.__dict__.update(self.__dict__)
+        new._batch, new.non_tensor_batch, new.meta_info = batch, arrays, info
         return new
 
     # ---- looked at -------------------------------------------------------------------------------------------------
@@ -302,15 +304,18 @@ class DataProto(OutOfBand):
         if self._batch is not None:
             batches = columns.split_rows(self._batch, sizes)
         held, copy_info = self.non_tensor_batch, meta.copier(self.meta_info)
+        if not held:
+            return [self._with(batch, {}, copy_info()) for batch in batches]
         return [
             self._with(batch, {key: held[key][stop - size : stop] for key in held}, copy_info())
             for batch, size, stop in zip(batches, sizes, accumulate(sizes), strict=True)
         ]
 
     @staticmethod
-    def concat(data: Sequence[DataProto]) -> DataProto:
+    def concat(data: Sequence[DataProto], *, spare_cores: bool = False) -> DataProto:
         """The rows of all parts in order, as a copy (of one part: as views).
 
+        ``spare_cores`` leaves them to the processes beside this one, where that costs this one little.
         ``meta_info``: a key whose values agree wherever it stands is kept; ``metrics`` becomes name -> flat list of
         every part's values; any other difference raises DataError, as parts with different columns do.
         """
@@ -323,7 +328,8 @@ class DataProto(OutOfBand):
         if len(data) == 1:
             return first._with(columns.shallow(first._batch), dict(first.non_tensor_batch), info)
         rows.check_same_columns(data)
-        batch = None if first._batch is None else columns.join_rows([part._batch for part in data])  # type: ignore[misc]
+        tensors: list[Any] = [part._batch for part in data]
+        batch = None if first._batch is None else columns.join_rows(tensors, spare_cores=spare_cores)
         arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
         return first._with(batch, arrays, info)
 
@@ -489,6 +495,10 @@ class DataProto(OutOfBand):
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     # ---- copied and kept (pickling: serialization.OutOfBand) --------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        batch = None if self._batch is None else columns.like(self._batch, self._tensors(), len(self))
+        return pack({**self.__dict__, "_batch": batch})
 
     def __copy__(self) -> Self:
         return self._with(columns.shallow(self._batch), dict(self.non_tensor_batch))

@@ -58,6 +58,8 @@ def _check_batch(batch: Any) -> None:
 
 def check_same_columns(parts: Sequence[Any]) -> None:
     """Raises DataError naming the first part whose non-tensor columns, or whether it has tensors, are not part 0's."""
+    if not any([part.non_tensor_batch or part._batch is None for part in parts]):
+        return
     expected, has_tensors = parts[0].non_tensor_batch.keys(), parts[0]._batch is not None
     for position, part in enumerate(parts):
         if part.non_tensor_batch.keys() != expected:

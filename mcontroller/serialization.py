@@ -8,7 +8,9 @@ give a writable buffer to ``pickle.loads`` is to give it away. So what is unpick
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,9 @@ _NUMPY_HAS = frozenset(
     {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
     | {torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
+
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _NUMPY_HAS}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def pack(value: Any) -> Any:
@@ -90,6 +95,27 @@ class _StandIn:
 
     def __reduce__(self) -> Reduced:
         return self.rebuild, self.args
+
+
+class _ColumnsStandIn:
+    """What packed columns are pickled as: one call for all of them, as a call each costs more than a small column."""
+
+    __slots__ = ("held", "source")
+
+    def __init__(self, source: columns.Columns, held: list[Any]) -> None:
+        self.source = source
+        self.held = held
+
+    def __reduce_ex__(self, protocol: Any) -> Reduced:
+        wrap = pickle.PickleBuffer if protocol >= 5 else _bytes
+        held = [
+            (wrap(np.ascontiguousarray(column)), _NAMES[tensor.dtype], column.shape)
+            if type(column) is np.ndarray
+            else column
+            for column, tensor in zip(self.held, self.source.tensors, strict=True)
+        ]
+        schema = self.source.schema
+        return _columns, (schema.names, schema.inner, _device(schema.device), held, self.source.rows)
 
 
 class _Packer:
@@ -159,9 +185,18 @@ class _Packer:
         rebuild, (items, *rest) = reduce(value)
         return _StandIn(rebuild, self._dict(items), *rest)
 
-    def _columns(self, value: columns.Columns) -> _StandIn:
-        held = self._dict(dict(value.items()))
-        return _StandIn(_columns, held, value.batch_size, _device(value.device))
+    def _columns(self, value: columns.Columns) -> _ColumnsStandIn:
+        if len(set(map(id, value.tensors))) < len(value.tensors):  # a tensor of two names stays one tensor
+            return _ColumnsStandIn(value, self._inside(value.items()))
+        return _ColumnsStandIn(value, [self._column(*item) for item in value.items()])
+
+    def _column(self, name: str, column: Any) -> Any:
+        """The array of a column that is an ordinary tensor, which is most; what stands in for any other."""
+        if type(column) is Tensor and column.dtype in _NUMPY_HAS:
+            with suppress(RuntimeError, TypeError):  # on another device, with a gradient, sparse, ...
+                return column.numpy()
+        (packed,) = self._inside([(name, column)])
+        return packed
 
     def _tensor(self, value: Tensor) -> _StandIn:
         rebuild, args = reduce(value, "value" + "".join(f"[{key!r}]" for key in self._path))
@@ -188,8 +223,23 @@ def _tensordict(items: Mapping[str, Any], batch_size: tuple[int, ...], device: s
     return TensorDict(items, batch_size=batch_size, device=None if device is None else _here(device))
 
 
-def _columns(items: Mapping[str, Any], batch_size: tuple[int, ...], device: str | None) -> columns.Columns:
-    return columns.Columns(items, items.values(), batch_size, None if device is None else _here(device))
+def _columns(
+    names: tuple[str, ...], inner: tuple[int, ...], device: str | None, held: Sequence[Any], rows: int
+) -> columns.Columns:
+    tensors = tuple([_of_buffer(*column) if type(column) is tuple else column for column in held])
+    return columns.Columns(columns.Schema(names, inner, None if device is None else _here(device)), tensors, rows)
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    return array.tobytes()
+
+
+def _of_buffer(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    view = memoryview(content)
+    if not view.nbytes:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    writable = bytearray(view) if view.readonly else view
+    return torch.frombuffer(writable, dtype=_DTYPES[dtype]).view(shape)
 
 
 def _here(device: str) -> torch.device:

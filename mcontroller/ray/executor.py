@@ -62,7 +62,8 @@ class RayExecutor:
         """What is passed to a host, without shipping and with: serialized once for all ranks with these arguments."""
         given = pack(arguments).as_argument()
         inline, beside = (given, ()) if isinstance(given, bytes) else (None, (given,))
-        return [(pickle.dumps((ticket, self.role, method, ship, measure, inline)), *beside) for ship in (False, True)]
+        order = (*ticket, self.role, method, measure, inline)
+        return [(pickle.dumps((ship, *order)), *beside) for ship in (False, True)]
 
     def _start(self, rank: int, order: tuple[Any, ...], measure: bool) -> list[Any]:
         run = self.hosts.processes.handles[rank].call

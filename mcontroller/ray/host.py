@@ -160,8 +160,8 @@ class WorkerHost:
     @ray.method(concurrency_group="call")
     def call(self, order: bytes, beside: Packed | None = None) -> Any:
         """Runs one method of one role, on the arguments in the order, or on those beside it."""
-        ticket, role, method, ship, measure, inline = pickle.loads(order)
-        if not self._begin(ticket):
+        ship, caller, number, role, method, measure, inline = pickle.loads(order)
+        if not self._begin(Ticket(caller, number)):
             return (None, None) if measure else None
         self._running = method
         try:
@@ -190,7 +190,8 @@ class WorkerHost:
 
     def _begin(self, ticket: Ticket) -> bool:
         with self._turn:
-            self._turn.wait_for(lambda: ticket not in self._held)
+            while ticket in self._held:
+                self._turn.wait()
             self._begun[ticket.caller] = ticket.number
             if ticket in self._withdrawn:
                 self._withdrawn.discard(ticket)

@@ -11,8 +11,9 @@ import io
 import pickle
 import sys
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -31,11 +32,10 @@ IN_BAND_BYTES = 1024
 
 _PLAIN = (type(None), bool, int, float)
 
-_arriving: ContextVar[tuple[list[Any], list[Any]]] = ContextVar("_arriving")
+_arriving: ContextVar[list[Any]] = ContextVar("_arriving")
 
 
-@dataclass(slots=True)
-class Packed:
+class Packed(NamedTuple):
     """A pickled value: ``data`` without its buffers, ``buffers`` out of band, ``held`` the Ray handles inside it."""
 
     data: bytes
@@ -62,7 +62,9 @@ class Packed:
 
     def inline(self) -> bytes:
         """All of it as bytes, the buffers copied."""
-        return pickle.dumps((self.data, [bytearray(memoryview(buffer)) for buffer in self.buffers]), protocol=5)
+        if not self.buffers:
+            return self.data
+        return pickle.dumps(self._replace(buffers=[bytearray(memoryview(buffer)) for buffer in self.buffers]), 5)
 
     def unpack(self) -> Any:
         """The value, in memory that only this process sees."""
@@ -70,9 +72,11 @@ class Packed:
 
 
 def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
-    token = _arriving.set((buffers, held))
+    if not held:
+        return pickle.loads(data, buffers=buffers)
+    token = _arriving.set(held)
     try:
-        return pickle.loads(data)
+        return pickle.loads(data, buffers=buffers)
     finally:
         _arriving.reset(token)
 
@@ -91,7 +95,7 @@ def pack(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     sink = io.BytesIO()
-    pickler = _Pickler(sink, protocol=5)
+    pickler = _Pickler(sink)
     pickler.dump(value)
     return Packed(sink.getvalue(), pickler.buffers, pickler.held)
 
@@ -99,25 +103,27 @@ def pack(value: Any) -> Any:
 def unpack(value: Any) -> Any:
     """The value that was carried or packed, in memory that only this process sees."""
     if isinstance(value, bytes):
-        data, buffers = pickle.loads(value)
-        return _load(data, buffers, [])
+        inside = pickle.loads(value)
+        return _load(*inside) if isinstance(inside, Packed) else inside
     return value.unpack() if isinstance(value, Packed) else value
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Takes arrays, tensors and Ray handles out of the stream; all else is pickled as Ray itself would."""
+    """Takes buffers and Ray handles out of the stream; all else is pickled as Ray itself would."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, sink: io.BytesIO) -> None:
         self.buffers: list[Any] = []
         self.held: list[Any] = []
+        super().__init__(sink, protocol=5, buffer_callback=partial(_stays, self.buffers))
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is np.ndarray and obj.nbytes >= IN_BAND_BYTES and not obj.dtype.hasobject:
+        kind = type(obj)
+        if kind is FunctionType or kind is type:  # nearly always one of our own, which are there by name
+            return NotImplemented if obj.__module__.startswith(_OWN) else super().reducer_override(obj)
+        if kind is np.ndarray and not obj.dtype.hasobject:
             content: Any = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
-            self.buffers.append(pickle.PickleBuffer(content))
-            return _array_at, (len(self.buffers) - 1, obj.dtype, obj.shape)
-        if isinstance(obj, ray.ObjectRef | ActorHandle):
+            return _array, (pickle.PickleBuffer(content), obj.dtype, obj.shape)
+        if isinstance(obj, _HANDLES):
             self.held.append(obj)
             return _handle_at, (len(self.held) - 1,)
         if _holds_tensors(obj):
@@ -127,6 +133,18 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+def _stays(buffers: list[Any], buffer: pickle.PickleBuffer) -> bool:
+    """Whether a buffer is to stay in the stream; others go to ``buffers``."""
+    small = memoryview(buffer).nbytes < IN_BAND_BYTES
+    if not small:
+        buffers.append(buffer)
+    return small
+
+
+_HANDLES = (ray.ObjectRef, ActorHandle)
+_OWN = "mcontroller."
+
+
 def _holds_tensors(obj: Any) -> bool:
     torch, tensordict = sys.modules.get("torch"), sys.modules.get("tensordict")
     if torch is not None and isinstance(obj, torch.Tensor):
@@ -134,9 +152,11 @@ def _holds_tensors(obj: Any) -> bool:
     return tensordict is not None and type(obj) is tensordict.TensorDict
 
 
-def _array_at(index: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-    return np.frombuffer(_arriving.get()[0][index], dtype=dtype).reshape(shape)
+def _array(content: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    view = memoryview(content)
+    writable = bytearray(view) if view.readonly else view
+    return np.frombuffer(writable, dtype=dtype).reshape(shape)
 
 
 def _handle_at(index: int) -> Any:
-    return _arriving.get()[1][index]
+    return _arriving.get()[index]

@@ -110,6 +110,15 @@ def test_what_comes_back_can_be_written_and_is_seen_by_nobody_else() -> None:
     assert batch.batch["n"].tolist() == [0, 1, 2]
 
 
+def test_a_tensor_under_two_names_travels_once_and_stays_one() -> None:
+    shared = torch.arange(1000)
+    batch = DataProto.from_dict({"a": shared, "b": shared})
+    assert len(sent(batch)[1]) == 1
+    back = received(batch)
+    back.batch["a"][0] = 7
+    assert back.batch["b"][0] == 7
+
+
 def test_writable_buffers_are_adopted_without_another_copy() -> None:
     stream, (buffer,) = sent(pack(torch.arange(4)))
     private = bytearray(buffer)
