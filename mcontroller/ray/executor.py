@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from mcontroller.errors import GroupError
-from mcontroller.executor import Arguments, Deferred, Fetch, RankCall
-from mcontroller.ray.host import Ticket, fetch
+from mcontroller.executor import Deferred, Fetch, RankCall
+from mcontroller.ray.host import Order, fetch
 from mcontroller.ray.hosts import Flight, Hosts
 from mcontroller.ray.wire import Packed, pack, unpack
 
@@ -49,25 +49,26 @@ class RayExecutor:
     ) -> RayPending:
         self.hosts.check(self.role)
         ticket = self.hosts.ticket()
-        sent = {id(call.arguments): call.arguments for call in calls}
-        orders = {key: self._orders(ticket, method, arguments, measure) for key, arguments in sent.items()}
-        answers = [self._start(call.rank, orders[id(call.arguments)][call.ship], measure) for call in calls]
+        shippers: dict[int, list[int]] = {id(call.arguments): [] for call in calls}
+        for call in calls:
+            if call.ship:
+                shippers[id(call.arguments)].append(call.rank)
+        sent: dict[int, Any] = {}
+        for call in calls:
+            key = id(call.arguments)
+            if key not in sent:
+                order = Order(*ticket, self.role, method, shippers[key], measure)
+                sent[key] = pack(call.arguments)._replace(head=pickle.dumps(tuple(order))).as_argument()
+        answers = [self._start(call.rank, sent[id(call.arguments)], measure) for call in calls]
         done = [answer[-1] for answer in answers]
         flight = Flight(self.role, method, tuple(call.rank for call in calls), done, timeout, ticket)
         self.hosts.depart(flight)
         shipped = [answer for answer, call in zip(answers, calls, strict=True) if call.ship]
         return RayPending(self.hosts, flight, shipped, [call.ship for call in calls])
 
-    def _orders(self, ticket: Ticket, method: str, arguments: Arguments, measure: bool) -> list[tuple[Any, ...]]:
-        """What is passed to a host, without shipping and with: serialized once for all ranks with these arguments."""
-        given = pack(arguments).as_argument()
-        inline, beside = (given, ()) if isinstance(given, bytes) else (None, (given,))
-        order = (*ticket, self.role, method, measure, inline)
-        return [(pickle.dumps((ship, *order)), *beside) for ship in (False, True)]
-
-    def _start(self, rank: int, order: tuple[Any, ...], measure: bool) -> list[Any]:
+    def _start(self, rank: int, order: Any, measure: bool) -> list[Any]:
         run = self.hosts.processes.handles[rank].call
-        return run.options(num_returns=2).remote(*order) if measure else [run.remote(*order)]
+        return run.options(num_returns=2).remote(order) if measure else [run.remote(order)]
 
     def fetch(self, handles: Sequence[Any]) -> list[Any]:
         try:

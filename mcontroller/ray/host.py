@@ -14,16 +14,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
 
 from mcontroller.errors import GroupError, WorkerError
-from mcontroller.ray.wire import Packed, carried, pack, unpack
+from mcontroller.ray.wire import carried, opened, pack, unpack
 
-__all__ = ["Endpoint", "HostInfo", "Identity", "Ticket", "WorkerHost", "siblings"]
+__all__ = ["Endpoint", "HostInfo", "Identity", "Order", "Ticket", "WorkerHost", "siblings"]
 
 LANES = {"call": 1, "control": 1, "watch": 1}
 """Threads by lane: calls one after another, and beside them what must answer while a call runs."""
@@ -64,6 +64,17 @@ class Ticket(NamedTuple):
     number: int
 
 
+class Order(NamedTuple):
+    """What the ranks that get the same arguments are asked to do: the head of the arguments, for all of them alike."""
+
+    caller: str
+    number: int
+    role: str
+    method: str
+    shippers: Sequence[int]
+    measure: bool
+
+
 class WorkerHost:
     """Holds worker objects by role and runs their methods; becomes an actor through ``ray.remote`` in ``hosts.py``."""
 
@@ -75,7 +86,8 @@ class WorkerHost:
         self._reserved: socket.socket | None = None
         self._running: str | None = None
         self._lane = 0
-        self._turn = threading.Condition()
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
         self._begun: dict[str, int] = {}
         self._held: set[Ticket] = set()
         self._withdrawn: set[Ticket] = set()
@@ -146,7 +158,7 @@ class WorkerHost:
         self._run_method = run_method
         for role, index in roles.items():
             try:
-                construct, args, kwargs = unpack(packed[index])
+                construct, args, kwargs = opened(packed[index])[1]()
                 _choose_device(identity.device)
                 worker = construct(*args, **kwargs)
             except BaseException as error:  # whatever ends a constructor is told, SystemExit too
@@ -158,15 +170,17 @@ class WorkerHost:
         self._running = None
 
     @ray.method(concurrency_group="call")
-    def call(self, order: bytes, beside: Packed | None = None) -> Any:
-        """Runs one method of one role, on the arguments in the order, or on those beside it."""
-        ship, caller, number, role, method, measure, inline = pickle.loads(order)
+    def call(self, sent: Any) -> Any:
+        """Runs one method of one role: an ``Order``, and behind it the arguments."""
+        head, arguments = opened(sent)
+        caller, number, role, method, shippers, measure = pickle.loads(head)
         if not self._begin(Ticket(caller, number)):
             return (None, None) if measure else None
         self._running = method
         try:
-            worker, arguments = self._roles[role], unpack(inline if beside is None else beside)
-            outcome = self._run_method(worker, method, arguments, fetch=fetch, ship=ship, measure=measure)
+            ship = self._identity.rank in shippers
+            worker = self._roles[role]
+            outcome = self._run_method(worker, method, arguments(), fetch=fetch, ship=ship, measure=measure)
             value = carried(outcome.value)
         except BaseException as error:
             raise self._failure(role, method, error) from None
@@ -189,7 +203,7 @@ class WorkerHost:
                 self._running = None
 
     def _begin(self, ticket: Ticket) -> bool:
-        with self._turn:
+        with self._lock:
             while ticket in self._held:
                 self._turn.wait()
             self._begun[ticket.caller] = ticket.number

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
@@ -22,7 +23,7 @@ from ray.actor import ActorHandle
 
 from mcontroller.ray.memory import private_copies
 
-__all__ = ["INLINE_BYTES", "IN_BAND_BYTES", "Packed", "carried", "pack", "unpack"]
+__all__ = ["INLINE_BYTES", "IN_BAND_BYTES", "Packed", "carried", "opened", "pack", "unpack"]
 
 INLINE_BYTES = 64 * 1024
 """A value up to this size goes inline with the task that reads it, below Ray's own limit of 100 KiB a task."""
@@ -36,11 +37,15 @@ _arriving: ContextVar[list[Any]] = ContextVar("_arriving")
 
 
 class Packed(NamedTuple):
-    """A pickled value: ``data`` without its buffers, ``buffers`` out of band, ``held`` the Ray handles inside it."""
+    """A pickled value: ``data`` without its buffers, ``buffers`` out of band, ``held`` the Ray handles inside it.
+
+    ``head`` is whatever the reader has to know before it reads the value.
+    """
 
     data: bytes
     buffers: list[Any]
     held: list[Any]
+    head: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -58,13 +63,14 @@ class Packed(NamedTuple):
         """
         if self.large:
             return ray.put(self)
-        return self if self.held else self.inline()
+        return self if self.held else pickle.dumps((self.head, self.data, self._copied()), 5)
 
     def inline(self) -> bytes:
-        """All of it as bytes, the buffers copied."""
-        if not self.buffers:
-            return self.data
-        return pickle.dumps(self._replace(buffers=[bytearray(memoryview(buffer)) for buffer in self.buffers]), 5)
+        """All of it but the head as bytes, the buffers copied."""
+        return pickle.dumps(self._replace(buffers=self._copied()), 5) if self.buffers else self.data
+
+    def _copied(self) -> list[bytearray]:
+        return [bytearray(memoryview(buffer)) for buffer in self.buffers]
 
     def unpack(self) -> Any:
         """The value, in memory that only this process sees."""
@@ -79,6 +85,14 @@ def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
         return pickle.loads(data, buffers=buffers)
     finally:
         _arriving.reset(token)
+
+
+def opened(argument: Any) -> tuple[bytes, Callable[[], Any]]:
+    """The head of what ``as_argument`` made, and what reads the value, in memory that only this process sees."""
+    if isinstance(argument, bytes):
+        head, data, buffers = pickle.loads(argument)
+        return head, partial(_load, data, buffers, [])
+    return argument.head, argument.unpack
 
 
 def carried(value: Any) -> Any:
@@ -104,7 +118,7 @@ def unpack(value: Any) -> Any:
     """The value that was carried or packed, in memory that only this process sees."""
     if isinstance(value, bytes):
         inside = pickle.loads(value)
-        return _load(*inside) if isinstance(inside, Packed) else inside
+        return _load(inside.data, inside.buffers, []) if isinstance(inside, Packed) else inside
     return value.unpack() if isinstance(value, Packed) else value
 
 
