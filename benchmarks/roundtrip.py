@@ -195,7 +195,7 @@ class Nowhere:
         self.values = [self.answer for call in calls if call.ship]
         return self
 
-    def result(self, timeout: float | None = None) -> list[Any]:
+    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         return self.values
 
     def fetch(self, handles: Any) -> list[Any]:

@@ -49,18 +49,42 @@ class Schema(NamedTuple):
     plain: bool = False
 
 
+class Unread(NamedTuple):
+    """A column that has arrived in memory which others read too: ``array`` must not be written, nor shown to a user."""
+
+    array: np.ndarray
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        return torch.from_numpy(self.array.copy()).view(self.dtype)
+
+
 class Columns:
-    """The columns of a batch that nobody has asked for as a TensorDict yet: ``tensors`` in the schema's order.
+    """The columns of a batch that nobody has asked for as a TensorDict yet, in the schema's order.
 
     A TensorDict costs more to make than a small batch to split or join. It is never changed, so that batches share it.
+    A column may be given as ``Unread``: it is copied when it is first asked for, and joined with others as it is.
     """
 
-    __slots__ = ("rows", "schema", "tensors")
+    __slots__ = ("_columns", "has_unread", "rows", "schema")
 
-    def __init__(self, schema: Schema, tensors: tuple[Any, ...], rows: int) -> None:
+    def __init__(self, schema: Schema, columns: tuple[Any, ...], rows: int, has_unread: bool = False) -> None:
         self.schema = schema
-        self.tensors = tensors
+        self._columns = columns
         self.rows = rows
+        self.has_unread = has_unread
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        if self.has_unread:
+            read = [column.tensor() if type(column) is Unread else column for column in self._columns]
+            self._columns, self.has_unread = tuple(read), False
+        return self._columns
+
+    @property
+    def unread(self) -> tuple[Any, ...]:
+        """The columns as they are given: for joining, and no other use."""
+        return self._columns
 
     @property
     def batch_size(self) -> tuple[int, ...]:
@@ -152,9 +176,9 @@ def join_rows(
         parts = [_ordered(part, names) for part in parts]
     rows = [part.batch_size[0] for part in parts]
     check = 0 in rows  # torch.cat takes an empty column of any shape
-    columns = zip(*[part.values() for part in parts], strict=True)
+    held: Any = zip(*[part.unread if type(part) is Columns else part.values() for part in parts], strict=True)
     prefix = f"{name}." if name else ""
-    joined = [_join(column, prefix + key, memo, check, spare_cores) for key, column in zip(names, columns, strict=False)]
+    joined = [_join(column, prefix + key, memo, check, spare_cores) for key, column in zip(names, held, strict=False)]
     return like(first, dict(zip(names, joined, strict=True)), sum(rows))
 
 
@@ -234,6 +258,12 @@ def _take(column: Any, index: Tensor, memo: Memo) -> Any:
 
 
 def _join(columns: Sequence[Any], name: str, memo: Memo, check: bool, spare_cores: bool) -> Any:
+    if Unread in set(map(type, columns)):
+        if _fit(columns):
+            parts = [column.array for column in columns]
+            joined = np.concatenate(parts, out=np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype))
+            return torch.from_numpy(joined).view(columns[0].dtype)
+        columns = [column.tensor() if type(column) is Unread else column for column in columns]
     if check or not _are_plain(columns):
         _check_same_kind(columns, name)
         if isinstance(columns[0], TensorDict):
@@ -245,6 +275,15 @@ def _join(columns: Sequence[Any], name: str, memo: Memo, check: bool, spare_core
     except (RuntimeError, ValueError):
         _check_same_kind(columns, name)
         raise
+
+
+def _fit(columns: Sequence[Any]) -> bool:
+    """Whether all are ``Unread``, of one dtype and but for their rows of one shape."""
+    first = columns[0]
+    return all(
+        type(column) is Unread and column.dtype is first.dtype and column.array.shape[1:] == first.array.shape[1:]
+        for column in columns
+    )
 
 
 def _are_plain(columns: Sequence[Any]) -> bool:

@@ -76,7 +76,8 @@ class Dispatched:
         """The future of the collected result."""
 
         def collected(timeout: float | None) -> Any:
-            return self.collect(self._in_order(pending.result(timeout)), executor)
+            joined = self.concatenates and len(self.plan.collected) > 1
+            return self.collect(self._in_order(pending.result(timeout, joined=joined)), executor)
 
         if not (self.concatenates and pending.lengths):
             return Future([pending], collected)
@@ -141,4 +142,4 @@ class Dispatched:
 
 def _has_rows(value: DataProto) -> bool:
     """Whether it has columns, and not only ``meta_info``."""
-    return value.batch is not None or bool(value.non_tensor_batch)
+    return value._batch is not None or bool(value.non_tensor_batch)

@@ -84,9 +84,10 @@ class Pending(Protocol):
     def lengths(self) -> Sequence[Handle]:
         """Handles of each value's row count (``Outcome.rows``); empty unless submitted with ``measure=True``."""
 
-    def result(self, timeout: float | None = None) -> list[Any]:
+    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         """Waits for *every* rank, shipped or not, and gives the shipped values.
 
+        ``joined`` says that batches among them will be joined, which copies them: a transport may leave that to it.
         ``timeout`` (seconds from now) can only shorten the deadline that the call was submitted with.
         Raises WorkerError, WorkerDied, CallTimeout or GroupBroken; a second call gives or raises the same.
         """

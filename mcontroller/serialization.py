@@ -107,7 +107,7 @@ class _ColumnsStandIn:
         self.held = held
 
     def __reduce_ex__(self, protocol: Any) -> Reduced:
-        wrap = pickle.PickleBuffer if protocol >= 5 else _bytes
+        wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else _bytes
         held = [
             (wrap(np.ascontiguousarray(column)), _NAMES[tensor.dtype], column.shape)
             if type(column) is np.ndarray
@@ -226,20 +226,22 @@ def _tensordict(items: Mapping[str, Any], batch_size: tuple[int, ...], device: s
 def _columns(
     names: tuple[str, ...], inner: tuple[int, ...], device: str | None, held: Sequence[Any], rows: int
 ) -> columns.Columns:
-    tensors = tuple([_of_buffer(*column) if type(column) is tuple else column for column in held])
-    return columns.Columns(columns.Schema(names, inner, None if device is None else _here(device)), tensors, rows)
+    columns_ = tuple([_of_buffer(*column) if type(column) is tuple else column for column in held])
+    schema = columns.Schema(names, inner, None if device is None else _here(device))
+    return columns.Columns(schema, columns_, rows, columns.Unread in set(map(type, columns_)))
 
 
 def _bytes(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
-def _of_buffer(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    view = memoryview(content)
+def _of_buffer(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor | columns.Unread:
+    view, kind = memoryview(content), _DTYPES[dtype]
     if not view.nbytes:
-        return torch.empty(shape, dtype=_DTYPES[dtype])
-    writable = bytearray(view) if view.readonly else view
-    return torch.frombuffer(writable, dtype=_DTYPES[dtype]).view(shape)
+        return torch.empty(shape, dtype=kind)
+    if view.readonly:
+        return columns.Unread(np.frombuffer(view, dtype).reshape(shape), kind)
+    return torch.frombuffer(view, dtype=kind).view(shape)
 
 
 def _here(device: str) -> torch.device:

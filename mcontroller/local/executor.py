@@ -34,7 +34,7 @@ class LocalPending:
         self.lengths = [LocalHandle(outcome.rows) for outcome in outcomes] if measured else []
         self._failure = failure
 
-    def result(self, timeout: float | None = None) -> list[Any]:
+    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         self.check()
         return [private_copy(part.value) for part in self.parts]
 

@@ -93,11 +93,11 @@ class RayPending:
         self._values: list[Any] | None = None
         self._error: GroupError | None = None
 
-    def result(self, timeout: float | None = None) -> list[Any]:
+    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         answers = self._settled(timeout)
         if self._values is None:
             shipped = [answer for answer, ship in zip(answers, self._ships, strict=True) if ship]
-            self._values = fetch(self.parts) if self.lengths else [unpack(answer) for answer in shipped]
+            self._values = fetch(self.parts) if self.lengths else [unpack(answer, shared=joined) for answer in shipped]
             self._answers = []
         return self._values
 

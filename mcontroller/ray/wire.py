@@ -72,9 +72,10 @@ class Packed(NamedTuple):
     def _copied(self) -> list[bytearray]:
         return [bytearray(memoryview(buffer)) for buffer in self.buffers]
 
-    def unpack(self) -> Any:
-        """The value, in memory that only this process sees."""
-        return _load(self.data, private_copies(self.buffers), self.held)
+    def unpack(self, shared: bool = False) -> Any:
+        """The value, in memory that only this process sees; ``shared`` leaves the columns of batches ``Unread``."""
+        views = [memoryview(buffer).toreadonly() for buffer in self.buffers]
+        return _load(self.data, views if shared else private_copies(views), self.held)
 
 
 def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
@@ -114,12 +115,12 @@ def pack(value: Any) -> Any:
     return Packed(sink.getvalue(), pickler.buffers, pickler.held)
 
 
-def unpack(value: Any) -> Any:
-    """The value that was carried or packed, in memory that only this process sees."""
+def unpack(value: Any, *, shared: bool = False) -> Any:
+    """The value that was carried or packed, in memory that only this process sees; ``shared`` as in ``Packed``."""
     if isinstance(value, bytes):
         inside = pickle.loads(value)
         return _load(inside.data, inside.buffers, []) if isinstance(inside, Packed) else inside
-    return value.unpack() if isinstance(value, Packed) else value
+    return value.unpack(shared) if isinstance(value, Packed) else value
 
 
 class _Pickler(cloudpickle.Pickler):

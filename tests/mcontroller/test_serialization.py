@@ -110,6 +110,32 @@ def test_what_comes_back_can_be_written_and_is_seen_by_nobody_else() -> None:
     assert batch.batch["n"].tolist() == [0, 1, 2]
 
 
+def test_columns_that_arrive_read_only_are_joined_as_they_lie_and_copied_when_they_are_asked_for() -> None:
+    batch = DataProto.from_dict(
+        {"n": torch.arange(12).view(6, 2), "flag": torch.arange(6) > 2, "half": torch.ones(6, 2, dtype=torch.bfloat16)},
+        {"level": np.arange(6)},
+    )
+    parts = [received(part) for part in batch.split(4)]
+    assert [part._batch.has_unread for part in parts] == [True, True]
+    joined = DataProto.concat(parts)
+    assert [part._batch.has_unread for part in parts] == [True, True]
+    assert joined == batch
+    joined.batch["n"][0] = 9
+    parts[0].batch["n"][0] = 7
+    assert parts[0].batch["n"][0].tolist() == [7, 7]
+    assert DataProto.concat(parts).batch["n"][:, 0].tolist() == [7, 2, 4, 6, 8, 10]
+    assert parts[1].select_idxs([1]).batch["n"].tolist() == [[10, 11]]
+
+
+def test_columns_that_arrive_read_only_and_do_not_fit_are_refused_by_name() -> None:
+    wide, narrow = (received(DataProto.from_dict({"n": torch.zeros(2, width)})) for width in (3, 4))
+    with pytest.raises(DataError, match=r"column 'n' of part 1 is float32\[2, 4\], of part 0 float32\[2, 3\]"):
+        DataProto.concat([wide, narrow])
+    whole = received(DataProto.from_dict({"n": torch.zeros(2, 3, dtype=torch.int64)}))
+    with pytest.raises(DataError, match=r"column 'n' of part 1 is int64"):
+        DataProto.concat([wide, whole])
+
+
 def test_a_tensor_under_two_names_travels_once_and_stays_one() -> None:
     shared = torch.arange(1000)
     batch = DataProto.from_dict({"a": shared, "b": shared})
