@@ -17,6 +17,9 @@ __all__ = ["Failure", "Place", "first_cause", "is_follower", "tail"]
 
 LOG_LINES = 20
 
+LOG_SECONDS = 15.0
+"""How long a log on another node is waited for: it is read by a process that Ray may have to start there."""
+
 FOLLOWERS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -151,7 +154,7 @@ def _exit_cause(text: str) -> str:
     return " ".join(told or lines[-1:]).split(" Some common causes include")[0]
 
 
-def tail(info: HostInfo | None, timeout: float = 2.0) -> str:
+def tail(info: HostInfo | None, timeout: float = LOG_SECONDS) -> str:
     """The last lines that a process wrote, read on its own node; says why when they cannot be had."""
     if info is None or not info.log:
         return "(the process had not said where its log is)"

@@ -1,0 +1,100 @@
+"""A driver on a cluster of three nodes on this machine, each with an address of its own; writes what it saw as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from mcontroller import DataProto, Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
+from mcontroller.errors import ResourceError, WorkerDied
+
+NODES = ("127.0.0.10", "127.0.0.9")
+"""In the order in which they join; as text, and as they joined, the tenth would come first."""
+
+PLACES = 3
+"""CPUs of each: two parts of a pool that are more together land on two nodes."""
+
+
+class Resident(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def where(self) -> dict[str, Any]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        return {"node": ray.util.get_node_ip_address(), **{name: os.environ[name] for name in names}}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meet(self) -> int:
+        torch.distributed.init_process_group("gloo")
+        total = torch.tensor(self.rank)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def same(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def same_later(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def die_on(self, rank: int) -> None:
+        if self.rank == rank:
+            os.write(1, b"the last words of a rank\n")
+            os._exit(7)
+        threading.Event().wait()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def wait(self) -> None:
+        threading.Event().wait()
+
+
+def group(processes: list[int], name: str) -> tuple[RayResourcePool, Any]:
+    pool = RayResourcePool(processes, use_gpu=False, name_prefix=name)
+    return pool, RayWorkerGroup(pool, RayClassWithInitArgs(Resident), name_prefix=name)
+
+
+def died(call: Any) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        call()
+    except WorkerDied as error:
+        return {**error.fields, "seconds": time.monotonic() - began}
+    return {}
+
+
+def main() -> None:
+    small = {"object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+    nodes = [cluster.add_node(num_cpus=PLACES, node_ip_address=address, **small) for address in NODES]
+    ray.init(address=cluster.address, log_to_driver=False)
+    batch = DataProto.from_dict({"ids": torch.arange(600_000).view(6, -1)})
+    seen: dict[str, Any] = {}
+    pool, residents = group([3, 1], "residents")
+    seen["where"], seen["total"] = residents.where(), residents.meet()
+    seen["same"] = residents.same(residents.same_later(batch)) == batch
+    seen["death"] = died(lambda: residents.die_on(3))
+    pool.shutdown()
+    try:
+        group([4], "too_large")
+    except ResourceError as error:
+        seen["refused"] = str(error)
+    pair = group([2, 2], "pair")[1]
+    waiting = pair.wait()
+    cluster.remove_node(nodes[0], allow_graceful=False)
+    seen["node_death"] = died(waiting.get)
+    sys.stdout.write(json.dumps(seen) + "\n")
+    sys.stdout.flush()
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Several nodes: where ranks sit, how they meet, what is told of a death on another node, and of a node's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-m", "tests.mcontroller.ray.several_nodes"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_ranks_follow_the_nodes_by_address_and_count_what_is_there(seen: dict[str, Any]) -> None:
+    ranks = seen["where"]
+    on = [rank["node"] for rank in ranks]
+    assert on in (["127.0.0.9"] * 3 + ["127.0.0.10"], ["127.0.0.9"] + ["127.0.0.10"] * 3)
+    assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
+    assert [rank["LOCAL_RANK"] for rank in ranks] == [str(on[:place].count(node)) for place, node in enumerate(on)]
+    assert [rank["LOCAL_WORLD_SIZE"] for rank in ranks] == [str(on.count(node)) for node in on]
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
+    assert {rank["MASTER_ADDR"] for rank in ranks} == {"127.0.0.9"}
+
+
+def test_ranks_of_two_nodes_meet_and_batches_pass_between_them(seen: dict[str, Any]) -> None:
+    assert seen["total"] == [6, 6, 6, 6]
+    assert seen["same"]
+
+
+def test_a_death_on_another_node_is_told_with_the_last_lines_of_its_log(seen: dict[str, Any]) -> None:
+    death = seen["death"]
+    assert (death["rank"], death["node"], death["method"]) == (3, "127.0.0.10", "die_on")
+    assert death["log_tail"].endswith("the last words of a rank")
+
+
+def test_a_pool_larger_than_any_node_is_refused_with_what_there_is(seen: dict[str, Any]) -> None:
+    assert "asks for 4 CPU on one node" in seen["refused"]
+    assert "3 CPU; 3 CPU" in seen["refused"]
+
+
+def test_the_death_of_a_node_is_told_as_that_of_a_rank_on_it(seen: dict[str, Any]) -> None:
+    death = seen["node_death"]
+    assert (death["node"], death["method"]) == ("127.0.0.10", "wait")
+    assert death["rank"] in (2, 3)
+    assert death["seconds"] < 60
