@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from typing import Protocol
 
 import torch
@@ -13,15 +13,13 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
-from workers.fit import padded_vocab_size
+from workers.fit import check_local, padded_vocab_size
 from workers.hf import load_hf
 from workers.initialize import initialize_weights
 from workers.local_spec import block_spec, chosen_implementation
 from workers.transformer_config import transformer_config
 from workers.value_head import put_value_head
 from workers.vocab_padding import mask_padded_vocabulary
-
-logger = logging.getLogger(__name__)
 
 
 class ModelProvider(Protocol):
@@ -98,6 +96,12 @@ def _is_last(parallel: ParallelConfig, context: MegatronContext) -> bool:
     return context.pg.pp.rank() == parallel.pp - 1
 
 
+@functools.cache
+def _tell(choice: str) -> None:
+    """On standard output, once a process: nobody sees a logger's info unless a program asks for it."""
+    print(choice, flush=True)  # noqa: T201
+
+
 class _OwnModel:
     """The provider of a model that a ModelConfig describes."""
 
@@ -108,8 +112,10 @@ class _OwnModel:
         self.tied = model.tie_embeddings and not value_head
         self.config: TransformerConfig = transformer_config(model, parallel)
         self.implementation = chosen_implementation(model.transformer_impl)
+        if self.implementation == "local":
+            check_local(model)
         if dist.get_rank() == 0:
-            logger.info("transformer_impl %s: %s layers", model.transformer_impl, self.implementation)
+            _tell(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         model, context = self.model, self.context
