@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mcontroller.errors import MControllerError
 
-__all__ = ["NonFiniteGradient", "raise_nonfinite"]
+__all__ = ["NonFiniteGradient", "all_finite", "raise_nonfinite"]
 
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
@@ -26,6 +26,13 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
     grad_norm: float
     ranks: list[int]
     parameters: dict[int, str]
+
+
+def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
+    """Whether no rank's loss reported a NaN or Inf (a collective over all ranks)."""
+    wrong = torch.tensor(sum(not _finite(value) for report in reports for value in report.values()), device=device)
+    dist.all_reduce(wrong)
+    return int(wrong) == 0
 
 
 def raise_nonfinite(
