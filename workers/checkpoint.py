@@ -63,7 +63,7 @@ def save_checkpoint(
 
     Args:
         path: on a file system that all nodes share.
-        keep: how many checkpoints stay under ``path``, the newest steps; None keeps all.
+        keep: how many checkpoints stay under ``path``, this one and the newest steps of the others; None keeps all.
         background: writes while the caller goes on; the directory appears when it finishes the checkpoint.
     """
     if background is not None:

@@ -58,7 +58,7 @@ def publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None
     """Finish what was written into ``new_partial(target)``: name it ``target``, point ``latest`` to it.
 
     Args:
-        keep: how many checkpoints stay, the newest steps; None keeps all.
+        keep: how many checkpoints stay, this one and the newest steps of the others; None keeps all.
     """
     partial = _partial(target)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -74,14 +74,16 @@ def publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None
     pointer.write_text(target.name)
     os.replace(pointer, target.with_name(_LATEST))
     if keep is not None:
-        _drop_old(target.parent, keep)
+        _drop_old(target, keep)
 
 
 def _partial(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _drop_old(root: Path, keep: int) -> None:
-    steps = sorted(int(found.name.rsplit("_", 1)[1]) for found in root.glob(_STEP.format("[0-9]*")))
-    for step in steps[: max(len(steps) - keep, 0)]:
-        shutil.rmtree(directory_of(root, step))
+def _drop_old(target: Path, keep: int) -> None:
+    """A run that begins again where a longer one has been counts its steps from further down: what it writes stays."""
+    found = (int(other.name.rsplit("_", 1)[1]) for other in target.parent.glob(_STEP.format("[0-9]*")))
+    steps = sorted(step for step in found if directory_of(target.parent, step) != target)
+    for step in steps[: max(len(steps) + 1 - keep, 0)]:
+        shutil.rmtree(directory_of(target.parent, step))
