@@ -172,7 +172,7 @@ class ActorRolloutRefWorker(ModelWorker):
             for chunk in self.reference:
                 chunk.requires_grad_(False)
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none")
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
         """``n`` responses to every prompt, samples of one prompt next to each other; None off the last stage.
 
@@ -187,7 +187,8 @@ class ActorRolloutRefWorker(ModelWorker):
             Where the rollout was given new weights first, ``meta_info["metrics"]`` say what that cost.
 
         Sampling depends on the seed, the prompt's tokens, which sample of that prompt it is, and how many batches
-        were sampled before: not on the layout, nor on the order of the batch.
+        were sampled before: not on the layout, nor on the order of the batch, which may have fewer rows than there
+        are data-parallel ranks.
 
         Raises:
             DataError: a column or a token id missing, a row of padding only or padded on the right, a prompt longer
