@@ -124,6 +124,27 @@ def test_what_was_just_written_is_never_dropped(tmp_path: Path) -> None:
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_100", "global_step_5", "latest"]
 
 
+def unwritable_and_unreadable(path: str) -> list[str]:
+    """Rank 0 cannot make the directory; rank 1 finds no checkpoint."""
+    worker = critic({})
+    messages = []
+    with pytest.raises(DataError) as caught:
+        worker.save_checkpoint(f"{path}/file/run")
+    messages.append(str(caught.value))
+    worker.save_checkpoint(path, global_step=3)
+    with pytest.raises(DataError) as caught:
+        worker.load_checkpoint(path if worker.rank == 0 else f"{path}/elsewhere")
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_a_place_that_one_rank_cannot_use_is_told_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for cannot_write, not_there in run_ranks(unwritable_and_unreadable, 2, str(tmp_path), timeout_s=60):
+        assert "cannot write a checkpoint to " in cannot_write and "Not a directory" in cannot_write
+        assert "there is no checkpoint at " in not_there and "elsewhere" in not_there
+
+
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 FALLING = {"decay_style": "cosine", "warmup_steps": 2, "total_steps": 12, "min_lr": 1e-3}
 
