@@ -41,6 +41,11 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "overlap_moe_expert_parallel_comm": (False, "its schedule takes a forward step of Megatron-LM's own"),
     "defer_embedding_wgrad_compute": (False, "logits are made in chunks"),
     "tp_comm_overlap": (False, "nothing here sets up Transformer Engine's user buffers"),
+    "use_mup": (False, "logits are made without its multiplier"),
+    "gtp_weight_remat_size": (1, "no groups are made for it"),
+    "expert_gtp_weight_remat_size": (1, "no groups are made for it"),
+    "moe_mlp_glu_interleave_size": (None, "checkpoints and refits know gate and up one after the other"),
+    "moe_router_force_load_balancing": (False, "tokens would be routed at random, in scores as well"),
     "flash_decode": (False, "generation rotates keys before it caches them"),
 }
 # Those that only Transformer Engine's layers compute; for attention's see workers.local_attention.
@@ -246,6 +251,15 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
             value=model.moe_router_topk,
         )
     _check_dispatch(model, parallel, at)
+    balancing = model.transformer.get("moe_router_load_balancing_type")
+    if balancing == "sinkhorn":
+        key = "model.transformer.moe_router_load_balancing_type"
+        raise ConfigError(
+            f"{key} is 'sinkhorn', which routes by whatever else is in a micro-batch, and in scores otherwise than in "
+            "training: take aux_loss, seq_aux_loss, global_aux_loss or none",
+            key=key,
+            value=balancing,
+        )
     if parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"experts with tp={parallel.tp} need {at}.sequence_parallel=true (Megatron routes each token once)",

@@ -119,21 +119,24 @@ class _OwnModel:
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         model, context = self.model, self.context
-        chunk = GPTModel(
-            config=self.config,
-            transformer_layer_spec=block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage),
-            vocab_size=padded_vocab_size(model.vocab_size, self.parallel.tp),
-            max_sequence_length=model.max_sequence_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=self.tied,
-            position_embedding_type=model.position_embedding_type,
-            rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,
-            rope_scaling=model.rope_scaling_factor is not None,
-            rope_scaling_factor=model.rope_scaling_factor or 1.0,
-            pg_collection=context.pg,
-            vp_stage=vp_stage,
-        )
+        try:
+            chunk = GPTModel(
+                config=self.config,
+                transformer_layer_spec=block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage),
+                vocab_size=padded_vocab_size(model.vocab_size, self.parallel.tp),
+                max_sequence_length=model.max_sequence_length,
+                pre_process=pre_process,
+                post_process=post_process,
+                share_embeddings_and_output_weights=self.tied,
+                position_embedding_type=model.position_embedding_type,
+                rotary_percent=model.rotary_percent,
+                rotary_base=model.rotary_base,
+                rope_scaling=model.rope_scaling_factor is not None,
+                rope_scaling_factor=model.rope_scaling_factor or 1.0,
+                pg_collection=context.pg,
+                vp_stage=vp_stage,
+            )
+        except (AssertionError, ImportError) as error:
+            raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         mask_padded_vocabulary(chunk, model.vocab_size)
         return chunk

@@ -56,6 +56,12 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
         (EXPERTS, {"tp": 2}, "parallel.sequence_parallel", "experts with tp=2 need parallel.sequence_parallel=true"),
         ({**EXPERTS, "moe_router_topk": 7}, {}, "model.moe_router_topk", "is 7, more than the 6 experts"),
         ({**EXPERTS, "moe_ffn_hidden_size": 9}, {"etp": 2}, "model.moe_ffn_hidden_size", "by parallel.etp=2"),
+        (
+            {**EXPERTS, "transformer": {"moe_router_load_balancing_type": "sinkhorn"}},
+            {},
+            "model.transformer.moe_router_load_balancing_type",
+            "routes by whatever else is in a micro-batch",
+        ),
         ({"dtype": "float8"}, {}, "model.dtype", "is 'float8'; possible: float32, bfloat16, float16"),
         (
             {"position_embedding_type": "learned_absolute", "max_sequence_length": 30},
@@ -104,6 +110,7 @@ def test_what_cannot_be_computed_on_packed_rows_is_refused_by_name(transformer: 
         ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
         ({"flash_decode": True}, "flash_decode"),
+        ({"use_mup": True}, "use_mup"),
     ],
 )
 def test_a_field_that_would_be_passed_over_in_silence_is_refused_by_name(transformer: dict[str, Any], key: str) -> None:

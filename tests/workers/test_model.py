@@ -172,6 +172,17 @@ def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out.count(f"model.transformer_impl=auto: layers of {chosen}") == 1
 
 
+def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
+    def refused() -> str:
+        parallel = ParallelConfig()
+        model = dataclasses.replace(OF_EXPERTS, transformer={"moe_token_dispatcher_type": "flex"})
+        with pytest.raises(ConfigError) as caught:
+            build_model(model, parallel, new_context(parallel))
+        return str(caught.value)
+
+    assert "megatron-core cannot build the model: Flex token dispatcher requires TPxEP > 1" in run_ranks(refused, 1)[0]
+
+
 def test_transformer_engine_is_refused_where_it_cannot_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
