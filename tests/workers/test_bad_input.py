@@ -146,6 +146,7 @@ def test_a_loss_of_nan_stops_every_rank_and_names_the_one_it_came_from() -> None
         assert error.ranks == [6, 7]  # dp 1 on the last stage
         assert "pg_loss on rank 6" in str(error) and "update_actor, optimizer step" in str(error)
         assert set(error.parameters) == set(range(8))
+        assert f"the gradient of {error.parameters[0]} on rank 0" in str(error)
         assert error.step < 2
 
 
