@@ -18,9 +18,9 @@ from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
 from workers.batches import Rows, response_rows, supervised_rows, tensor_columns
 from workers.checkpoint import Training
-from workers.config import ActorConfig
+from workers.config import ActorConfig, ParallelConfig
 from workers.fit import check_generation
-from workers.forward import forward_hidden, owned_targets, token_scores
+from workers.forward import forward_hidden, token_scores
 from workers.generation import generate_batch
 from workers.losses import masked_sum, policy_loss
 from workers.megatron_rollout import MegatronRollout, RefitRollout
@@ -34,6 +34,7 @@ from workers.rollout import PolicyWeights, Rollout
 __all__ = ["ActorRolloutRefWorker"]
 
 _ROLES = ("actor", "rollout", "ref")
+_BUILDS = ("build_model", "build_rollout_model", "build_rollout")
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -45,7 +46,8 @@ class ActorRolloutRefWorker(ModelWorker):
             samples from the actor's weights, or from its own without an actor; a reference is a frozen copy.
 
     Raises:
-        ConfigError: another role; a rollout of Megatron's over the cp axis.
+        ConfigError: another role; a rollout of Megatron's over the cp axis; ``rollout.parallel`` where a subclass says
+            how its model is built, and not how a copy of it is.
         LayoutError: axes, those of the rollout among them, that do not divide the world size.
     """
 
@@ -87,9 +89,17 @@ class ActorRolloutRefWorker(ModelWorker):
             return MegatronRollout(self.model, self.context, config.model.vocab_size, config.rollout.max_rows)
         layout = config.rollout.parallel.layout(self.world_size)
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
-        copy = build_model(config.model, config.rollout.parallel, context, initialize=False)
+        copy = self.build_rollout_model(config.rollout.parallel, context)
         rollout = MegatronRollout(copy, context, config.model.vocab_size, config.rollout.max_rows)
         return RefitRollout(rollout, self.context)
+
+    def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
+        """This rank's chunks of the copy that generates, in the axes of ``rollout.parallel``.
+
+        The same model as ``build_model``'s: who overrides that one overrides this one as well. Weights need not be
+        filled, those of the policy are put in their place by name.
+        """
+        return build_model(self.config.model, parallel, context, initialize=False)
 
     def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
         """Hidden states, or on the last stage ``[2, rows, targets]``: log-probabilities and entropies."""
@@ -111,7 +121,7 @@ class ActorRolloutRefWorker(ModelWorker):
         config = self.config
         log_probs, entropy = output
         old = rows.columns["old_log_probs"]
-        mask = rows.mask * owned_targets(rows, self.context.pg)
+        mask = rows.mask
         policy = policy_loss(
             log_probs,
             old,
@@ -143,7 +153,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def sft_loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Cross entropy of the targets."""
         log_probs, entropy = output
-        mask = rows.mask * owned_targets(rows, self.context.pg)
+        mask = rows.mask
         total, count = masked_sum(-log_probs, mask), mask.sum()
         return total, count, {"loss": total.detach(), "entropy": masked_sum(entropy.detach(), mask), TOKENS: count}
 
@@ -162,7 +172,7 @@ class ActorRolloutRefWorker(ModelWorker):
             for chunk in self.reference:
                 chunk.requires_grad_(False)
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none")
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
         """``n`` responses to every prompt, samples of one prompt next to each other; None off the last stage.
 
@@ -177,7 +187,8 @@ class ActorRolloutRefWorker(ModelWorker):
             Where the rollout was given new weights first, ``meta_info["metrics"]`` say what that cost.
 
         Sampling depends on the seed, the prompt's tokens, which sample of that prompt it is, and how many batches
-        were sampled before: not on the layout, nor on the order of the batch.
+        were sampled before: not on the layout, nor on the order of the batch, which may have fewer rows than there
+        are data-parallel ranks.
 
         Raises:
             DataError: a column or a token id missing, a row of padding only or padded on the right, a prompt longer
@@ -261,12 +272,14 @@ class ActorRolloutRefWorker(ModelWorker):
         It trains with ``sft_optim``; going over to ``update_actor`` starts a fresh optimizer if ``optim`` differs.
         """
         self._need("actor", "update_sft")
-        rows = supervised_rows(
-            tensor_columns(batch),
-            method="update_sft",
-            vocab_size=self.config.model.vocab_size,
-            max_length=self.config.model.max_sequence_length,
-            multiple=self.sequence_multiple,
+        rows = self.rows_of_every_rank(
+            lambda: supervised_rows(
+                tensor_columns(batch),
+                method="update_sft",
+                vocab_size=self.config.model.vocab_size,
+                max_length=self.config.model.max_sequence_length,
+                multiple=self.sequence_multiple,
+            )
         )
         self.use_phase("sft")
         metrics = self.train(
@@ -333,7 +346,16 @@ class ActorRolloutRefWorker(ModelWorker):
             )
 
     def _response_rows(self, data: DataProto, method: str, columns: list[str]) -> Rows:
-        batch = tensor_columns(data)
+        temperature = float(data.meta_info.get("temperature", self.config.rollout.temperature))
+        if not temperature > 0:
+            raise ConfigError(
+                f"{method}: meta_info['temperature'] is {temperature}; it must be more than 0",
+                key="temperature",
+                value=temperature,
+            )
+        return self.rows_of_every_rank(lambda: self._checked_rows(tensor_columns(data), method, columns, temperature))
+
+    def _checked_rows(self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float) -> Rows:
         longest = self.config.rollout.response_length
         if "responses" in batch and batch["responses"].size(1) > longest:
             raise DataError(
@@ -350,7 +372,7 @@ class ActorRolloutRefWorker(ModelWorker):
             vocab_size=self.config.model.vocab_size,
             max_length=self.config.model.max_sequence_length,
             multiple=self.sequence_multiple,
-            temperature=float(data.meta_info.get("temperature", self.config.rollout.temperature)),
+            temperature=temperature,
         )
 
     def _response_scores(self, model: list[Any], data: DataProto, method: str) -> Tensor | None:
@@ -371,6 +393,14 @@ def _check_rollout(config: ActorConfig, worker: ActorRolloutRefWorker) -> None:
             config.rollout.parallel.layout(worker.world_size)
         except LayoutError as error:
             raise LayoutError(f"rollout.parallel: {error}", **error.fields, key="rollout.parallel") from error
+        own = {name for name in _BUILDS if getattr(type(worker), name) is not getattr(ActorRolloutRefWorker, name)}
+        if own == {"build_model"}:
+            raise ConfigError(
+                f"{type(worker).__name__} builds a model of its own, and rollout.parallel asks for a copy of it in "
+                "another layout: override build_rollout_model as well, or leave rollout.parallel out",
+                key="rollout.parallel",
+                value=config.rollout.parallel,
+            )
     elif type(worker).build_rollout is ActorRolloutRefWorker.build_rollout:
         check_generation(config.parallel, "parallel")
 

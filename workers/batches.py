@@ -142,7 +142,8 @@ def response_rows(
 
     Raises:
         DataError: a missing column, a row of padding only or with a hole in its mask, a token outside the
-            vocabulary, a row longer than ``max_length``, a column of another width than the responses.
+            vocabulary, a row longer than ``max_length``, a column of another width than the responses, responses
+            that are not the end of ``input_ids``, a ``response_mask`` on padding.
     """
     require_columns(batch, ("input_ids", "attention_mask", "responses", *columns), method)
     width = batch["responses"].size(1)
@@ -158,6 +159,7 @@ def response_rows(
         columns = (*columns, "response_mask")
     _check_widths({name: batch[name] for name in columns}, (len(batch["responses"]), width), method)
     tokens, start, lengths = _left_aligned(batch, method, vocab_size, max_length, multiple)
+    _check_responses(batch, prompt_width, method)
     predictors = prompt_width - 1 + torch.arange(width)[None] - start[:, None]
     mask = batch["response_mask"] if "response_mask" in batch else batch["attention_mask"][:, prompt_width:]
     return Rows(
@@ -244,6 +246,19 @@ def mini_batch_rows(
     return [((mine == index).nonzero().flatten(), most[index]) for index in range(count)]
 
 
+def _check_responses(batch: Mapping[str, Tensor], prompt_width: int, method: str) -> None:
+    attended = batch["attention_mask"][:, prompt_width:] != 0
+    others = (batch["responses"] != batch["input_ids"][:, prompt_width:]) & attended
+    counted = batch["response_mask"] != 0 if "response_mask" in batch else attended
+    for column, wrong, what in (
+        ("responses", others, "holds other tokens than the end of input_ids"),
+        ("response_mask", counted & ~attended, "counts a token that attention_mask says is padding"),
+    ):
+        if bool(wrong.any()):
+            row = int(wrong.any(1).nonzero()[0])
+            raise DataError(f"{method}: {column} of row {row} {what}", method=method, column=column, row=row)
+
+
 def _left_aligned(
     batch: Mapping[str, Tensor], method: str, vocab_size: int, max_length: int, multiple: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,6 +272,9 @@ def _left_aligned(
 def _runs(batch: Mapping[str, Tensor], method: str, vocab_size: int, max_length: int) -> tuple[Tensor, Tensor]:
     """Where each row's tokens begin and how many there are, both ``[rows]``, once they are known to be sound."""
     ids, attention = batch["input_ids"], batch["attention_mask"] != 0
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        text = f"{method}: input_ids is {ids.dtype}; token ids are integers"
+        raise DataError(text, method=method, column="input_ids", dtype=str(ids.dtype))
     _check_widths({"attention_mask": attention}, tuple(ids.shape), method)
     lengths = attention.sum(1)
     start = attention.int().argmax(1)

@@ -28,8 +28,9 @@ from megatron.core.utils import unwrap_model
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
+from workers.agreement import on_every_rank
 from workers.background_saves import BackgroundSaves
-from workers.checkpoint_files import directory_of, find_checkpoint, new_partial, publish, read_manifest
+from workers.checkpoint_files import directory_of, find_checkpoint, new_partial, partial_of, publish, read_manifest
 from workers.plain_checkpoint import find_plain, plain_manifest
 
 __all__ = ["Training", "load_checkpoint", "open_checkpoint", "save_checkpoint"]
@@ -63,22 +64,25 @@ def save_checkpoint(
 
     Args:
         path: on a file system that all nodes share.
-        keep: how many checkpoints stay under ``path``, the newest steps; None keeps all.
+        keep: how many checkpoints stay under ``path``, this one and the newest steps of the others; None keeps all.
         background: writes while the caller goes on; the directory appears when it finishes the checkpoint.
+
+    Raises:
+        DataError: on every rank, if there can be no directory at ``path``.
     """
     if background is not None:
         background.finish()
     target = directory_of(Path(path), step)
-    partial = [str(new_partial(target)) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(partial)
+    on_every_rank(lambda: new_partial(target) if dist.get_rank() == 0 else None)
+    partial = str(partial_of(target))
     if training.scheduler is None or training.scheduler.num_steps == 0:
         training = dataclasses.replace(training, optimizer=None)
     state = _sharded_state(training, loading=False)
     publishing = functools.partial(_publish, target, _manifest(training, state, step), keep)
     if background is not None:
-        background.begin(state, partial[0], publishing)
+        background.begin(state, partial, publishing)
     else:
-        dist_checkpointing.save(state, partial[0])
+        dist_checkpointing.save(state, partial)
         publishing()
     return target
 
@@ -91,13 +95,17 @@ def _publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> Non
 
 
 def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint at ``path``, or the latest one under it, and its manifest.
+    """The checkpoint at ``path``, or the latest one under it, and its manifest (a collective).
 
     A distributed checkpoint of Megatron-LM's has a manifest as well: of its weights, for a model of ``vocab_size``.
 
     Raises:
-        DataError: there is none, or it was never finished.
+        DataError: on every rank, if there is none for one of them, or it was never finished.
     """
+    return on_every_rank(lambda: _opened(path, vocab_size))
+
+
+def _opened(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, dict[str, Any]]:
     plain = find_plain(Path(path))
     if plain is not None:
         return plain, plain_manifest(plain, vocab_size)

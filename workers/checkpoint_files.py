@@ -11,7 +11,7 @@ from typing import Any
 
 from mcontroller.errors import DataError
 
-__all__ = ["MANIFEST", "directory_of", "find_checkpoint", "new_partial", "publish", "read_manifest"]
+__all__ = ["MANIFEST", "directory_of", "find_checkpoint", "new_partial", "partial_of", "publish", "read_manifest"]
 
 _STEP = "global_step_{}"
 _LATEST = "latest"
@@ -43,24 +43,30 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """What the checkpoint says of itself: step, layout, parts, counters, the shape of every weight."""
-    return json.loads((checkpoint / MANIFEST).read_text())
+    try:
+        return json.loads((checkpoint / MANIFEST).read_text())
+    except ValueError as error:
+        text = f"{MANIFEST} of the checkpoint {str(checkpoint)!r} is damaged: {error}"
+        raise DataError(text, path=str(checkpoint)) from error
 
 
-def new_partial(target: Path) -> Path:
-    """An empty directory beside ``target`` to write into."""
-    partial = _partial(target)
+def new_partial(target: Path) -> None:
+    """An empty directory at ``partial_of(target)`` to write into; DataError where there can be none."""
+    partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"cannot write a checkpoint to {str(target)!r}: {error}", path=str(target)) from error
 
 
 def publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None:
     """Finish what was written into ``new_partial(target)``: name it ``target``, point ``latest`` to it.
 
     Args:
-        keep: how many checkpoints stay, the newest steps; None keeps all.
+        keep: how many checkpoints stay, this one and the newest steps of the others; None keeps all.
     """
-    partial = _partial(target)
+    partial = partial_of(target)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if target.exists():
         replaced = target.with_name(f".{target.name}.replaced")
@@ -74,14 +80,17 @@ def publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None
     pointer.write_text(target.name)
     os.replace(pointer, target.with_name(_LATEST))
     if keep is not None:
-        _drop_old(target.parent, keep)
+        _drop_old(target, keep)
 
 
-def _partial(target: Path) -> Path:
+def partial_of(target: Path) -> Path:
+    """Where ``target`` is written before it has its name."""
     return target.with_name(f".{target.name}.partial")
 
 
-def _drop_old(root: Path, keep: int) -> None:
-    steps = sorted(int(found.name.rsplit("_", 1)[1]) for found in root.glob(_STEP.format("[0-9]*")))
-    for step in steps[: max(len(steps) - keep, 0)]:
-        shutil.rmtree(directory_of(root, step))
+def _drop_old(target: Path, keep: int) -> None:
+    """A run that begins again where a longer one has been counts its steps from further down: what it writes stays."""
+    found = (int(other.name.rsplit("_", 1)[1]) for other in target.parent.glob(_STEP.format("[0-9]*")))
+    steps = sorted(step for step in found if directory_of(target.parent, step) != target)
+    for step in steps[: max(len(steps) + 1 - keep, 0)]:
+        shutil.rmtree(directory_of(target.parent, step))

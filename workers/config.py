@@ -138,6 +138,9 @@ class OptimConfig:
         _at_least("optim.min_lr", self.min_lr, 0.0)
         _at_least("optim.weight_decay", self.weight_decay, 0.0)
         _at_least("optim.clip_grad", self.clip_grad, 0.0)
+        _above("optim.eps", self.eps, 0.0)
+        for beta in self.betas:
+            _between("optim.betas", beta, 0.0, 1.0)
         _at_least("optim.warmup_steps", self.warmup_steps, 0)
         _one_of("optim.decay_style", self.decay_style, DECAY_STYLES)
         _one_of("optim.on_nonfinite", self.on_nonfinite, ("raise", "skip"))
@@ -247,7 +250,11 @@ class ActorConfig:
         for name in ("log_prob_micro_batch_size", "log_prob_max_tokens_per_micro_batch"):
             _at_least(name, getattr(self, name), 0)
         _at_least("log_prob_chunk_tokens", self.log_prob_chunk_tokens, 1)
-        _above("clip_ratio", self.clip_ratio, 0.0)
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            if getattr(self, name) is not None:
+                _above(name, getattr(self, name), 0.0)
+        if self.clip_ratio_c is not None:
+            _above("clip_ratio_c", self.clip_ratio_c, 1.0)
         _one_of("kl_loss_type", self.kl_loss_type, ("k1", "k2", "k3", "abs"))
         for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
             if self.sft_optim is not None and getattr(self.sft_optim, name) != getattr(self.optim, name):
@@ -321,6 +328,7 @@ class RewardConfig:
             check_packing(self.model)
         _at_least("micro_batch_size", self.micro_batch_size, 1)
         _at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 0)
+        _above("timeout_s", self.timeout_s, 0.0)
 
 
 def _check_batches(config: ActorConfig | CriticConfig) -> None:

@@ -12,7 +12,7 @@ from mcontroller.dispatch import Dispatch
 from mcontroller.protocol import DataProto
 from workers.batches import Rows, response_rows, tensor_columns
 from workers.config import CriticConfig
-from workers.forward import forward_values, owned_targets
+from workers.forward import forward_values
 from workers.losses import masked_sum, value_loss
 from workers.metrics import TOKENS, Rule
 from workers.micro_batches import MicroBatchSize
@@ -50,7 +50,7 @@ class CriticWorker(ModelWorker):
 
     def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The squared error to the returns, clipped around the old values."""
-        mask = rows.mask * owned_targets(rows, self.context.pg)
+        mask = rows.mask
         value = value_loss(output, rows.columns["values"], rows.columns["returns"], clip=self.config.cliprange_value)
         count = mask.sum()
         token_means = {"vf_loss": value.loss, "vf_clipfrac": value.clipped, "vpred_mean": output}
@@ -105,11 +105,13 @@ class CriticWorker(ModelWorker):
         return reported("critic", metrics)
 
     def _rows(self, data: DataProto, method: str, *columns: str) -> Rows:
-        return response_rows(
-            tensor_columns(data),
-            columns,
-            method=method,
-            vocab_size=self.config.model.vocab_size,
-            max_length=self.config.model.max_sequence_length,
-            multiple=self.sequence_multiple,
+        return self.rows_of_every_rank(
+            lambda: response_rows(
+                tensor_columns(data),
+                columns,
+                method=method,
+                vocab_size=self.config.model.vocab_size,
+                max_length=self.config.model.max_sequence_length,
+                multiple=self.sequence_multiple,
+            )
         )

@@ -117,11 +117,11 @@ class _Decoder:
         return token
 
     def all_done(self, done: Tensor) -> bool:
-        """Whether every row is done; with experts over ep, on every rank that the experts' exchange waits for."""
-        if self.pg.ep.size() == 1:
+        """Whether every row is done; with experts, on every rank that their exchange waits for."""
+        if self.chunks[0].config.num_moe_experts is None or self.pg.tp_ep.size() == 1:
             return bool(done.all())
         left = (~done).sum()
-        dist.all_reduce(left, group=self.pg.ep)
+        dist.all_reduce(left, group=self.pg.tp_ep)
         return int(left) == 0
 
     def _mask(self, new: int) -> Tensor | None:

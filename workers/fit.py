@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError
@@ -22,13 +23,52 @@ _OWN_SPLIT = (
     "account_for_loss_in_pipeline_split",
 )
 
+# Fields of TransformerConfig, the value with which each is taken, and why no other is: Megatron would go on without a
+# word and compute something else, or fail inside a layer.
+_NOT_COMPUTED: dict[str, tuple[object, str]] = {
+    "multi_latent_attention": (False, "its sizes are not fields of TransformerConfig; give the model by build_model"),
+    "mtp_num_layers": (None, "multi-token prediction would be built without its loss; give the model by build_model"),
+    "experimental_attention_variant": (None, "the layers are of standard attention"),
+    "heterogeneous_block_specs": (False, "all layers are built alike; give the model by build_model"),
+    "is_hybrid_model": (False, "there are layers of attention only; give the model by build_model"),
+    "mrope_section": (None, "positions have one dim"),
+    "apply_residual_connection_post_layernorm": (False, "norms are fused with the linears after them"),
+    "moe_input_jitter_eps": (None, "the noise would be in scores as well"),
+    "cuda_graph_impl": ("none", "a CUDA graph replays passes of one length, and batches differ"),
+    "enable_cuda_graph": (False, "a CUDA graph replays passes of one length, and batches differ"),
+    "external_cuda_graph": (False, "a CUDA graph replays passes of one length, and batches differ"),
+    "hybrid_context_parallel": (False, "it takes batches of Megatron-LM's own"),
+    "overlap_moe_expert_parallel_comm": (False, "its schedule takes a forward step of Megatron-LM's own"),
+    "defer_embedding_wgrad_compute": (False, "logits are made in chunks"),
+    "tp_comm_overlap": (False, "nothing here sets up Transformer Engine's user buffers"),
+    "use_mup": (False, "logits are made without its multiplier"),
+    "gtp_weight_remat_size": (1, "no groups are made for it"),
+    "expert_gtp_weight_remat_size": (1, "no groups are made for it"),
+    "moe_mlp_glu_interleave_size": (None, "checkpoints and refits know gate and up one after the other"),
+    "moe_router_force_load_balancing": (False, "tokens would be routed at random, in scores as well"),
+    "flash_decode": (False, "generation rotates keys before it caches them"),
+}
+# Those that only Transformer Engine's layers compute; for attention's see workers.local_attention.
+_ENGINE_ONLY: dict[str, object] = {
+    "fp8": None,
+    "fp4": None,
+    "fp32_residual_connection": False,
+    "cpu_offloading": False,
+    "fine_grained_activation_offloading": False,
+    "use_te_activation_func": False,
+    "use_kitchen": False,
+    "use_kitchen_attention": False,
+    "moe_latent_size": None,
+}
+# With which experts on ranks that hold different rows take micro-batches of one length only.
+_ONE_LENGTH: dict[str, tuple[object, ...]] = {
+    "moe_token_dispatcher_type": ("alltoall", "flex"),
+    "moe_pad_expert_input_to_capacity": (False,),
+}
 # Fields of TransformerConfig, the values with which rows can be packed, and what is wrong with others.
-_UNPACKED_ONLY: dict[str, tuple[tuple[str, ...], str]] = {
+_UNPACKED_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_token_dispatcher_type": (("alltoall", "flex"), "takes micro-batches of one length; take alltoall"),
-    "cuda_graph_impl": (("none",), "replays passes of one length"),
-    "enable_cuda_graph": ((), "replays passes of one length"),
-    "external_cuda_graph": ((), "replays passes of one length"),
-    "fp8": ((), "multiplies blocks of 16 tokens, and packed rows end anywhere"),
+    "fp8": ((None,), "multiplies blocks of 16 tokens, and packed rows end anywhere"),
 }
 
 
@@ -42,6 +82,7 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel"
         ConfigError: with the numbers; ``key`` is the field of the model or of the axes that does not fit.
     """
     _check_choices(model)
+    _check_computed(model)
     _check_sizes(model, parallel, at)
     _check_attention(model, parallel, at)
     _check_layers(model, parallel, at)
@@ -63,6 +104,19 @@ def check_generation(parallel: ParallelConfig, at: str) -> None:
         )
 
 
+def check_local(model: ModelConfig) -> None:
+    """Return if layers of plain PyTorch compute the model; ConfigError over a field that Transformer Engine does."""
+    for name, neutral in _ENGINE_ONLY.items():
+        value = model.transformer.get(name, neutral)
+        if value not in (None, neutral):
+            key = f"model.transformer.{name}"
+            raise ConfigError(
+                f"{key}={value!r} needs Transformer Engine; local layers compute {name}={neutral!r} only",
+                key=key,
+                value=value,
+            )
+
+
 def check_packing(model: ModelConfig) -> None:
     """Return if the rows of a micro-batch can go through the model as one sequence.
 
@@ -71,8 +125,8 @@ def check_packing(model: ModelConfig) -> None:
     """
     balancing = model.transformer.get("moe_router_load_balancing_type", "")
     for name, (harmless, why) in _UNPACKED_ONLY.items():
-        value = model.transformer.get(name)
-        if value and value not in harmless:
+        value = model.transformer.get(name, harmless[0])
+        if value not in harmless:
             raise _not_packed(name, value, why)
     if "seq_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
         raise _not_packed("moe_router_load_balancing_type", balancing, "needs the rows apart; take aux_loss")
@@ -81,6 +135,18 @@ def check_packing(model: ModelConfig) -> None:
 def _not_packed(name: str, value: object, why: str) -> ConfigError:
     key = f"model.transformer.{name}"
     return ConfigError(f"packed rows and {key}={value!r} do not go together: it {why}", key=key, value=value)
+
+
+def length_multiple_of(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """What the length of a sequence must be a multiple of: two pieces a cp rank, whole tokens on every tp rank under
+    sequence parallelism, and on every rank the blocks in which fp8 is multiplied."""
+    multiple = 2 * parallel.cp if parallel.cp > 1 else 1
+    if parallel.sequence_parallel:
+        multiple *= parallel.tp
+    if model.transformer.get("fp8"):
+        block = 32 if model.transformer.get("fp8_recipe") == "mxfp8" else 16
+        multiple = math.lcm(multiple, block * parallel.cp)
+    return multiple
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -103,6 +169,14 @@ def _check_choices(model: ModelConfig) -> None:
             raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)
 
 
+def _check_computed(model: ModelConfig) -> None:
+    for name, (neutral, why) in _NOT_COMPUTED.items():
+        value = model.transformer.get(name, neutral)
+        if value not in (None, neutral):
+            key = f"model.transformer.{name}"
+            raise ConfigError(f"{key}={value!r} is not computed here: {why}", key=key, value=value)
+
+
 def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     sizes = ("vocab_size", "max_sequence_length", "num_layers", "hidden_size", "num_attention_heads")
     values = {f"model.{name}": getattr(model, name) for name in sizes}
@@ -118,6 +192,16 @@ def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
         )
     if parallel.sequence_parallel:
         _divides("model.max_sequence_length", model.max_sequence_length, f"{at}.tp", parallel.tp)
+    pieces = length_multiple_of(model, parallel)
+    if model.position_embedding_type == "learned_absolute" and model.max_sequence_length % pieces:
+        raise ConfigError(
+            f"model.max_sequence_length is {model.max_sequence_length}, and there are no learned positions beyond: it "
+            f"must be a multiple of {pieces}, to which {at} ({at}.cp={parallel.cp}, {at}.sequence_parallel="
+            f"{parallel.sequence_parallel}) and fp8 round the length of rows up",
+            key=_blamed("model.max_sequence_length", f"{at}.cp"),
+            value=model.max_sequence_length,
+            divisor=pieces,
+        )
 
 
 def _check_attention(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
@@ -166,12 +250,39 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
             key="model.moe_router_topk",
             value=model.moe_router_topk,
         )
+    _check_dispatch(model, parallel, at)
+    balancing = model.transformer.get("moe_router_load_balancing_type")
+    if balancing == "sinkhorn":
+        key = "model.transformer.moe_router_load_balancing_type"
+        raise ConfigError(
+            f"{key} is 'sinkhorn', which routes by whatever else is in a micro-batch, and in scores otherwise than in "
+            "training: take aux_loss, seq_aux_loss, global_aux_loss or none",
+            key=key,
+            value=balancing,
+        )
     if parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"experts with tp={parallel.tp} need {at}.sequence_parallel=true (Megatron routes each token once)",
             key=f"{at}.sequence_parallel",
             value=False,
         )
+
+
+def _check_dispatch(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
+    """Rows of different ranks differ in length, padded ones as well: each batch is as wide as its own longest row."""
+    etp = parallel.etp or parallel.tp
+    if parallel.ep == 1 and etp == parallel.tp:
+        return
+    for name, harmless in _ONE_LENGTH.items():
+        value = model.transformer.get(name, harmless[0])
+        if value not in harmless:
+            key = f"model.transformer.{name}"
+            raise ConfigError(
+                f"{key}={value!r} takes equally many tokens from every rank that shares experts, and with {at}.ep="
+                f"{parallel.ep}, etp={etp}, tp={parallel.tp} these hold different rows; take {harmless[0]!r}",
+                key=key,
+                value=value,
+            )
 
 
 def _divides(key: str, value: int, by_key: str, by: int) -> None:

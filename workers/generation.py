@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcontroller.errors import DataError
 from mcontroller.protocol import DataProto
 from workers.agreement import everyones, on_every_rank
 from workers.batches import check_prompts, tensor_columns
@@ -33,18 +35,26 @@ def generate_batch(
         call: how many batches were sampled before.
         dp_group: over whose ranks the batch is divided.
     """
-    columns = tensor_columns(prompts)
+    columns, rows = tensor_columns(prompts), len(prompts)
     sampling = Sampling.of(config, prompts.meta_info)
+    if not 0 <= sampling.pad_token_id < vocab_size:
+        raise DataError(
+            f"generate_sequences: pad_token_id is {sampling.pad_token_id}, the vocabulary has {vocab_size}",
+            method="generate_sequences",
+            token=sampling.pad_token_id,
+        )
+    if max(everyones(rows, dp_group)) > 0 and rows == 0:
+        columns = _stand_in(columns)
     limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length}
     on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
     ids, attention = columns["input_ids"], columns["attention_mask"]
-    seeds = _seeds(ids, attention, sampling, call, dp_group)
+    seeds = _seeds(ids, attention, rows, sampling, call, dp_group)
     wanted = Prompts(ids, attention, seeds.view(len(ids), sampling.n))
     generated = rollout.generate(wanted, sampling)
     if generated is None:
         return None
-    responses, mask, log_probs = (column.cpu() for column in generated)
-    ids, attention, _ = wanted.samples()
+    responses, mask, log_probs = (column[: rows * sampling.n].cpu() for column in generated)
+    ids, attention = (column[: rows * sampling.n] for column in wanted.samples()[:2])
     whole = torch.cat((attention, mask), 1)
     tensors = {
         "prompts": ids,
@@ -59,10 +69,27 @@ def generate_batch(
     return DataProto.from_dict(tensors, others, prompts.meta_info)
 
 
-def _seeds(ids: Tensor, attention: Tensor, sampling: Sampling, call: int, dp_group: dist.ProcessGroup) -> Tensor:
-    """A seed for every sample of this rank; see ``sampling.sample_seeds`` (a collective over dp)."""
+def _stand_in(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One prompt of one token, for a rank without any: every rank takes part, and what it makes is dropped.
+
+    A copy of some other prompt would not do: it would count as a sample of that prompt.
+    """
+    alone = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
+    if "attention_mask" in alone:
+        alone["attention_mask"][:, -1] = 1
+    return alone
+
+
+def _seeds(
+    ids: Tensor, attention: Tensor, rows: int, sampling: Sampling, call: int, dp_group: dist.ProcessGroup
+) -> Tensor:
+    """A seed for every sample of this rank, 0 for those of a stand-in; see ``sampling.sample_seeds``.
+
+    A collective over dp.
+    """
     if not sampling.do_sample:
         return torch.zeros(len(ids) * sampling.n, dtype=torch.long)
-    mine = prompt_hashes(ids, attention).tolist()
+    mine = prompt_hashes(ids, attention)[:rows].tolist()
     earlier = Counter(value for shard in everyones(mine, dp_group)[: dp_group.rank()] for value in shard)
-    return sample_seeds(mine, earlier, n=sampling.n, seed=sampling.seed, call=call)
+    seeds = sample_seeds(mine, earlier, n=sampling.n, seed=sampling.seed, call=call)
+    return torch.cat((seeds, seeds.new_zeros((len(ids) - rows) * sampling.n)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 
 from parallel_state.megatron import MegatronContext
 from workers.decoding import generate
@@ -60,7 +61,7 @@ class MegatronRollout:
         pg = self.context.pg
         chunks = [unwrap_model(chunk) for chunk in self.chunks]
         parts = []
-        with self.context.activate(), scoring(chunks):
+        with self.context.activate(), scoring(chunks), _without_fp8(chunks):
             for rows in even_shares(len(samples.ids), self._passes(len(samples.ids))):
                 some = some_rows(samples, rows)
                 on_device = Prompts(*(column.to(self.device) for column in some))
@@ -71,8 +72,9 @@ class MegatronRollout:
     def _passes(self, rows: int) -> int:
         """How many: as many on every rank that the experts' exchange waits for."""
         passes = torch.tensor(-(-rows // (self.max_rows or rows)), device=self.device)
-        if self.context.pg.ep.size() > 1:
-            dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=self.context.pg.ep)
+        with_experts = get_model_config(self.chunks[0]).num_moe_experts is not None
+        if with_experts and self.context.pg.tp_ep.size() > 1:
+            dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=self.context.pg.tp_ep)
         return int(passes)
 
 
@@ -125,6 +127,19 @@ class RefitRollout:
 
     def wake_up(self) -> None:
         self._offload.reload()
+
+
+@contextlib.contextmanager
+def _without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
+    """fp8 multiplies blocks of tokens, and one new token a row is none: generation computes in the model's dtype."""
+    kept = [(chunk.config, chunk.config.fp8) for chunk in chunks]
+    for config, _ in kept:
+        config.fp8 = None
+    try:
+        yield
+    finally:
+        for config, fp8 in kept:
+            config.fp8 = fp8
 
 
 def some_rows(samples: Prompts, rows: range) -> Prompts:

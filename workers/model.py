@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from typing import Protocol
 
 import torch
@@ -13,15 +13,13 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
-from workers.fit import padded_vocab_size
+from workers.fit import check_local, padded_vocab_size
 from workers.hf import load_hf
 from workers.initialize import initialize_weights
 from workers.local_spec import block_spec, chosen_implementation
 from workers.transformer_config import transformer_config
 from workers.value_head import put_value_head
 from workers.vocab_padding import mask_padded_vocabulary
-
-logger = logging.getLogger(__name__)
 
 
 class ModelProvider(Protocol):
@@ -98,6 +96,12 @@ def _is_last(parallel: ParallelConfig, context: MegatronContext) -> bool:
     return context.pg.pp.rank() == parallel.pp - 1
 
 
+@functools.cache
+def _tell(choice: str) -> None:
+    """On standard output, once a process: nobody sees a logger's info unless a program asks for it."""
+    print(choice, flush=True)  # noqa: T201
+
+
 class _OwnModel:
     """The provider of a model that a ModelConfig describes."""
 
@@ -108,26 +112,31 @@ class _OwnModel:
         self.tied = model.tie_embeddings and not value_head
         self.config: TransformerConfig = transformer_config(model, parallel)
         self.implementation = chosen_implementation(model.transformer_impl)
+        if self.implementation == "local":
+            check_local(model)
         if dist.get_rank() == 0:
-            logger.info("transformer_impl %s: %s layers", model.transformer_impl, self.implementation)
+            _tell(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         model, context = self.model, self.context
-        chunk = GPTModel(
-            config=self.config,
-            transformer_layer_spec=block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage),
-            vocab_size=padded_vocab_size(model.vocab_size, self.parallel.tp),
-            max_sequence_length=model.max_sequence_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=self.tied,
-            position_embedding_type=model.position_embedding_type,
-            rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,
-            rope_scaling=model.rope_scaling_factor is not None,
-            rope_scaling_factor=model.rope_scaling_factor or 1.0,
-            pg_collection=context.pg,
-            vp_stage=vp_stage,
-        )
+        try:
+            chunk = GPTModel(
+                config=self.config,
+                transformer_layer_spec=block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage),
+                vocab_size=padded_vocab_size(model.vocab_size, self.parallel.tp),
+                max_sequence_length=model.max_sequence_length,
+                pre_process=pre_process,
+                post_process=post_process,
+                share_embeddings_and_output_weights=self.tied,
+                position_embedding_type=model.position_embedding_type,
+                rotary_percent=model.rotary_percent,
+                rotary_base=model.rotary_base,
+                rope_scaling=model.rope_scaling_factor is not None,
+                rope_scaling_factor=model.rope_scaling_factor or 1.0,
+                pg_collection=context.pg,
+                vp_stage=vp_stage,
+            )
+        except (AssertionError, ImportError) as error:
+            raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         mask_padded_vocabulary(chunk, model.vocab_size)
         return chunk

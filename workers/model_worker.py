@@ -5,24 +5,29 @@ To change what is computed, override ``build_model``, ``build_optimizer``, ``for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from mcontroller.decorator import register
 from mcontroller.dispatch import Dispatch
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.protocol import DataProto
+from workers.agreement import on_every_rank
 from workers.background_saves import BackgroundSaves
 from workers.batches import Rows, mini_batch_rows
 from workers.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
-from workers.forward import sum_over_context
+from workers.fit import length_multiple_of
+from workers.forward import owned_targets, sum_over_context
 from workers.hf import export_hf
 from workers.megatron_worker import MegatronWorker
 from workers.metrics import Rule, reduce_reports
@@ -34,7 +39,7 @@ from workers.micro_batches import (
     packed_equal_micro_batches,
     token_micro_batches,
 )
-from workers.nonfinite import raise_nonfinite
+from workers.nonfinite import all_finite, raise_nonfinite
 from workers.offload import Offload, Sleeper, gradient_tensors, model_tensors, optimizer_tensors
 from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.pipeline import Loss, run_for_gradients, run_for_scores
@@ -95,7 +100,10 @@ class ModelWorker(MegatronWorker):
         raise NotImplementedError(f"{type(self).__name__} must say what its model computes: override forward_step")
 
     def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``."""
+        """The loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``.
+
+        Valid is where ``rows.mask`` is not 0: targets that another context-parallel rank has are left to its own loss.
+        """
         raise NotImplementedError(f"{type(self).__name__} is not trained: it has no loss")
 
     def metrics(self) -> dict[str, Rule]:
@@ -122,9 +130,12 @@ class ModelWorker(MegatronWorker):
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of sequences must be a multiple of, for cp and for sequence parallelism."""
-        over_context = 2 * self.parallel.cp if self.parallel.cp > 1 else 1
-        return over_context * (self.parallel.tp if self.parallel.sequence_parallel else 1)
+        """What the length of sequences must be a multiple of, for cp, sequence parallelism and fp8."""
+        return length_multiple_of(self.model_config, self.parallel)
+
+    def rows_of_every_rank(self, make: Callable[[], Rows]) -> Rows:
+        """What ``make`` reads from this rank's shard; a DataError over any shard is raised on every rank."""
+        return on_every_rank(make, self.context.pg.dp)
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
@@ -214,8 +225,12 @@ class ModelWorker(MegatronWorker):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         routers.begin(batches)
-        reports = run_for_gradients(self.model, [batch.to(self.device) for batch in batches], self.forward_step, loss)
+        on_device = [batch.to(self.device) for batch in batches]
+        own_loss = functools.partial(_loss_of_own_targets, loss, self.context.pg)
+        reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss)
         step = guarded_step(self.optimizer)
+        if step.overflow and not all_finite(reports, self.device):
+            step = step._replace(overflow=False)  # a smaller scale of the loss would not mend it
         routers.end(step.made)
         if step.made:
             self.scheduler.step(1)
@@ -317,7 +332,7 @@ class ModelWorker(MegatronWorker):
     def save_checkpoint(
         self, path: str, global_step: int = 0, max_to_keep: int | None = None, asynchronous: bool = False
     ) -> str:
-        """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep the ``max_to_keep`` newest.
+        """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep ``max_to_keep`` in all.
 
         Returns the directory. See ``workers.checkpoint`` for what is in it.
 
@@ -326,6 +341,9 @@ class ModelWorker(MegatronWorker):
                 appears at the end of an update that finds it written, or at the latest with the next save, load,
                 ``wait_for_checkpoint`` or the group's shutdown.
         """
+        if max_to_keep is not None and max_to_keep < 1:
+            text = f"save_checkpoint: max_to_keep is {max_to_keep}; it must be at least 1, or None to keep all"
+            raise ConfigError(text, key="max_to_keep", value=max_to_keep)
         self._background_saves.finish()
         background = self._background_saves if asynchronous else None
         return str(save_checkpoint(self.training(), path, global_step, max_to_keep, background))
@@ -368,6 +386,10 @@ class ModelWorker(MegatronWorker):
         if counters:
             self.restore(counters)
         return manifest["step"]
+
+
+def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: Rows, output: Any) -> Any:
+    return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg)), output)
 
 
 def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mcontroller.errors import MControllerError
 
-__all__ = ["NonFiniteGradient", "raise_nonfinite"]
+__all__ = ["NonFiniteGradient", "all_finite", "raise_nonfinite"]
 
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
@@ -26,6 +26,13 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
     grad_norm: float
     ranks: list[int]
     parameters: dict[int, str]
+
+
+def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
+    """Whether no rank's loss reported a NaN or Inf (a collective over all ranks)."""
+    wrong = torch.tensor(sum(not _finite(value) for report in reports for value in report.values()), device=device)
+    dist.all_reduce(wrong)
+    return int(wrong) == 0
 
 
 def raise_nonfinite(
@@ -51,15 +58,12 @@ def raise_nonfinite(
     dist.all_gather_object(found, mine)
     sources = [rank for rank, what in enumerate(found) if what["reports"]]
     parameters = {rank: what["parameter"] for rank, what in enumerate(found) if what["parameter"]}
-    if sources:
-        first = found[sources[0]]
-        origin = f"{', '.join(first['reports'])} on rank {sources[0]} ({first['where']})"
-    else:
-        rank = min(parameters, default=0)
-        origin = f"the gradient of {parameters.get(rank)} on rank {rank} ({found[rank]['where']})"
+    origins = [f"{', '.join(found[rank]['reports'])} on rank {rank} ({found[rank]['where']})" for rank in sources[:1]]
+    for rank, name in list(parameters.items())[:1]:
+        origins.append(f"the gradient of {name} on rank {rank} ({found[rank]['where']})")
     raise NonFiniteGradient(
-        f"{method}, optimizer step {step}: not finite is {origin}; gradient norm {grad_norm}. The step was not made; "
-        "look for it in the batch, lower the learning rate, or set optim.on_nonfinite=skip",
+        f"{method}, optimizer step {step}: not finite: {'; '.join(origins)}; gradient norm {grad_norm}. The step was "
+        "not made; look for it in the batch, lower the learning rate, or set optim.on_nonfinite=skip",
         method=method,
         step=step,
         grad_norm=grad_norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ def run_for_gradients(
 
 def _with_integer_count(loss: Loss, rows: Rows, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
     total, count, report = loss(rows, output)
+    # An Inf can leave finite gradients: as NaN it reaches every rank that looks at them before the step.
+    total = total * torch.where(torch.isfinite(total.detach()), 1.0, math.nan)
     return total, count.to(torch.int), report
 
 

@@ -52,12 +52,14 @@ class RewardModelWorker(ModelWorker):
         Args:
             data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``.
         """
-        rows = response_rows(
-            tensor_columns(data),
-            method="compute_rm_score",
-            vocab_size=self.config.model.vocab_size,
-            max_length=self.config.model.max_sequence_length,
-            multiple=self.sequence_multiple,
+        rows = self.rows_of_every_rank(
+            lambda: response_rows(
+                tensor_columns(data),
+                method="compute_rm_score",
+                vocab_size=self.config.model.vocab_size,
+                max_length=self.config.model.max_sequence_length,
+                multiple=self.sequence_multiple,
+            )
         )
         rows.predictors = (rows.predictors + 1).clamp(max=rows.tokens.size(1) - 1)
         size = MicroBatchSize(self.config.micro_batch_size, self.config.max_tokens_per_micro_batch)

@@ -7,6 +7,7 @@ of the batch, and whatever else was sampled before.
 
 from __future__ import annotations
 
+import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Sampling:
 
     @classmethod
     def of(cls, config: RolloutConfig, meta_info: Mapping[str, Any]) -> Sampling:
-        """Raises DataError without ``pad_token_id`` or ``eos_token_id``; ConfigError for a value out of its range."""
+        """Raises DataError without ``pad_token_id`` or ``eos_token_id``; ConfigError for a value that cannot be."""
         missing = [name for name in ("eos_token_id", "pad_token_id") if meta_info.get(name) is None]
         if missing:
             raise DataError(
@@ -45,9 +46,8 @@ class Sampling:
                 missing=missing,
             )
         eos = meta_info["eos_token_id"]
-        names = ("response_length", "temperature", "top_p", "top_k", "do_sample", "n", "seed")
         sampling = cls(
-            **{name: meta_info.get(name, getattr(config, name)) for name in names},
+            **{name: _number(name, meta_info.get(name, getattr(config, name)), kind) for name, kind in _KINDS.items()},
             eos_token_ids=tuple(eos) if isinstance(eos, Sequence) else (int(eos),),
             pad_token_id=int(meta_info["pad_token_id"]),
         )
@@ -63,6 +63,23 @@ class Sampling:
                 value = getattr(sampling, name)
                 raise ConfigError(f"meta_info[{name!r}] is {value}; it must be {wanted}", key=name, value=value)
         return sampling
+
+
+_KINDS: dict[str, type] = {
+    "response_length": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "do_sample": bool,
+    "n": int,
+    "seed": int,
+}
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, numbers.Real if kind is float else numbers.Integral):
+        raise ConfigError(f"meta_info[{name!r}] is {value!r}; expected {kind.__name__}", key=name, value=value)
+    return kind(value)
 
 
 def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -124,13 +141,13 @@ def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, s
         seed, call: of the run, and how many batches it has sampled before.
     """
     seen = Counter(earlier)
-    numbers = []
+    order = []
     for value in hashes:
-        numbers += [seen[value] * n + sample for sample in range(n)]
+        order += [seen[value] * n + sample for sample in range(n)]
         seen[value] += 1
     base = _mix(torch.tensor([seed]) * (1 << 32) + call)
-    prompts = torch.tensor(list(hashes)).repeat_interleave(n)
-    return _mix(_mix(prompts ^ base) + torch.tensor(numbers))
+    prompts = torch.tensor(list(hashes), dtype=torch.long).repeat_interleave(n)
+    return _mix(_mix(prompts ^ base) + torch.tensor(order, dtype=torch.long))
 
 
 def uniform(seeds: Tensor, step: int) -> Tensor:

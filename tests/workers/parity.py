@@ -115,6 +115,9 @@ IN_BFLOAT16 = (
     "DP2, distributed optimizer",
     "one process, packed",
     "TP2 x PP2 x DP2, packed, by tokens",
+    "EP2, router losses",
+    "CP2 x EP2, router losses",
+    "PP2 with VPP2 x EP2, recomputation, router losses",
 )
 CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for layout in IN_BFLOAT16]
 

@@ -11,9 +11,10 @@ from mcontroller.errors import ConfigError, DataError, LayoutError
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, RESPONSE, actor, critic, experience, largest_difference, own_shard, weights
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig, CriticConfig, load_config
+from workers.config import ActorConfig, CriticConfig, RewardConfig, load_config
 from workers.critic import CriticWorker
 from workers.nonfinite import NonFiniteGradient
+from workers.reward import RewardModelWorker
 
 
 def refused(role: str, without: str) -> str:
@@ -85,6 +86,47 @@ def test_batches_and_calls_that_do_not_fit_the_role_are_refused() -> None:
     assert "compute_ref_log_prob needs the role 'ref'" in no_reference
 
 
+def one_bad_row() -> list[str]:
+    """A row of padding only, on dp rank 1, in every method that computes."""
+    policy, value, batch = actor({}), critic({}), experience(4)
+    reward = RewardModelWorker(load_config(RewardConfig, {"model": MODEL}))
+    reward.init_model()
+    batch.batch["attention_mask"][3] = 0
+    batch.batch["loss_mask"] = torch.zeros_like(batch.batch["attention_mask"])
+    messages = []
+    for call in (
+        policy.compute_log_prob,
+        policy.compute_ref_log_prob,
+        policy.update_actor,
+        policy.update_sft,
+        value.compute_values,
+        value.update_critic,
+        reward.compute_rm_score,
+    ):
+        with pytest.raises(DataError) as caught:
+            call(own_shard(batch, policy))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_row_that_one_shard_cannot_read_leaves_no_other_rank_waiting() -> None:
+    for messages in run_ranks(one_bad_row, 2, timeout_s=60):
+        assert len(messages) == 7
+        assert all("row 1, of 0 tokens, is padding only" in message for message in messages)
+
+
+def scored_at_temperature(temperature: float) -> str:
+    worker, batch = actor({}, "actor"), experience(4)
+    batch.meta_info["temperature"] = temperature
+    with pytest.raises(ConfigError) as caught:
+        worker.compute_log_prob(batch)
+    return str(caught.value)
+
+
+def test_scores_at_a_temperature_of_nothing_are_refused() -> None:
+    assert "meta_info['temperature'] is 0.0; it must be more than 0" in run_ranks(scored_at_temperature, 1, 0.0)[0]
+
+
 def poisoned(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, Any]:
     """One row of the batch, which dp rank 1 holds, has an advantage of NaN in a mini-batch of its own."""
     worker = actor(parallel, "actor", ppo_epochs=1, optim={"on_nonfinite": on_nonfinite, "warmup_steps": 0})
@@ -104,7 +146,44 @@ def test_a_loss_of_nan_stops_every_rank_and_names_the_one_it_came_from() -> None
         assert error.ranks == [6, 7]  # dp 1 on the last stage
         assert "pg_loss on rank 6" in str(error) and "update_actor, optimizer step" in str(error)
         assert set(error.parameters) == set(range(8))
+        assert f"the gradient of {error.parameters[0]} on rank 0" in str(error)
         assert error.step < 2
+
+
+def unlikely_to_the_reference(on_nonfinite: str) -> dict[str, Any]:
+    """A reference that gives one token of dp rank 1 no probability: the loss is Inf, and every gradient is finite."""
+    optim = {"on_nonfinite": on_nonfinite, "warmup_steps": 0}
+    worker = actor({}, "actor", use_kl_loss=True, kl_loss_type="k1", ppo_epochs=1, optim=optim)
+    before = weights(worker)
+    batch = experience(16)
+    batch.batch["ref_log_prob"][9, 0] = -torch.inf
+    try:
+        metrics = worker.update_actor(own_shard(batch, worker)).meta_info["metrics"]
+    except NonFiniteGradient as error:
+        return {"error": error}
+    return {"skipped": metrics["actor/skipped_steps"], "moved": largest_difference(before, weights(worker))}
+
+
+def test_a_loss_of_inf_whose_gradient_is_finite_is_not_learnt_from() -> None:
+    for rank in run_ranks(unlikely_to_the_reference, 2, "raise"):
+        assert rank["error"].ranks == [1]
+        assert "kl_loss on rank 1" in str(rank["error"])
+    for rank in run_ranks(unlikely_to_the_reference, 2, "skip"):
+        assert rank["skipped"] == 1 and 0 < rank["moved"] < 1
+
+
+def half_precision(advantage: float) -> list[str]:
+    worker = actor({}, "actor", model={"dtype": "float16"}, ppo_epochs=1)
+    batch = experience(16)
+    batch.batch["advantages"][9, 0] = advantage
+    with pytest.raises(NonFiniteGradient) as caught:
+        worker.update_actor(own_shard(batch, worker))
+    return [str(caught.value), *(name for name in caught.value.parameters.values() if not name)]
+
+
+def test_a_loss_of_nan_in_float16_is_no_overflow() -> None:
+    for rank in run_ranks(half_precision, 2, float("nan")):
+        assert "pg_loss on rank 1" in rank[0]
 
 
 def test_a_step_with_nan_can_be_left_out() -> None:
@@ -173,6 +252,8 @@ def test_axes_that_do_not_fit_are_refused_with_the_numbers(parallel: dict[str, A
             "sft_optim.distributed_optimizer=true",
             "sft_optim.distributed_optimizer is True, optim.distributed_optimizer",
         ),
+        ("clip_ratio_c=0.5", "clip_ratio_c is 0.5; it must be more than 1.0"),
+        ("optim.betas=[0.9,1.5]", "optim.betas is 1.5; it must lie between 0.0 and 1.0"),
         ("kl_loss_type=k4", "possible: k1, k2, k3, abs"),
     ],
 )

@@ -90,6 +90,15 @@ def test_an_unsound_batch_is_refused_with_its_row_and_column() -> None:
         advantages=advantages,
         input_ids=TWO_ROWS["input_ids"] + 3 * TWO_ROWS["attention_mask"] * torch.tensor([[0], [1]]),
     )
+    assert "responses of row 1 holds other tokens than the end of input_ids" in refusal(
+        advantages=advantages, responses=torch.tensor([[7, 8, 0], [8, 0, 0]])
+    )
+    assert "response_mask of row 0 counts a token that attention_mask says is padding" in refusal(
+        advantages=advantages, response_mask=torch.tensor([[1, 1, 1], [1, 0, 0]])
+    )
+    assert "input_ids is torch.float32; token ids are integers" in refusal(
+        advantages=advantages, input_ids=TWO_ROWS["input_ids"].float()
+    )
     assert "'advantages' is [2, 2], expected [2, 3]" in refusal(advantages=torch.zeros(2, 2))
     with pytest.raises(DataError, match="row 0, of 4 tokens, is longer than 3"):
         response_rows(TWO_ROWS, **(LIMITS | {"max_length": 3}))

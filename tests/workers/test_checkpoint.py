@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 from tests.forking import run_ranks
 from tests.workers.roles import (
     MODEL,
@@ -107,6 +107,66 @@ def keep_two(path: str) -> None:
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     run_ranks(keep_two, 1, str(tmp_path))
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
+
+
+def begin_again(path: str) -> int:
+    """A second run writes where a longer one has been."""
+    worker = critic({})
+    for step in (90, 100, 5):
+        worker.save_checkpoint(path, global_step=step, max_to_keep=2)
+    with pytest.raises(ConfigError, match="max_to_keep is 0; it must be at least 1"):
+        worker.save_checkpoint(path, global_step=6, max_to_keep=0)
+    return worker.load_checkpoint(path)
+
+
+def test_what_was_just_written_is_never_dropped(tmp_path: Path) -> None:
+    assert run_ranks(begin_again, 1, str(tmp_path)) == [5]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_100", "global_step_5", "latest"]
+
+
+def unwritable_and_unreadable(path: str) -> list[str]:
+    """Rank 0 cannot make the directory; rank 1 finds no checkpoint."""
+    worker = critic({})
+    messages = []
+    with pytest.raises(DataError) as caught:
+        worker.save_checkpoint(f"{path}/file/run")
+    messages.append(str(caught.value))
+    worker.save_checkpoint(path, global_step=3)
+    with pytest.raises(DataError) as caught:
+        worker.load_checkpoint(path if worker.rank == 0 else f"{path}/elsewhere")
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_a_place_that_one_rank_cannot_use_is_told_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for cannot_write, not_there in run_ranks(unwritable_and_unreadable, 2, str(tmp_path), timeout_s=60):
+        assert "cannot write a checkpoint to " in cannot_write and "Not a directory" in cannot_write
+        assert "there is no checkpoint at " in not_there and "elsewhere" in not_there
+
+
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+FALLING = {"decay_style": "cosine", "warmup_steps": 2, "total_steps": 12, "min_lr": 1e-3}
+
+
+def interrupted(path: str, resume: bool) -> dict[str, Any]:
+    """Two updates with dropout, the second of them in a new worker where ``resume``."""
+    worker = actor({"tp": 2}, "actor", model=DROPOUT, optim=FALLING)
+    batch = own_shard(experience(ROWS), worker)
+    if resume:
+        worker.load_checkpoint(path)
+    else:
+        worker.update_actor(batch)
+        worker.save_checkpoint(path)
+    metrics = worker.update_actor(batch).meta_info["metrics"]
+    return {"metrics": metrics, "weights": weights(worker)}
+
+
+def test_random_numbers_and_the_learning_rate_go_on_where_they_were(tmp_path: Path) -> None:
+    whole, resumed = (run_ranks(interrupted, 2, str(tmp_path), resume)[0] for resume in (False, True))
+    assert resumed["metrics"] == whole["metrics"]
+    assert 1e-3 < whole["metrics"]["actor/lr"] < 1e-2
+    assert largest_difference(whole["weights"], resumed["weights"]) == 0
 
 
 def refused(path: str, how: str) -> str:

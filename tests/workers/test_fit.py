@@ -9,7 +9,7 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig, ParallelConfig, RolloutConfig
-from workers.fit import check_fit, padded_vocab_size
+from workers.fit import check_fit, check_local, length_multiple_of, padded_vocab_size
 
 GPT = ModelConfig(
     vocab_size=100,
@@ -56,7 +56,19 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
         (EXPERTS, {"tp": 2}, "parallel.sequence_parallel", "experts with tp=2 need parallel.sequence_parallel=true"),
         ({**EXPERTS, "moe_router_topk": 7}, {}, "model.moe_router_topk", "is 7, more than the 6 experts"),
         ({**EXPERTS, "moe_ffn_hidden_size": 9}, {"etp": 2}, "model.moe_ffn_hidden_size", "by parallel.etp=2"),
+        (
+            {**EXPERTS, "transformer": {"moe_router_load_balancing_type": "sinkhorn"}},
+            {},
+            "model.transformer.moe_router_load_balancing_type",
+            "routes by whatever else is in a micro-batch",
+        ),
         ({"dtype": "float8"}, {}, "model.dtype", "is 'float8'; possible: float32, bfloat16, float16"),
+        (
+            {"position_embedding_type": "learned_absolute", "max_sequence_length": 30},
+            {"cp": 2},
+            "model.max_sequence_length",
+            "is 30, and there are no learned positions beyond: it must be a multiple of 4",
+        ),
         ({"activation": "swish"}, {}, "model.activation", "is 'swish'; possible: silu, gelu"),
     ],
 )
@@ -76,7 +88,6 @@ def test_what_does_not_fit_is_refused_with_its_numbers(
         ({"moe_router_load_balancing_type": "seq_aux_loss"}, "moe_router_load_balancing_type"),
         ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "moe_router_load_balancing_type"),
         ({"fp8": "hybrid"}, "fp8"),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
     ],
 )
 def test_what_cannot_be_computed_on_packed_rows_is_refused_by_name(transformer: dict[str, Any], key: str) -> None:
@@ -85,6 +96,71 @@ def test_what_cannot_be_computed_on_packed_rows_is_refused_by_name(transformer: 
     with pytest.raises(ConfigError, match=f"packed rows and model.transformer.{key}=") as caught:
         ActorConfig(model, rollout=ROLLOUT, packed=True)
     assert caught.value.fields["key"] == f"model.transformer.{key}"
+
+
+@pytest.mark.parametrize(
+    ("transformer", "key"),
+    [
+        ({"multi_latent_attention": True}, "multi_latent_attention"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
+        ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs"),
+        ({"is_hybrid_model": True}, "is_hybrid_model"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
+        ({"flash_decode": True}, "flash_decode"),
+        ({"use_mup": True}, "use_mup"),
+    ],
+)
+def test_a_field_that_would_be_passed_over_in_silence_is_refused_by_name(transformer: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.transformer.{key}=.* is not computed here: ") as caught:
+        ActorConfig(dataclasses.replace(GPT, transformer=transformer), rollout=ROLLOUT)
+    assert caught.value.fields["key"] == f"model.transformer.{key}"
+
+
+@pytest.mark.parametrize("transformer", [{"fp8": "hybrid"}, {"fp4": "e2m1"}, {"cpu_offloading": True}])
+def test_what_transformer_engine_alone_computes_is_not_left_out_by_local_layers(transformer: dict[str, Any]) -> None:
+    model = dataclasses.replace(GPT, transformer=transformer)
+    check_fit(model, ParallelConfig())
+    [name] = transformer
+    with pytest.raises(ConfigError, match=f"model.transformer.{name}=.* needs Transformer Engine") as caught:
+        check_local(model)
+    assert caught.value.fields["key"] == f"model.transformer.{name}"
+
+
+@pytest.mark.parametrize(
+    "transformer",
+    [{"moe_token_dispatcher_type": "allgather"}, {"moe_pad_expert_input_to_capacity": True}],
+    ids=["allgather", "capacity"],
+)
+def test_experts_that_need_rows_of_one_length_are_refused_where_ranks_have_others(transformer: dict[str, Any]) -> None:
+    model = dataclasses.replace(GPT, **EXPERTS, transformer=transformer)
+    check_fit(model, ParallelConfig(tp=2, sequence_parallel=True))
+    [name] = transformer
+    for axes in ({"ep": 2}, {"etp": 2}, {"tp": 2, "etp": 1, "ep": 2, "sequence_parallel": True}):
+        with pytest.raises(ConfigError, match=f"model.transformer.{name}=.* equally many tokens") as caught:
+            check_fit(model, ParallelConfig(**axes))
+        assert caught.value.fields["key"] == f"model.transformer.{name}"
+
+
+@pytest.mark.parametrize(
+    ("axes", "transformer", "multiple"),
+    [
+        ({}, {}, 1),
+        ({"cp": 3}, {}, 6),
+        ({"tp": 4, "sequence_parallel": True}, {}, 4),
+        ({"tp": 2, "cp": 2, "sequence_parallel": True}, {}, 8),
+        ({"cp": 2}, {"fp8": "hybrid"}, 32),
+        ({}, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
+        ({"cp": 3, "tp": 2, "sequence_parallel": True}, {"fp8": "e4m3"}, 48),
+    ],
+)
+def test_rows_are_rounded_up_to_what_axes_and_blocks_of_fp8_divide(
+    axes: dict[str, Any], transformer: dict[str, Any], multiple: int
+) -> None:
+    model = dataclasses.replace(GPT, transformer=transformer)
+    assert length_multiple_of(model, ParallelConfig(**axes)) == multiple
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
 from mcontroller.errors import ConfigError
 from parallel_state.layout import ParallelLayout
@@ -158,6 +158,29 @@ def test_axes_that_are_not_the_contexts_are_refused() -> None:
         return str(caught.value)
 
     assert run_ranks(refused, 2)[0].startswith("parallel.tp is 2, but the context's layout has tp=1")
+
+
+def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def built_twice() -> None:
+        parallel = ParallelConfig(tp=2)
+        context = new_context(parallel)
+        for _ in range(2):
+            build_model(SMALL_GPT, parallel, context)
+
+    run_ranks(built_twice, 2)
+    chosen = "transformer_engine" if torch.cuda.is_available() and gpt_layer_specs.HAVE_TE else "local"
+    assert capfd.readouterr().out.count(f"model.transformer_impl=auto: layers of {chosen}") == 1
+
+
+def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
+    def refused() -> str:
+        parallel = ParallelConfig()
+        model = dataclasses.replace(OF_EXPERTS, transformer={"moe_token_dispatcher_type": "flex"})
+        with pytest.raises(ConfigError) as caught:
+            build_model(model, parallel, new_context(parallel))
+        return str(caught.value)
+
+    assert "megatron-core cannot build the model: Flex token dispatcher requires TPxEP > 1" in run_ranks(refused, 1)[0]
 
 
 def test_transformer_engine_is_refused_where_it_cannot_run() -> None:

@@ -145,6 +145,14 @@ def test_a_subclass_changes_the_loss_and_its_metrics() -> None:
     assert largest_difference(alone["weights"], divided[0]["weights"]) < 1e-5
 
 
+def test_a_subclass_s_own_loss_needs_to_know_nothing_of_context_parallelism() -> None:
+    alone, divided = run_ranks(own_loss, 1, {})[0], run_ranks(own_loss, 4, {"cp": 2, "pp": 2})
+    for rank in divided:
+        for name in ("actor/loss", "actor/grad_norm"):
+            assert rank["metrics"][name] == pytest.approx(alone["metrics"][name], abs=1e-5)
+    assert largest_difference(alone["weights"], divided[0]["weights"]) < 1e-5
+
+
 def both_layouts_at_once() -> dict[str, Any]:
     """An actor on TP2 x PP2 and a critic on DP4 in the same processes, one call after another."""
     policy, value = actor({"tp": 2, "pp": 2}, "actor", ppo_epochs=1), critic({}, ppo_epochs=1)

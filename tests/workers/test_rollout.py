@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcontroller.decorator import registration_of
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.partition import split_rows
 from mcontroller.protocol import DataProto
 from tests.forking import run_ranks
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
@@ -117,6 +119,27 @@ def test_responses_end_at_the_stop_token_and_are_padded_after_it() -> None:
     assert torch.equal(samples["position_ids"], (samples["attention_mask"].cumsum(1) - 1).clamp(min=0))
 
 
+def few(parallel: dict[str, Any], rows: int) -> DataProto | None:
+    """Of fewer prompts than ranks, this rank's part as dispatch gives it."""
+    worker = actor(parallel, "rollout")
+    registration = registration_of(type(worker), "generate_sequences")
+    assert registration is not None
+    group = worker.context.pg.dp
+    partition = split_rows(rows, group.size(), padding=registration.rows.padding)
+    return worker.generate_sequences(prompts(rows, SAMPLED | {"n": 2})[partition.rows(group.rank())])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fewer_prompts_than_ranks_are_sampled_as_in_one_process(rows: int) -> None:
+    alone = run_ranks(few, 1, {}, rows)[0]
+    parts = [part for part in run_ranks(few, 8, {"pp": 2}, rows) if part is not None]
+    joined = DataProto.concat(parts)
+    assert len(parts) == 4 and len(joined) == 2 * rows
+    for name, column in alone.batch.items():
+        if name != "rollout_log_probs":
+            assert torch.equal(joined.batch[name], column), name
+
+
 def stops_early() -> list[int]:
     worker = actor({}, "rollout")
     first = worker.generate_sequences(prompts(ROWS, GREEDY)).batch["responses"][:, 0]
@@ -147,6 +170,9 @@ def refusals() -> list[str]:
         (good.select(["input_ids"]), DataError),
         (good.select(meta_info_keys=["pad_token_id"]), DataError),
         (DataProto(good.batch, {}, SAMPLED | {"temperature": 0.0}), ConfigError),
+        (DataProto(good.batch, {}, SAMPLED | {"n": 1.5}), ConfigError),
+        (DataProto(good.batch, {}, SAMPLED | {"pad_token_id": VOCAB}), DataError),
+        (good[:0], DataError),
     ):
         with pytest.raises(error) as caught:
             worker.generate_sequences(batch)
@@ -155,9 +181,12 @@ def refusals() -> list[str]:
 
 
 def test_prompts_that_cannot_be_generated_from_are_refused_by_name() -> None:
-    right_padded, too_long, no_mask, no_stop, cold = run_ranks(refusals, 1)[0]
+    right_padded, too_long, no_mask, no_stop, cold, half, outside, nothing = run_ranks(refusals, 1)[0]
     assert "row 0 is padded on the right" in right_padded
     assert f"row 0, of {PROMPT + 1} tokens, is longer than {PROMPT}" in too_long
     assert "'attention_mask'" in no_mask
     assert "eos_token_id" in no_stop
     assert "do_sample" in cold
+    assert "meta_info['n'] is 1.5; expected int" in half
+    assert f"pad_token_id is {VOCAB}, the vocabulary has {VOCAB}" in outside
+    assert "a batch of 0 rows" in nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -9,14 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
 from mcontroller.errors import ConfigError, DataError, LayoutError
 from mcontroller.protocol import DataProto
+from parallel_state.megatron import MegatronContext
 from tests.forking import run_ranks
-from tests.workers.roles import GREEDY, MODEL, PROMPT, RESPONSE, SAMPLED, actor, experience, own_shard, prompts
+from tests.workers.roles import GREEDY, MODEL, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, experience, own_shard, prompts
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig, load_config
+from workers.config import ActorConfig, ParallelConfig, load_config
+from workers.fit import padded_vocab_size
+from workers.initialize import initialize_weights
+from workers.local_spec import block_spec
+from workers.model import build_model
 from workers.offload import Offload
+from workers.transformer_config import transformer_config
+from workers.vocab_padding import mask_padded_vocabulary
 
 ROWS, N = 12, 2
 Axes = dict[str, Any]
@@ -104,6 +114,82 @@ def test_weights_are_refit_after_a_change_only_and_what_it_costs_is_reported() -
             assert metrics["rollout/refit_seconds"] > 0
     results = [DataProto(None, {}, {"metrics": outputs[0]["metrics"]}) for outputs in [outputs, outputs]]
     assert len(DataProto.concat(results).meta_info["metrics"]["rollout/refit_bytes_sent"]) == 2
+
+
+class Provided(ActorRolloutRefWorker):
+    """A model of the user's own, which the configuration does not describe: its layers are not silu's."""
+
+    def build_model(self) -> list[Any]:
+        return self.provided(self.config.parallel, self.context)
+
+    def provided(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
+        model = dataclasses.replace(self.config.model, activation="relu", gated_linear_unit=False)
+        config = transformer_config(model, parallel)
+
+        def provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+            spec = block_spec(config, "local", context.pg.pp.rank(), vp_stage)
+            vocabulary = padded_vocab_size(VOCAB, parallel.tp)
+            chunk = GPTModel(config, spec, vocabulary, 32, pre_process, post_process, vp_stage=vp_stage)
+            mask_padded_vocabulary(chunk, VOCAB)
+            return chunk
+
+        chunks = build_model(self.config.model, parallel, context, model_provider=provider)
+        initialize_weights(chunks, context, seed=8)
+        return chunks
+
+
+class ProvidedTwice(Provided):
+    def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
+        with context.activate():
+            return self.provided(parallel, context)
+
+
+def of_own_model(parallel: Axes, rollout: Axes | None) -> list[torch.Tensor] | None:
+    """Greedy responses before and after an update."""
+    worker = actor(parallel, "actor_rollout", ProvidedTwice, rollout={"parallel": rollout})
+    batch = own_shard(prompts(ROWS, GREEDY), worker)
+    outputs = [worker.generate_sequences(batch)]
+    for _ in range(2):
+        worker.update_actor(own_shard(experience(16), worker))
+    outputs.append(worker.generate_sequences(batch))
+    return None if outputs[0] is None else [output.batch["responses"] for output in outputs]
+
+
+def test_a_model_of_the_users_own_generates_in_another_layout() -> None:
+    expected = run_ranks(of_own_model, 1, {}, None)[0]
+    assert not torch.equal(*expected)
+    returned = [found for found in run_ranks(of_own_model, 4, TP2_PP2, {"tp": 2}) if found is not None]
+    assert len(returned) == 2
+    for found in returned:
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def own_model_refused() -> str:
+    with pytest.raises(ConfigError) as caught:
+        actor({}, "actor_rollout", Provided, rollout={"parallel": {"tp": 2}})
+    assert caught.value.fields["key"] == "rollout.parallel"
+    return str(caught.value)
+
+
+def test_a_model_of_the_users_own_that_cannot_be_built_for_generation_is_refused_by_name() -> None:
+    for message in run_ranks(own_model_refused, 2, timeout_s=30):
+        assert message.startswith("Provided builds a model of its own") and "override build_rollout_model" in message
+
+
+def stops_at_different_steps(max_rows: int) -> tuple[int, ...]:
+    """Experts are divided over ranks with rows of their own, of which one has none left after its first token."""
+    worker = actor({"etp": 2}, "rollout", model=MODELS["experts"], rollout={"max_rows": max_rows})
+    first = worker.generate_sequences(own_shard(prompts(8, GREEDY), worker)).batch["responses"][:, 0]
+    dist.broadcast(first, 0)
+    rows = own_shard(prompts(8, GREEDY | {"eos_token_id": first.tolist()}), worker)
+    return tuple(worker.generate_sequences(rows[: 4 - dist.get_rank()]).batch["response_mask"].sum(1).tolist())
+
+
+@pytest.mark.parametrize("max_rows", [0, 1])
+def test_no_rank_waits_for_experts_of_one_that_is_done(max_rows: int) -> None:
+    done, other = run_ranks(stops_at_different_steps, 2, max_rows, timeout_s=60)
+    assert done == (1, 1, 1, 1)
+    assert len(other) == 3 and max(other) > 1
 
 
 def one_bad_row() -> str:
