@@ -16,7 +16,10 @@ from torch.optim.adamw import adamw
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam, with decoupled weight decay when ``adam_w_mode`` (Loshchilov and Hutter, arXiv:1711.05101)."""
+    """Adam, with decoupled weight decay when ``adam_w_mode`` (Loshchilov and Hutter, arXiv:1711.05101).
+
+    By torch's fused kernel: one pass over each parameter, without temporaries of its size.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg_sq"] for state in states],
                 [],
                 [torch.tensor(group["step"] - 1.0) for _ in params],  # counted up by the update itself
+                fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

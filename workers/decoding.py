@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from torch import Tensor, nn
 
@@ -59,6 +60,7 @@ def generate(
         _padding_hidden_from_engine(chunks),
         _cached_for_attention(chunks),
         _linears_without_gradients(chunks),
+        _last_position_only(chunks),
     ):
         for step in range(sampling.response_length):
             logits = decoder.next_logits(new)
@@ -171,8 +173,9 @@ def _cached_for_attention(chunks: Sequence[Any]) -> Iterator[None]:
     lies in memory in the order in which it reads it."""
     rotary = [chunk for chunk in chunks if chunk.position_embedding_type == "rope"]
     attentions = [module for chunk in rotary for module in chunk.modules() if isinstance(module, SelfAttention)]
+    rotation = _Rotation()
     for attention in attentions:
-        attention._adjust_key_value_for_inference = functools.partial(_cache_rotated, attention)
+        attention._adjust_key_value_for_inference = functools.partial(_cache_rotated, attention, rotation)
     try:
         yield
     finally:
@@ -181,19 +184,47 @@ def _cached_for_attention(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _cache_rotated(
-    attention: Any, cache: StaticInferenceContext, query: Tensor, key: Tensor, value: Tensor, rotary: Any, *rest: Any
+    attention: Any,
+    rotation: _Rotation,
+    cache: StaticInferenceContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotary: Any,
+    *rest: Any,
 ) -> tuple[Any, ...]:
     if rotary is not None:
-        start = cache.sequence_len_offset
-        angles = rotary[0][start : start + key.size(0)]
-        both = torch.cat((query, key), 2)
-        rotated = apply_rotary_pos_emb(both, angles, config=attention.config, cp_group=attention.pg_collection.cp)
-        query, key = rotated.split((query.size(2), key.size(2)), 2)
+        query, key = rotation.turned(attention, (query, key), rotary[0], cache.sequence_len_offset)
     held = cache.key_value_memory_dict
     if attention.layer_number not in held and isinstance(attention.core_attention, TEDotProductAttention):
         held[attention.layer_number] = tuple(_memory(tensor, cache.max_sequence_length) for tensor in (key, value))
     cached = type(attention)._adjust_key_value_for_inference
     return cached(attention, cache, query, key, value, None, *rest)
+
+
+class _Rotation:
+    """Rotary positions as Megatron applies them, with cosines and sines made once for all layers and tokens."""
+
+    def __init__(self) -> None:
+        self.angles: Tensor | None = None
+        self.cosines = self.sines = torch.empty(0)
+
+    def turned(self, attention: Any, heads: Sequence[Tensor], angles: Tensor, start: int) -> list[Tensor]:
+        """Every one of ``heads`` ``[seq, batch, heads, width]``, its first token at position ``start``.
+
+        Args:
+            angles: ``[positions, 1, 1, width]``; a smaller width leaves the rest of every head as it is.
+        """
+        config, end = attention.config, start + heads[0].size(0)
+        if config.rotary_interleaved or config.apply_rope_fusion or angles.size(-1) < heads[0].size(-1):
+            here, cp_group = angles[start:end], attention.pg_collection.cp
+            return [apply_rotary_pos_emb(each, here, config=config, cp_group=cp_group) for each in heads]
+        if self.angles is not angles:
+            sines = angles.sin().to(heads[0].dtype)
+            self.angles, self.cosines = angles, angles.cos().to(heads[0].dtype)
+            self.sines = torch.cat((-sines[..., : sines.size(-1) // 2], sines[..., sines.size(-1) // 2 :]), -1)
+        cosines, sines = self.cosines[start:end], self.sines[start:end]
+        return [torch.addcmul(each * cosines, each.roll(each.size(-1) // 2, -1), sines) for each in heads]
 
 
 def _memory(first: Tensor, length: int) -> Tensor:
@@ -226,6 +257,25 @@ def _linears_without_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
             del linear._forward_impl
         for linear in whole:
             del linear.forward
+
+
+@contextlib.contextmanager
+def _last_position_only(chunks: Sequence[Any]) -> Iterator[None]:
+    """After the last layer's attention nothing looks at other positions than the last: its feed-forward part is
+    computed for that one. Experts keep all, since what they drop may depend on how many tokens there are."""
+    last = [layer for chunk in chunks if chunk.post_process for layer in chunk.decoder.layers[-1:]]
+    dense = [layer for layer in last if isinstance(layer.mlp, MLP)]
+    for layer in dense:
+        layer._forward_mlp = functools.partial(_of_last_position, layer)
+    try:
+        yield
+    finally:
+        for layer in dense:
+            del layer._forward_mlp
+
+
+def _of_last_position(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return type(layer)._forward_mlp(layer, hidden[-1:], *args, **kwargs)
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None, **_for_gradients: Any) -> Tensor:

@@ -180,7 +180,7 @@ class TEDotProductAttention(MegatronModule):
         shared = (query * self.scale).view(batch, key.size(2), heads // key.size(2), width)
         scores = torch.matmul(shared, key.permute(1, 2, 3, 0))  # [batch, groups, heads of a group, keys]
         if allowed is not None:
-            scores = scores.masked_fill(~allowed, -torch.inf)
+            scores.masked_fill_(~allowed, -torch.inf)
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         return torch.matmul(weights, value.permute(1, 2, 0, 3)).reshape(1, batch, heads * width)
 

@@ -16,6 +16,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.fit import check_local, padded_vocab_size
 from workers.hf import load_hf
 from workers.initialize import initialize_weights
+from workers.local_modules import use_gated_mlps
 from workers.local_spec import block_spec, chosen_implementation
 from workers.transformer_config import transformer_config
 from workers.value_head import put_value_head
@@ -138,5 +139,7 @@ class _OwnModel:
             )
         except (AssertionError, ImportError) as error:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
+        if self.implementation == "local":
+            use_gated_mlps(chunk)
         mask_padded_vocabulary(chunk, model.vocab_size)
         return chunk

@@ -97,9 +97,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         """d log p_t / d z = onehot - p;  d H / d z = -p (log p + H)."""
         log_prob_grad, entropy_grad = grads
         probs, logits, log_total, entropy, local, mine = ctx.saved_tensors
-        grad = probs * -(
-            log_prob_grad[:, None] + entropy_grad[:, None] * (logits - log_total[:, None] + entropy[:, None])
-        )
+        grad = logits - (log_total - entropy)[:, None]
+        grad.mul_(entropy_grad[:, None]).add_(log_prob_grad[:, None]).mul_(probs).neg_()
         grad.scatter_add_(-1, local[:, None], torch.where(mine, log_prob_grad, 0.0)[:, None])
         return grad, None, None, None
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
 from tests.training import SMALL_GPT, new_context
 from workers.config import ParallelConfig
-from workers.local_modules import TEColumnParallelGroupedLinear, TENorm, TERowParallelGroupedLinear
+from workers.local_modules import GatedMLP, TEColumnParallelGroupedLinear, TENorm, TERowParallelGroupedLinear
 from workers.model import build_model
 from workers.transformer_config import transformer_config
 
@@ -39,6 +40,38 @@ def test_norms_are_marked_for_the_sum_over_tp_under_sequence_parallelism_only() 
         parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
         norm = TENorm(transformer_config(SMALL_GPT, parallel), 64)
         assert norm.weight.sequence_parallel is sequence_parallel  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"activation": "gelu"},
+        {"add_bias_linear": True},
+        {"transformer": {"glu_linear_offset": 0.5}},
+        {"gated_linear_unit": False},
+    ],
+    ids=lambda fields: ",".join(fields) or "silu",
+)
+def test_a_gated_mlp_computes_what_megatrons_does(fields: dict[str, Any]) -> None:
+    def apart() -> tuple[float, float, float]:
+        [chunk] = build_model(dataclasses.replace(SMALL_GPT, **fields), ParallelConfig(), new_context(ParallelConfig()))
+        mlp = chunk.decoder.layers[0].mlp
+        assert type(mlp) is GatedMLP
+        if fields.get("add_bias_linear"):
+            torch.nn.init.normal_(mlp.linear_fc1.bias)
+        ours, theirs = (torch.randn(5, 2, 64, generator=torch.manual_seed(0)).requires_grad_() for _ in range(2))
+        output, expected = mlp(ours)[0], MLP.forward(mlp, theirs)[0]
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        with torch.no_grad():
+            without_gradients = mlp(ours)[0]
+        assert ours.grad is not None and theirs.grad is not None
+        pairs = ((output, expected), (without_gradients, expected), (ours.grad, theirs.grad))
+        first, second, third = (float((one - other).abs().max()) for one, other in pairs)
+        return first, second, third
+
+    assert max(run_ranks(apart, 1)[0]) == 0.0
 
 
 def grouped(kind: type, ranks_of_tp: int = 1, bias: bool = False) -> Any:
