@@ -292,7 +292,7 @@ def main() -> None:
         "--peer-python", nargs="*", default=[], help="interpreters of environments with verl 0.4 or 0.9"
     )
     options = parser.parse_args()
-    ray.init(num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, logging_level="ERROR")
     pool = RayResourcePool([8], use_gpu=False)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Ours), name_prefix="ours", topology=TOPOLOGY)
     bare = BareRay()

@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.2, 15, 120])
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    ray.init(num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=16, object_store_memory=2_000_000_000, include_dashboard=False, log_to_driver=False)
     pool = RayResourcePool([8], use_gpu=False, max_colocate_count=1)
     group: Any = Group(resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Peer), **OPTIONS)
     seconds: dict[str, float] = {"empty": median(group.empty, options.repeats * 5)}

@@ -150,6 +150,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 @contextlib.contextmanager
 def both_sides(model: ModelConfig) -> Iterator[tuple[Plain, Controlled]]:
     ray.init(
+        address="local",
         num_cpus=WORLD_SIZE,
         object_store_memory=200_000_000,
         include_dashboard=False,

@@ -25,7 +25,7 @@ class Scorer(Worker):
 
 
 def main() -> None:
-    ray.init(num_cpus=8, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
     pool = RayResourcePool(process_on_nodes=[4], use_gpu=False, max_colocate_count=2)
     batch = DataProto.from_dict({"input_ids": torch.arange(24).view(6, 4)})
 

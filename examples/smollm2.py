@@ -58,7 +58,7 @@ def main() -> None:
             rollout=RolloutConfig(prompt_length=PROMPT, response_length=RESPONSE),
         )
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        ray.init(num_cpus=4, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=4, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
         pool = RayResourcePool(process_on_nodes=[arguments.tp], use_gpu=False)
         worker = RayClassWithInitArgs(ActorRolloutRefWorker, config, "rollout")
         with MegatronRayWorkerGroup(pool, worker, name_prefix="smollm2") as group:

@@ -21,6 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ray_cluster() -> Iterator[None]:
     """The one Ray of a test run: CPUs and GPUs that need not exist, since the tests' processes hardly compute."""
     ray.init(
+        address="local",
         num_cpus=16,
         num_gpus=2,
         object_store_memory=300_000_000,

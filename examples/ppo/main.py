@@ -103,6 +103,7 @@ def start_ray(config: Config) -> None:
         ray.init(address=cluster.address, log_to_driver=False)
         return
     ray.init(
+        address="local",
         num_cpus=cluster.num_cpus or sum(pool.process_on_nodes) * pool.max_colocate_count,
         object_store_memory=cluster.object_store_memory,
         include_dashboard=False,

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def seen() -> Iterator[dict[str, Any]]:
+    """What the driver saw; its cluster notes its address in a directory of its own, where no other program looks."""
+    directory = tempfile.mkdtemp(prefix="nodes")  # a short name: Ray puts its sockets there
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": directory}
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "tests.mcontroller.ray.several_nodes"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    yield json.loads(done.stdout.splitlines()[-1])
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_ranks_follow_the_nodes_by_address_and_count_what_is_there(seen: dict[str, Any]) -> None:
