@@ -24,6 +24,7 @@ def ray_cluster() -> Iterator[None]:
         address="local",
         num_cpus=16,
         num_gpus=2,
+        resources={"accelerator_type:H200": 1},  # as Ray marks a node that has such GPUs
         object_store_memory=300_000_000,
         include_dashboard=False,
         logging_level="ERROR",

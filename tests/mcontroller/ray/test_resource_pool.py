@@ -102,6 +102,14 @@ def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(ray_cluster
         RayResourcePool([3]).reserve()
 
 
+def test_a_pool_of_one_kind_of_gpu_takes_only_nodes_that_have_it(ray_cluster: None) -> None:
+    with RayResourcePool([2], accelerator_type="H200").reserve() as pool:
+        places = pool.get_placement_groups()[0].bundle_specs
+    assert [place["accelerator_type:H200"] for place in places] == [0.001, 0.001]
+    with pytest.raises(ResourceError, match="accelerator_type:B300"):
+        RayResourcePool([2], accelerator_type="B300").reserve()
+
+
 def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(ray_cluster: None) -> None:
     with RayResourcePool([2], max_colocate_count=2, name_prefix="gpus") as pool:
         groups = [RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix=name) for name in ("actor", "critic")]
