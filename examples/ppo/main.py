@@ -130,10 +130,11 @@ def _check_unused(directory: Path, config: Config) -> None:
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """What SIGTERM does: the same as Ctrl-C, so that it too ends every process."""
+    """What SIGTERM and SIGINT do: as Ctrl-C, also where whoever started the run had it ignore SIGINT."""
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     sys.exit(main(sys.argv[1:], Console()))

@@ -59,10 +59,16 @@ class RayExecutor:
             if key not in sent:
                 order = Order(*ticket, self.role, method, shippers[key], measure)
                 sent[key] = pack(call.arguments)._replace(head=pickle.dumps(tuple(order))).as_argument()
-        answers = [self._start(call.rank, sent[id(call.arguments)], measure) for call in calls]
-        done = [answer[-1] for answer in answers]
-        flight = Flight(self.role, method, tuple(call.rank for call in calls), done, timeout, ticket)
-        self.hosts.depart(flight)
+        flight = Flight(self.role, method, tuple(call.rank for call in calls), [], timeout, ticket)
+        answers = []
+        try:
+            self.hosts.depart(flight)
+            for call in calls:
+                answers.append(self._start(call.rank, sent[id(call.arguments)], measure))
+                flight.refs.append(answers[-1][-1])
+        except BaseException as error:
+            self.hosts.cut_off(flight, error)
+            raise
         shipped = [answer for answer, call in zip(answers, calls, strict=True) if call.ship]
         return RayPending(self.hosts, flight, shipped, [call.ship for call in calls])
 

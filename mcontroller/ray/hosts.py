@@ -130,6 +130,16 @@ class Hosts:
         """Notes a call, so that its failure is seen by whichever call is waited for."""
         self._flights.append(flight)
 
+    def cut_off(self, flight: Flight, cause: BaseException) -> None:
+        """Ends the group where sending a call was interrupted: ranks that have it would wait for those that have not."""
+        self._break(
+            lambda: GroupError(
+                f"{type(cause).__name__} while {flight.role}.{flight.method} was being sent: {len(flight.refs)} of "
+                f"{len(flight.ranks)} ranks are known to have it",
+                role=flight.role,
+            )
+        )
+
     def check(self, role: str) -> None:
         """Raises GroupBroken when a call before has failed, whether or not its result was asked for."""
         self._poll()
@@ -178,11 +188,14 @@ class Hosts:
         if flight.ticket is None or self.processes.ended:
             return False
         hosts = [self.processes.handles[rank] for rank in flight.ranks]
-        asked = [host.hold.remote(flight.ticket) for host in hosts]
-        ray.wait(asked, num_returns=len(asked), timeout=STACK_SECONDS)
-        nobody = all(_value_or_none(answer) is True for answer in asked)
-        for host in hosts:
-            host.decide.remote(flight.ticket, nobody)
+        nobody = False
+        try:
+            asked = [host.hold.remote(flight.ticket) for host in hosts]
+            ray.wait(asked, num_returns=len(asked), timeout=STACK_SECONDS)
+            nobody = all(_value_or_none(answer) is True for answer in asked)
+        finally:  # a rank that is held and never told would wait for ever
+            for host in hosts:
+                host.decide.remote(flight.ticket, nobody)
         return nobody
 
     def shutdown(self) -> None:

@@ -40,29 +40,39 @@ def launch(
     if not ray.is_initialized():
         raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")
     tenancy = pool.occupy(name)
-    processes = _start(pool, tenancy, f"{name}/{uuid.uuid4().hex[:8]}", options, detached)
-    hosts = Hosts(name, processes, detached=detached)
-    flight = _build(hosts, pool, tenancy, roles, timeout)
-    hosts.depart(flight)
-    with _progress(name, flight.refs) as show:
-        show(hosts, flight)
-        hosts.settle(flight)
+    processes = Processes([], [], [], [], tenancy)
+    try:
+        _start(processes, pool, tenancy, f"{name}/{uuid.uuid4().hex[:8]}", options, detached)
+        hosts = Hosts(name, processes, detached=detached)
+        flight = _build(hosts, pool, tenancy, roles, timeout)
+        hosts.depart(flight)
+        with _progress(name, flight.refs) as show:
+            show(hosts, flight)
+            hosts.settle(flight)
+    except BaseException:
+        processes.end()
+        raise
     return hosts
 
 
 def _start(
-    pool: RayResourcePool, tenancy: Tenancy, unique: str, options: Mapping[str, Any], detached: bool
-) -> Processes:
+    processes: Processes,
+    pool: RayResourcePool,
+    tenancy: Tenancy,
+    unique: str,
+    options: Mapping[str, Any],
+    detached: bool,
+) -> None:
     actor: Any = ray.remote(concurrency_groups=LANES)(WorkerHost)  # type: ignore[call-overload]
     share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0}
-    names = [f"{unique}/{rank}" for rank in range(len(tenancy.bundles))]
-    handles = []
-    for name, bundle in zip(names, tenancy.bundles, strict=True):
+    for rank, bundle in enumerate(tenancy.bundles):
+        name = f"{unique}/{rank}"
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
-        handles.append(actor.options(**chosen).remote())
-    introductions = [handle.introduce.remote() for handle in handles]
-    return Processes(names, handles, introductions, [handle.watch.remote() for handle in handles], tenancy)
+        processes.names.append(name)
+        processes.handles.append(actor.options(**chosen).remote())
+    processes.introductions.extend(handle.introduce.remote() for handle in processes.handles)
+    processes.watches.extend(handle.watch.remote() for handle in processes.handles)
 
 
 def _build(

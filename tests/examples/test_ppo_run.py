@@ -25,7 +25,7 @@ SMALL = [
 
 def start(*overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", "-m", "examples.ppo.main", *SMALL, *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
@@ -55,7 +55,11 @@ def test_ctrl_c_ends_every_process_of_the_run(tmp_path):
     processes = psutil.Process(run.pid).children(recursive=True)
     assert len(processes) > 8
     os.killpg(run.pid, signal.SIGINT)
-    output, _ = run.communicate()
+    try:
+        output, _ = run.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        run.send_signal(signal.SIGABRT)  # says where it stands
+        output, _ = run.communicate()
     assert run.returncode == 130, output
     assert "interrupted" in output and "Traceback" not in output
     _, alive = psutil.wait_procs(processes, timeout=30)

@@ -5,11 +5,15 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.util import list_named_actors
 
 from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied, WorkerError
-from mcontroller.ray import RayResourcePool, RayWorkerGroup
+from mcontroller.ray import RayResourcePool, RayWorkerGroup, launch
+from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.failures import is_follower
 from tests.mcontroller.ray.roles import DiesInInit, Plain, RaisesInInit
 
@@ -112,6 +116,48 @@ def test_a_call_behind_a_failed_one_does_not_wait_for_ever(start: Start) -> None
     with pytest.raises(GroupError, match="ValueError: unseen"):
         group.pid()
     assert time.monotonic() - began < SOON
+
+
+def test_a_call_cut_off_while_it_is_sent_ends_the_group_and_nobody_waits_for_a_rank_without_it(
+    pool: RayResourcePool, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = start("actor")
+    pids = group.pid()
+    send = RayExecutor._start
+
+    def interrupted_at_rank_1(self: RayExecutor, rank: int, *rest: Any) -> list[Any]:
+        if rank == 1:
+            raise KeyboardInterrupt
+        return send(self, rank, *rest)
+
+    monkeypatch.setattr(RayExecutor, "_start", interrupted_at_rank_1)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        group.wait_for_file(str(tmp_path / "never"))
+    group.shutdown()
+    assert time.monotonic() - began < SOON
+    assert not any(map(runs, pids))
+    assert pool.tenants == []
+    with pytest.raises(GroupBroken, match="KeyboardInterrupt while actor.wait_for_file was being sent: 1 of 2 ranks"):
+        group.pid()
+
+
+@pytest.mark.parametrize("at", ["_start", "_build"])
+def test_a_start_that_is_interrupted_leaves_nothing(
+    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    step, begun = getattr(launch, at), []
+
+    def interrupted(*args: Any) -> None:
+        begun.append(step(*args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, at, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start("actor", detached=True)
+    assert begun
+    assert pool.tenants == []
+    assert list_named_actors(all_namespaces=True) == []
 
 
 def test_a_late_call_names_the_ranks_and_shows_where_they_stand(start: Start) -> None:
