@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tensordict import TensorDict
 
 from mcontroller import columns, meta
 from mcontroller.errors import DataError
+from mcontroller.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from mcontroller.protocol import DataProto
 
 
@@ -40,17 +42,23 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
     """The columns of both; a column in both must be equal, or DataError names it."""
-    if tensor_dict1 is None or tensor_dict2 is None:
-        return columns.shallow(tensor_dict2 if tensor_dict1 is None else tensor_dict1)
-    if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        sizes = (list(tensor_dict1.batch_size), list(tensor_dict2.batch_size))
+    united = unite(tensor_dict1, tensor_dict2)
+    return united if united is None or is_tensordict(united) else united.tensordict()
+
+
+def unite(left: columns.Batch | None, right: columns.Batch | None) -> columns.Batch | None:
+    """The columns of both, on the device of the first where it has one; DataError names one that differs."""
+    if left is None or right is None:
+        return columns.shallow(right if left is None else left)
+    if tuple(left.batch_size) != tuple(right.batch_size):
+        sizes = (list(left.batch_size), list(right.batch_size))
         raise DataError(f"union of batch dims {sizes[0]} and {sizes[1]}: give equal ones", batch_sizes=sizes)
-    united = dict(tensor_dict1.items())
-    for key, value in tensor_dict2.items():
+    united = dict(left.items())
+    for key, value in right.items():
         if key in united and not columns.same(united[key], value):
             raise _differs(key, columns.describe(united[key]), columns.describe(value))
-        united.setdefault(key, value)
-    return TensorDict(united, batch_size=tensor_dict1.batch_size, device=tensor_dict1.device)
+        united.setdefault(key, value if left.device is None else value.to(left.device))
+    return columns.like(left, united, left.batch_size[0])
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

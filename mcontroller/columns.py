@@ -7,17 +7,22 @@ stays legal: the ``memo`` that goes along keeps the new offsets by the identity 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from mcontroller.errors import DataError
+from mcontroller.tensordicts import is_tensordict, make_tensordict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Memo = dict[Any, tuple[Tensor, Any]]  # key -> new offsets, and the old ones, kept alive while their ids are keys
 
@@ -37,16 +42,29 @@ _INDEXED = frozenset(
 )
 
 
-class Schema(NamedTuple):
-    """What the parts of one batch share: its columns' names, its batch dims after dim 0, its device.
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype of a column that is an ordinary tensor, and its shape but for dim 0."""
 
-    ``plain``: every column is an ordinary tensor. Parts with the same schema object are parts of one split.
+
+class Schema(NamedTuple):
+    """What is the same in all parts of a batch: its columns' names, its batch dims after dim 0, its device.
+
+    ``kinds`` has one entry a column where all are ordinary tensors. Batches that then have the same schema object can
+    be joined without a look at their columns.
     """
 
     names: tuple[str, ...]
     inner: tuple[int, ...]
     device: torch.device | None
-    plain: bool = False
+    kinds: tuple[Kind, ...] | None = None
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(
+        names: tuple[str, ...], inner: tuple[int, ...], device: torch.device | None, kinds: tuple[Kind, ...]
+    ) -> Schema:
+        """The same object for the same values, while it is among those last asked for."""
+        return Schema(names, inner, device, kinds)
 
 
 class Unread(NamedTuple):
@@ -77,8 +95,7 @@ class Columns:
     @property
     def tensors(self) -> tuple[Any, ...]:
         if self.has_unread:
-            read = [column.tensor() if type(column) is Unread else column for column in self._columns]
-            self._columns, self.has_unread = tuple(read), False
+            self._columns, self.has_unread = tuple(_read(self._columns)), False
         return self._columns
 
     @property
@@ -102,21 +119,21 @@ class Columns:
 
     def tensordict(self) -> TensorDict:
         """A TensorDict of these columns, which are not checked again."""
-        size: Any = torch.Size(self.batch_size)
-        return TensorDict._new_unsafe(dict(self.items()), batch_size=size, device=self.device)
+        return make_tensordict(dict(self.items()), self.batch_size, self.device, check=False)
 
 
-Batch = TensorDict | Columns
-AnyBatch = TypeVar("AnyBatch", TensorDict | None, Batch | None)
+if TYPE_CHECKING:
+    Batch = TensorDict | Columns
+    AnyBatch = TypeVar("AnyBatch", TensorDict | None, Batch | None)
 
 
 def leaves(batch: Batch | None) -> Iterator[Tensor]:
     """Every tensor of a batch, nested ones too."""
     for value in () if batch is None else batch.values():
-        if isinstance(value, TensorDict):
-            yield from leaves(value)
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             yield value
+        elif is_tensordict(value):
+            yield from leaves(value)
 
 
 def is_jagged(column: Any) -> bool:
@@ -125,23 +142,40 @@ def is_jagged(column: Any) -> bool:
 
 def like(source: Batch, columns: Mapping[str, Any], rows: int) -> Columns:
     """``columns`` with ``source``'s device and batch dims, dim 0 being ``rows`` long."""
-    schema = Schema(tuple(columns), tuple(source.batch_size[1:]), source.device)
-    return Columns(schema, tuple(columns.values()), rows)
+    return make(columns, (rows, *source.batch_size[1:]), source.device)
+
+
+def make(columns: Mapping[str, Any], batch_size: Sequence[int], device: torch.device | None = None) -> Columns:
+    """Columns that are known to fit each other and ``batch_size``."""
+    held, inner = tuple(columns.values()), tuple(batch_size[1:])
+    if set(map(type, held)) == _PLAIN:
+        kinds = tuple([(column.dtype, tuple(column.shape[1:])) for column in held])
+        return Columns(Schema.of(tuple(columns), inner, device, kinds), held, batch_size[0])
+    return Columns(Schema(tuple(columns), inner, device), held, batch_size[0])
+
+
+def each(batch: Batch, change: Callable[[Any], Any]) -> Columns:
+    """Every column as ``change`` gives it, with as many rows as before."""
+    return like(batch, {key: change(value) for key, value in batch.items()}, batch.batch_size[0])
+
+
+def moved(batch: Batch, device: torch.device) -> Columns:
+    """The columns on ``device``; those that are there already as they are."""
+    return make({key: value.to(device) for key, value in batch.items()}, batch.batch_size, device)
 
 
 def shallow(batch: AnyBatch) -> AnyBatch:
     """The same tensors in a batch of their own, so that adding or dropping a column is not seen elsewhere."""
-    return batch.copy() if isinstance(batch, TensorDict) else batch
+    return batch.copy() if is_tensordict(batch) else batch
 
 
 def split_rows(batch: Batch, sizes: Sequence[int], memo: Memo | None = None) -> list[Columns]:
     """Consecutive parts of ``sizes`` rows each, as views."""
     memo = {} if memo is None else memo
-    held = tuple(batch.values())
-    schema = Schema(_names(batch), tuple(batch.batch_size[1:]), batch.device, set(map(type, held)) == _PLAIN)
-    pieces = [_split(value, sizes, memo) for value in held]
+    whole = batch if type(batch) is Columns else like(batch, dict(batch.items()), batch.batch_size[0])
+    pieces = [_split(value, sizes, memo) for value in whole.tensors]
     parts = zip(*pieces, strict=True) if pieces else [()] * len(sizes)
-    return [Columns(schema, part, size) for part, size in zip(parts, sizes, strict=True)]
+    return [Columns(whole.schema, part, size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def slice_rows(batch: Batch, start: int, stop: int, step: int = 1, memo: Memo | None = None) -> Columns:
@@ -165,10 +199,11 @@ def join_rows(
     ``spare_cores`` leaves them to the processes beside this one, where that costs this one little.
     """
     first = parts[0]
-    if type(first) is Columns and first.schema.plain:
+    if type(first) is Columns and first.schema.kinds is not None:
         schema = first.schema
         if all([type(part) is Columns and part.schema is schema for part in parts]):
-            return _rejoin(parts, spare_cores)
+            with suppress(RuntimeError, ValueError):  # on several devices, say: told below
+                return _join_alike(parts, spare_cores)
     memo = {} if memo is None else memo
     names = _names(first)
     if any([_names(part) != names for part in parts]):
@@ -182,10 +217,13 @@ def join_rows(
     return like(first, dict(zip(names, joined, strict=True)), sum(rows))
 
 
-def _rejoin(parts: Sequence[Any], spare_cores: bool) -> Columns:
-    """The parts of one split, whose columns are alike: nothing needs to be compared."""
-    columns = zip(*[part.tensors for part in parts], strict=True)
-    joined = tuple([_cat_beside(column) if spare_cores else _cat(column, 0) for column in columns])
+def _join_alike(parts: Sequence[Any], spare_cores: bool) -> Columns:
+    """Parts of one schema, whose columns are alike: nothing needs to be compared."""
+    columns = zip(*[part.unread for part in parts], strict=True)
+    if any([part.has_unread for part in parts]):
+        joined = tuple([_join_unread(column, spare_cores) for column in columns])
+    else:
+        joined = tuple([_cat_beside(column) if spare_cores else _cat(column, 0) for column in columns])
     return Columns(parts[0].schema, joined, sum([part.rows for part in parts]))
 
 
@@ -206,8 +244,8 @@ def reshape_rows(batch: Batch | None, reshape: Callable[[Any], Any], rows: int) 
     for key, value in batch.items():
         if is_jagged(value):
             raise DataError(f"column {key!r} is jagged: its batch dim cannot be reshaped", column=key)
-        reshaped[key] = reshape_rows(value, reshape, rows) if isinstance(value, TensorDict) else reshape(value)
-    return TensorDict(reshaped, batch_size=[rows], device=batch.device)
+        reshaped[key] = reshape_rows(value, reshape, rows) if is_tensordict(value) else reshape(value)
+    return make_tensordict(reshaped, (rows,), batch.device)
 
 
 def stack_rows(items: Sequence[TensorDict | None]) -> TensorDict | None:
@@ -231,7 +269,7 @@ def stack_rows(items: Sequence[TensorDict | None]) -> TensorDict | None:
 def _split(column: Any, sizes: Sequence[int], memo: Memo) -> Sequence[Any]:
     if type(column) is Tensor:
         return column.split_with_sizes(sizes)
-    if isinstance(column, TensorDict):
+    if is_tensordict(column):
         return [part.tensordict() for part in split_rows(column, sizes, memo)]
     if is_jagged(column):
         stops = itertools.accumulate(sizes)
@@ -240,7 +278,7 @@ def _split(column: Any, sizes: Sequence[int], memo: Memo) -> Sequence[Any]:
 
 
 def _slice(column: Any, start: int, stop: int, step: int, memo: Memo) -> Any:
-    if isinstance(column, TensorDict):
+    if is_tensordict(column):
         return slice_rows(column, start, stop, step, memo).tensordict()
     if is_jagged(column):
         if step != 1:
@@ -250,7 +288,7 @@ def _slice(column: Any, start: int, stop: int, step: int, memo: Memo) -> Any:
 
 
 def _take(column: Any, index: Tensor, memo: Memo) -> Any:
-    if isinstance(column, TensorDict):
+    if is_tensordict(column):
         return take_rows(column, index, memo).tensordict()
     if is_jagged(column):
         return _take_jagged(column, index, memo)
@@ -260,13 +298,11 @@ def _take(column: Any, index: Tensor, memo: Memo) -> Any:
 def _join(columns: Sequence[Any], name: str, memo: Memo, check: bool, spare_cores: bool) -> Any:
     if Unread in set(map(type, columns)):
         if _fit(columns):
-            parts = [column.array for column in columns]
-            joined = np.concatenate(parts, out=np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype))
-            return torch.from_numpy(joined).view(columns[0].dtype)
-        columns = [column.tensor() if type(column) is Unread else column for column in columns]
+            return _join_unread(columns, spare_cores)
+        columns = _read(columns)
     if check or not _are_plain(columns):
         _check_same_kind(columns, name)
-        if isinstance(columns[0], TensorDict):
+        if is_tensordict(columns[0]):
             return join_rows(columns, name, memo, spare_cores=spare_cores).tensordict()
         if is_jagged(columns[0]):
             return _join_jagged(columns, memo)
@@ -284,6 +320,20 @@ def _fit(columns: Sequence[Any]) -> bool:
         type(column) is Unread and column.dtype is first.dtype and column.array.shape[1:] == first.array.shape[1:]
         for column in columns
     )
+
+
+def _join_unread(columns: Sequence[Any], spare_cores: bool) -> Tensor:
+    """Columns that fit, from where they lie if nobody has read any of them."""
+    if set(map(type, columns)) != {Unread}:
+        columns = _read(columns)
+        return _cat_beside(columns) if spare_cores else _cat(columns, 0)
+    parts = [column.array for column in columns]
+    joined = np.concatenate(parts, out=np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype))
+    return torch.from_numpy(joined).view(columns[0].dtype)
+
+
+def _read(columns: Sequence[Any]) -> list[Any]:
+    return [column.tensor() if type(column) is Unread else column for column in columns]
 
 
 def _are_plain(columns: Sequence[Any]) -> bool:
@@ -383,7 +433,7 @@ def _check_same_kind(columns: Sequence[Any], name: str) -> None:
 
 def describe(column: Any) -> str:
     """Dtype and shape of a column for people: ``int64[8, 16]``, with the device where it is not the CPU."""
-    if isinstance(column, Batch):
+    if is_tensordict(column) or isinstance(column, Columns):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in column.items()) + "}"
     if isinstance(column, np.ndarray):
         return f"{column.dtype}[{', '.join(map(str, column.shape))}]"
@@ -406,7 +456,7 @@ def readable(size: float) -> str:
 
 def nbytes(column: Any) -> int:
     """Bytes of a column's own elements, whatever storage they are a view of."""
-    if isinstance(column, Batch):
+    if is_tensordict(column) or isinstance(column, Columns):
         return sum(nbytes(value) for value in column.values())
     if is_jagged(column):
         values, offsets, _ = packed(column)
@@ -418,9 +468,9 @@ def same(left: Any, right: Any) -> bool:
     """Whether two columns agree in type, dtype, shape and every value, NaN being equal to NaN."""
     if left is right:
         return True
-    if isinstance(left, TensorDict) and isinstance(right, TensorDict):
+    if is_tensordict(left) and is_tensordict(right):
         return left.batch_size == right.batch_size and same_mapping(left, right, same)
-    if isinstance(left, TensorDict) or isinstance(right, TensorDict):
+    if is_tensordict(left) or is_tensordict(right):
         return False
     if left.dtype != right.dtype or _kind(left)[2:] != _kind(right)[2:] or left.shape[:1] != right.shape[:1]:
         return False

@@ -214,7 +214,7 @@ def _partition(call: Call, batches: Mapping[Key, DataProto], rows: int | None, r
 
 def _with_column(call: Call, batches: Mapping[Key, DataProto], column: str) -> DataProto:
     for batch in batches.values():
-        if column in batch.non_tensor_batch or (batch.batch is not None and column in set(batch.batch.keys())):
+        if column in batch.non_tensor_batch or column in batch.tensors():
             return batch
     raise call.error(
         f"rows are split by column {column!r}, which no batch of the call has: add it, or call with "
@@ -224,7 +224,7 @@ def _with_column(call: Call, batches: Mapping[Key, DataProto], column: str) -> D
 
 
 def _labels(call: Call, batch: DataProto, column: str) -> list[Hashable]:
-    held: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.batch[column]  # type: ignore[index]
+    held: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.tensors()[column]
     labels: list[Any] = held.tolist()
     wrong = next((label for label in labels if not isinstance(label, Hashable)), None)
     if wrong is not None:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from mcontroller import columns
 from mcontroller.errors import DataError
+from mcontroller.tensordicts import is_tensordict_base
 
 METRICS = "metrics"
 
@@ -44,9 +44,9 @@ def same_value(left: Any, right: Any) -> bool:
     """Whether two values agree in type and content, through containers, arrays and tensors; NaN equals NaN."""
     if left is right:
         return True
-    if isinstance(left, Tensor | TensorDictBase) or isinstance(right, Tensor | TensorDictBase):
-        both = isinstance(left, Tensor | TensorDictBase) and isinstance(right, Tensor | TensorDictBase)
-        return both and isinstance(left, Tensor) == isinstance(right, Tensor) and columns.same(left, right)
+    kinds = _tensor_kind(left), _tensor_kind(right)
+    if any(kinds):
+        return kinds[0] == kinds[1] and columns.same(left, right)
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and same_array(left, right)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -130,9 +130,13 @@ def _conflict(operation: str, key: str, first: tuple[int, Any], second: tuple[in
     )
 
 
+def _tensor_kind(value: Any) -> str | None:
+    return "tensor" if isinstance(value, Tensor) else "tensordict" if is_tensordict_base(value) else None
+
+
 def short(value: Any, limit: int = 80) -> str:
     """A value in a few words: dtype and shape of a column, else its repr, cut."""
-    if isinstance(value, Tensor | TensorDictBase | np.ndarray):
+    if _tensor_kind(value) or isinstance(value, np.ndarray):
         return columns.describe(value)
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

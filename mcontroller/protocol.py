@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from mcontroller import columns, meta, rows, storage
@@ -27,15 +26,19 @@ from mcontroller.batch_ops import (
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
+    unite,
     unpad_dataproto,
 )
 from mcontroller.errors import DataError
 from mcontroller.partition import contiguous
 from mcontroller.rows import Index, Keys, RowIndexError
 from mcontroller.serialization import OutOfBand, pack
+from mcontroller.tensordicts import is_tensordict_base
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    from tensordict import TensorDict
 
 __all__ = [
     "DataProto",
@@ -81,7 +84,7 @@ class DataProto(OutOfBand):
 
     def __init__(
         self,
-        batch: TensorDict | None = None,
+        batch: columns.Batch | None = None,
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
@@ -122,7 +125,7 @@ class DataProto(OutOfBand):
                 "give at least 1, and exactly 1 when there are non-tensor columns",
                 num_batch_dims=num_batch_dims,
             )
-        batch = rows.make_tensordict(tensors, num_batch_dims) if tensors else None
+        batch = rows.make_batch(tensors, num_batch_dims) if tensors else None
         arrays = {key: rows.as_array(value) for key, value in (non_tensors or {}).items()}
         info = meta.copy_meta(dict(meta_info or {}))
         if auto_padding:
@@ -134,7 +137,7 @@ class DataProto(OutOfBand):
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> Self:
         """A batch of one dict's columns: tensors and TensorDicts to ``batch``, arrays and lists beside them."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor | TensorDictBase)}
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor) or is_tensordict_base(value)}
         others = {key: value for key, value in data.items() if key not in tensors}
         for key, value in others.items():
             if not isinstance(value, np.ndarray | list | tuple):
@@ -151,6 +154,8 @@ class DataProto(OutOfBand):
         num_batch_dims: int = 1,
     ) -> Self:
         """A batch of a TensorDict's columns; a NonTensorStack becomes a non-tensor column, NonTensorData meta_info."""
+        from tensordict import NonTensorData, NonTensorStack
+
         tensors, arrays, info = {}, {}, dict(meta_info or {})
         for key, value in {} if tensor_dict is None else tensor_dict.items():
             if isinstance(value, NonTensorStack):
@@ -184,7 +189,7 @@ class DataProto(OutOfBand):
 
     def check_consistency(self) -> None:
         """Raises DataError naming the column whose rows or kind do not fit the batch."""
-        rows.check_columns(self.batch, self.non_tensor_batch)
+        rows.check_columns(self._batch, self.non_tensor_batch)
 
     def is_padding_enabled(self) -> bool:
         """Whether this batch may be padded: its own mark (``auto_padding=True``), or the process-wide default."""
@@ -192,18 +197,19 @@ class DataProto(OutOfBand):
 
     def row_lengths(self, key: str = "attention_mask") -> list[int]:
         """Per row, the sum over a column ``[batch, ...]`` such as a mask, or the length of a jagged column's row."""
-        tensors = self._tensors()
+        tensors = self.tensors()
         rows.check_keys("tensor column", [key], tensors)
         column = tensors[key]
         if columns.is_jagged(column):
             return columns.packed(column)[1].diff().tolist()
         return column.flatten(1).sum(dim=1, dtype=torch.int64).tolist() if column.ndim > 1 else column.tolist()
 
-    def _tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
+        """The tensors by name, in a dict of its own: no TensorDict is made, nor the package loaded."""
         return {} if self._batch is None else dict(self._batch.items())
 
     def _column_keys(self) -> list[str]:
-        return [*self._tensors(), *self.non_tensor_batch]
+        return [*self.tensors(), *self.non_tensor_batch]
 
     def nbytes(self) -> int:
         """Bytes of the tensors and of the numpy arrays (an object array counts its pointers)."""
@@ -237,7 +243,7 @@ class DataProto(OutOfBand):
         if len(self) != len(other):
             return f"{len(self)} rows, other has {len(other)}"
         for name in ("batch", "non_tensor_batch", "meta_info"):
-            mine, others = (batch._tensors() if name == "batch" else getattr(batch, name) for batch in (self, other))
+            mine, others = (batch.tensors() if name == "batch" else getattr(batch, name) for batch in (self, other))
             if mine.keys() != others.keys():
                 return f"{name} has keys {sorted(mine)}, other has {sorted(others)}"
             for key, value in mine.items():
@@ -406,7 +412,7 @@ class DataProto(OutOfBand):
         deepcopy: bool = False,
     ) -> Self:
         """The named columns and meta_info keys (None: all), sharing their memory unless ``deepcopy``."""
-        tensors = self._tensors()
+        tensors = self.tensors()
         names = rows.as_keys(batch_keys, tensors)
         arrays = rows.as_keys(non_tensor_batch_keys, self.non_tensor_batch)
         info = rows.as_keys(meta_info_keys, self.meta_info)
@@ -429,7 +435,7 @@ class DataProto(OutOfBand):
         """Takes the named columns and meta_info keys (None: none) out of this batch, in place, and gives them."""
         taken = [rows.as_keys(keys) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
         popped = self.select(taken[0], taken[1], taken[2])
-        present = (self._tensors(), self.non_tensor_batch, self.meta_info)
+        present = (self.tensors(), self.non_tensor_batch, self.meta_info)
         left = [[key for key in there if key not in keys] for there, keys in zip(present, taken, strict=True)]
         rest = self.select(left[0], left[1], left[2])
         self._batch, self.non_tensor_batch, self.meta_info = rest._batch, rest.non_tensor_batch, rest.meta_info
@@ -449,7 +455,7 @@ class DataProto(OutOfBand):
                 new=new,
             )
         if self._batch is not None:
-            tensors = {renamed.get(key, key): value for key, value in self._tensors().items()}
+            tensors = {renamed.get(key, key): value for key, value in self.tensors().items()}
             self._batch = columns.like(self._batch, tensors, len(self))
         self.non_tensor_batch = {renamed.get(key, key): array for key, array in self.non_tensor_batch.items()}
         return self
@@ -465,14 +471,14 @@ class DataProto(OutOfBand):
                 rows=(len(self), len(other)),
             )
         return self._with(
-            union_tensor_dict(self.batch, other.batch),
+            unite(self._batch, other._batch),
             union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
             meta.merge_union(self.meta_info, other.meta_info),
         )
 
     def to(self, device: torch.device | str | int) -> Self:
         """The batch with its tensors on ``device``; columns that are there already are shared, not copied."""
-        batch = None if self.batch is None else columns.shallow(self.batch.to(device))
+        batch = None if self._batch is None else columns.moved(self._batch, torch.device(device))
         return self._with(batch, dict(self.non_tensor_batch))
 
     def make_iterator(
@@ -497,19 +503,19 @@ class DataProto(OutOfBand):
     # ---- copied and kept (pickling: serialization.OutOfBand) --------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        batch = None if self._batch is None else columns.like(self._batch, self._tensors(), len(self))
+        batch = None if self._batch is None else columns.each(self._batch, _as_it_is)
         return pack({**self.__dict__, "_batch": batch})
 
     def __copy__(self) -> Self:
         return self._with(columns.shallow(self._batch), dict(self.non_tensor_batch))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        batch = None if self.batch is None else self.batch.clone()
+        batch = None if self._batch is None else columns.each(self._batch, lambda column: column.clone())
         return self._with(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
     def save_to_disk(self, filepath: str | PathLike[str]) -> None:
         """Writes the batch to one safetensors file; ``mcontroller.storage`` says what it can hold."""
-        storage.save(filepath, self.batch, self.non_tensor_batch, self.meta_info)
+        storage.save(filepath, self._batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | PathLike[str]) -> Self:

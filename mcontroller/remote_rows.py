@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mcontroller import columns
 from mcontroller.errors import DispatchError
 from mcontroller.executor import Deferred, Fetch, Handle
 from mcontroller.partition import Padding, Partition, split_rows
@@ -184,18 +185,17 @@ def take_shard(batch: DataProto, partition: Partition, shard: int) -> DataProto:
 
 def without_loss(batch: DataProto, rows: np.ndarray) -> DataProto:
     """The batch with the loss masks of these rows at 0, in memory of their own; DispatchError where it has no mask."""
-    columns = {} if batch.batch is None else dict(batch.batch.items())
-    masks = {key: columns[key].clone() for key in LOSS_MASKS if key in columns}
-    if batch.batch is None or not masks:
+    held = batch.tensors()
+    masks = {key: held[key].clone() for key in LOSS_MASKS if key in held}
+    if batch._batch is None or not masks:
         raise DispatchError(
             f"padding='zero_loss' sets {' or '.join(LOSS_MASKS)} to 0 in padding rows, and the batch has neither: add "
             "one, or pad with 'repeat'",
-            columns=tuple(columns),
+            columns=tuple(held),
         )
-    for key, mask in masks.items():
+    for mask in masks.values():
         mask[torch.from_numpy(rows)] = 0
-        batch.batch.set(key, mask)
-    return batch
+    return batch._with(columns.like(batch._batch, held | masks, len(batch)), batch.non_tensor_batch)
 
 
 def _gather(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from mcontroller import columns
 from mcontroller.errors import DataError
+from mcontroller.tensordicts import is_tensordict, is_tensordict_base, make_tensordict
+
+if TYPE_CHECKING:
+    from mcontroller.columns import Batch
 
 Index = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 Keys = str | Sequence[str]
@@ -21,7 +24,7 @@ class RowIndexError(DataError, IndexError):
     """A row that the batch does not have; fields ``index`` and ``rows``."""
 
 
-def check_columns(batch: TensorDict | None, arrays: Mapping[str, Any]) -> None:
+def check_columns(batch: Batch | None, arrays: Mapping[str, Any]) -> None:
     """Raises DataError naming the column that is not one, or whose number of rows is not that of the first."""
     expected: int | None = None
     if batch is not None:
@@ -39,14 +42,14 @@ def check_columns(batch: TensorDict | None, arrays: Mapping[str, Any]) -> None:
 
 
 def _check_batch(batch: Any) -> None:
-    if not isinstance(batch, TensorDict) or batch.batch_dims < 1:
-        dims = f" of batch dims {list(batch.batch_size)}" if isinstance(batch, TensorDict) else ""
+    if not (isinstance(batch, columns.Columns) or (is_tensordict(batch) and batch.batch_dims >= 1)):
+        dims = f" of batch dims {list(batch.batch_size)}" if is_tensordict(batch) else ""
         raise DataError(
             f"batch is {type(batch).__name__}{dims}: give a TensorDict of at least one batch dim; from_dict makes a "
             "batch of a dict"
         )
     for key, value in batch.items():
-        if isinstance(value, TensorDict):
+        if is_tensordict(value):
             continue
         if not isinstance(value, Tensor):
             raise DataError(
@@ -77,11 +80,11 @@ def check_same_columns(parts: Sequence[Any]) -> None:
             )
 
 
-def make_tensordict(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
-    """A TensorDict of columns that agree in their first ``batch_dims`` dims."""
+def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> Batch:
+    """A batch of columns that agree in their first ``batch_dims`` dims; DataError names the one that does not."""
     first_key, batch_size = "", torch.Size()
     for key, value in tensors.items():
-        if not isinstance(value, Tensor | TensorDictBase):
+        if not (isinstance(value, Tensor) or is_tensordict_base(value)):
             raise DataError(f"tensors[{key!r}] is {type(value).__name__}: give a torch.Tensor", column=key)
         if value.ndim < batch_dims:
             raise DataError(f"tensors[{key!r}] has {value.ndim} dims: give at least {batch_dims}", column=key)
@@ -96,7 +99,9 @@ def make_tensordict(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
                 found=tuple(found),
                 expected=tuple(batch_size),
             )
-    return TensorDict(dict(tensors), batch_size=batch_size)
+    if all(isinstance(value, Tensor) and type(key) is str for key, value in tensors.items()):
+        return columns.make(tensors, batch_size)
+    return make_tensordict(tensors, batch_size)
 
 
 def as_array(value: Any) -> np.ndarray:

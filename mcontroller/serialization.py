@@ -11,20 +11,23 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import MemoryMappedTensor, TensorDict
 from torch import Tensor
 
 from mcontroller import columns
 from mcontroller.errors import DataError
+from mcontroller.tensordicts import is_memory_mapped, is_tensordict, is_tensordict_itself, make_tensordict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _ATOMS = frozenset({str, int, float, bool, bytes, complex, type(None)})
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter, MemoryMappedTensor)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _NUMPY_HAS = frozenset(
     {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
     | {torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -47,7 +50,7 @@ def pack(value: Any) -> Any:
 
 def reduce(value: Tensor | TensorDict, place: str = "a tensor") -> Reduced:
     """The same for one tensor or TensorDict, as a ``reducer_override`` returns it: a function and its arguments."""
-    if isinstance(value, TensorDict):
+    if is_tensordict(value):
         return _tensordict, (dict(value.items()), tuple(value.batch_size), _device(value.device))
     if columns.is_jagged(value):
         return columns.jagged, columns.packed(value.detach())
@@ -69,7 +72,7 @@ def check_sendable(tensor: Tensor, place: str) -> None:
     """Raises DataError when ``pack`` could not take the tensor; ``place`` names it in the message."""
     if columns.is_jagged(tensor):
         return
-    if type(tensor) not in _PLAIN_TENSORS:
+    if type(tensor) not in _PLAIN_TENSORS and not is_memory_mapped(tensor):
         kind = type(tensor).__name__
     elif tensor.is_nested:
         kind = "a nested tensor of strided layout"
@@ -142,14 +145,14 @@ class _Packer:
             return self._tensor
         if kind is np.ndarray:
             return self._objects if value.dtype == object else self._array
-        if kind is TensorDict:
-            return self._tensordict
         if kind is columns.Columns:
             return self._columns
         if kind is dict:
             return self._dict
         if kind is list or kind is tuple:
             return self._sequence
+        if is_tensordict_itself(value):
+            return self._tensordict
         return None
 
     def _inside(self, keyed: Iterable[tuple[Any, Any]]) -> list[Any]:
@@ -220,14 +223,18 @@ def _tensor(array: np.ndarray, dtype: torch.dtype, device: str, requires_grad: b
 
 
 def _tensordict(items: Mapping[str, Any], batch_size: tuple[int, ...], device: str | None) -> TensorDict:
-    return TensorDict(items, batch_size=batch_size, device=None if device is None else _here(device))
+    return make_tensordict(items, batch_size, None if device is None else _here(device))
 
 
 def _columns(
     names: tuple[str, ...], inner: tuple[int, ...], device: str | None, held: Sequence[Any], rows: int
 ) -> columns.Columns:
     columns_ = tuple([_of_buffer(*column) if type(column) is tuple else column for column in held])
-    schema = columns.Schema(names, inner, None if device is None else _here(device))
+    here = None if device is None else _here(device)
+    if {tuple}.issuperset(map(type, held)):
+        schema = columns.Schema.of(names, inner, here, tuple([(_DTYPES[dtype], shape[1:]) for _, dtype, shape in held]))
+    else:
+        schema = columns.Schema(names, inner, here)
     return columns.Columns(schema, columns_, rows, columns.Unread in set(map(type, columns_)))
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from mcontroller import columns
 from mcontroller.errors import DataError
 from mcontroller.serialization import check_sendable
+from mcontroller.tensordicts import is_tensordict, make_tensordict
 
 _DESCRIPTION = "description"
 _FORMAT = "mcontroller.DataProto"
@@ -34,12 +34,12 @@ _DTYPES = frozenset(
     | {torch.float8_e4m3fn, torch.float8_e5m2}
 )
 
-Parts = tuple[TensorDict | None, dict[str, np.ndarray], dict[str, Any]]
+Parts = tuple[Any, dict[str, np.ndarray], dict[str, Any]]
 
 
 def save(
     filepath: str | os.PathLike[str],
-    batch: TensorDict | None,
+    batch: columns.Batch | None,
     non_tensor_batch: dict[str, np.ndarray],
     meta_info: dict[str, Any],
 ) -> None:
@@ -97,7 +97,7 @@ class _Writer:
             return [self.encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
         if type(value) is tuple:
             return {"$tuple": [self.encode(item, f"{place}[{index}]") for index, item in enumerate(value)]}
-        if isinstance(value, TensorDict):
+        if is_tensordict(value) or isinstance(value, columns.Columns):
             columns_ = self._dict(dict(value.items()), place)
             return {"$tensordict": [columns_, list(value.batch_size)]}
         if isinstance(value, Tensor):
@@ -182,7 +182,7 @@ class _Reader:
             case "$jagged", [values, offsets, ragged]:
                 return columns.jagged(self.decode(values), self.decode(offsets), ragged)
             case "$tensordict", [items, batch_size]:
-                return TensorDict(self.decode(items), batch_size=batch_size)
+                return make_tensordict(self.decode(items), batch_size)
         raise DataError(f"the description holds {kind!r}, which this version does not know", kind=kind)
 
     def _objects(self, entries: list[Any], shape: list[int], dtype: str) -> np.ndarray:

@@ -100,7 +100,10 @@ class Rows:
 
 def tensor_columns(data: DataProto) -> dict[str, Tensor]:
     """The batch's tensors on the CPU, where they are checked and cut into micro-batches."""
-    return {} if data.batch is None else data.batch.to("cpu").to_dict()
+    return {
+        name: column.cpu() if isinstance(column, Tensor) else column.cpu().to_dict()
+        for name, column in data.tensors().items()
+    }
 
 
 def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method: str) -> None:

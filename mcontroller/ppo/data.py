@@ -32,7 +32,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> DataProto:
 
 def columns(batch: DataProto, *names: str) -> list[Tensor]:
     """The tensor columns of these names. Raises DataError naming those that are missing, and those that are there."""
-    present: dict[str, Any] = {} if batch.batch is None else dict(batch.batch.items())
+    present: dict[str, Any] = batch.tensors()
     missing = [name for name in names if name not in present]
     if missing:
         raise DataError(

@@ -48,7 +48,7 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto) -> Reward:
     """What the function gives for the batch. Raises DataError where that has not its shape, rows by tokens."""
     given = reward_fn(batch)
     reward = given if isinstance(given, Reward) else Reward(given)
-    expected = tuple(batch.batch["response_mask"].shape)  # type: ignore[index]
+    expected = tuple(batch.tensors()["response_mask"].shape)
     if tuple(reward.token_level_scores.shape) != expected:
         raise DataError(
             f"the reward function gave token_level_scores of shape {tuple(reward.token_level_scores.shape)}; "

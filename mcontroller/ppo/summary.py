@@ -35,7 +35,7 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     """
     mask = columns(batch, "response_mask")[0].bool()
     metrics = {"response/length": float(mask.sum(1).float().mean())}
-    if batch.batch is not None and "values" in batch.batch:
+    if "values" in batch.tensors():
         returns, values = (column[mask] for column in columns(batch, "returns", "values"))
         explained = 1.0 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-8)
         metrics["critic/explained_variance"] = float(explained)

@@ -131,7 +131,7 @@ class Hosts:
         self._flights.append(flight)
 
     def cut_off(self, flight: Flight, cause: BaseException) -> None:
-        """Ends the group where sending a call was interrupted: ranks that have it would wait for those that have not."""
+        """Ends the group where sending a call was interrupted: ranks that have it would wait for the others."""
         self._break(
             lambda: GroupError(
                 f"{type(cause).__name__} while {flight.role}.{flight.method} was being sent: {len(flight.refs)} of "

@@ -22,6 +22,7 @@ from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from mcontroller.ray.memory import private_copies
+from mcontroller.tensordicts import is_tensordict_itself
 
 __all__ = ["INLINE_BYTES", "IN_BAND_BYTES", "Packed", "carried", "opened", "pack", "unpack"]
 
@@ -161,10 +162,8 @@ _OWN = "mcontroller."
 
 
 def _holds_tensors(obj: Any) -> bool:
-    torch, tensordict = sys.modules.get("torch"), sys.modules.get("tensordict")
-    if torch is not None and isinstance(obj, torch.Tensor):
-        return True
-    return tensordict is not None and type(obj) is tensordict.TensorDict
+    torch = sys.modules.get("torch")
+    return (torch is not None and isinstance(obj, torch.Tensor)) or is_tensordict_itself(obj)
 
 
 def _array(content: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -138,7 +138,7 @@ def test_a_call_cut_off_while_it_is_sent_ends_the_group_and_nobody_waits_for_a_r
     assert time.monotonic() - began < SOON
     assert not any(map(runs, pids))
     assert pool.tenants == []
-    with pytest.raises(GroupBroken, match="KeyboardInterrupt while actor.wait_for_file was being sent: 1 of 2 ranks"):
+    with pytest.raises(GroupBroken, match=r"KeyboardInterrupt while actor\.wait_for_file was being sent: 1 of 2 ranks"):
         group.pid()
 
 
