@@ -49,22 +49,22 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 class Schema(NamedTuple):
     """What is the same in all parts of a batch: its columns' names, its batch dims after dim 0, its device.
 
-    ``kinds`` has one entry a column where all are ordinary tensors. Batches that then have the same schema object can
-    be joined without a look at their columns.
+    ``plain``: every column is an ordinary tensor, and batches that have the same schema object agree in dtypes and
+    shapes too: they can be joined without a look at their columns.
     """
 
     names: tuple[str, ...]
     inner: tuple[int, ...]
     device: torch.device | None
-    kinds: tuple[Kind, ...] | None = None
+    plain: bool = False
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(
         names: tuple[str, ...], inner: tuple[int, ...], device: torch.device | None, kinds: tuple[Kind, ...]
     ) -> Schema:
-        """The same object for the same values, while it is among those last asked for."""
-        return Schema(names, inner, device, kinds)
+        """Of plain columns of these kinds: one object for the same values, while they are among the last asked for."""
+        return Schema(names, inner, device, plain=True)
 
 
 class Unread(NamedTuple):
@@ -172,10 +172,14 @@ def shallow(batch: AnyBatch) -> AnyBatch:
 def split_rows(batch: Batch, sizes: Sequence[int], memo: Memo | None = None) -> list[Columns]:
     """Consecutive parts of ``sizes`` rows each, as views."""
     memo = {} if memo is None else memo
-    whole = batch if type(batch) is Columns else like(batch, dict(batch.items()), batch.batch_size[0])
-    pieces = [_split(value, sizes, memo) for value in whole.tensors]
+    if type(batch) is Columns:
+        schema, held = batch.schema, batch.tensors
+    else:
+        held = tuple(batch.values())
+        schema = Schema(_names(batch), tuple(batch.batch_size[1:]), batch.device, set(map(type, held)) == _PLAIN)
+    pieces = [_split(value, sizes, memo) for value in held]
     parts = zip(*pieces, strict=True) if pieces else [()] * len(sizes)
-    return [Columns(whole.schema, part, size) for part, size in zip(parts, sizes, strict=True)]
+    return [Columns(schema, part, size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def slice_rows(batch: Batch, start: int, stop: int, step: int = 1, memo: Memo | None = None) -> Columns:
@@ -199,7 +203,7 @@ def join_rows(
     ``spare_cores`` leaves them to the processes beside this one, where that costs this one little.
     """
     first = parts[0]
-    if type(first) is Columns and first.schema.kinds is not None:
+    if type(first) is Columns and first.schema.plain:
         schema = first.schema
         if all([type(part) is Columns and part.schema is schema for part in parts]):
             with suppress(RuntimeError, ValueError):  # on several devices, say: told below

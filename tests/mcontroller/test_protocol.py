@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -27,6 +29,18 @@ def test_from_dict_makes_object_columns_of_lists_even_when_their_entries_are_of_
     batch = DataProto.from_dict({"a": torch.zeros(2, 3)}, {"pairs": [[1, 2], [3, 4]]})
     assert batch.non_tensor_batch["pairs"].shape == (2,)
     assert batch.non_tensor_batch["pairs"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_batch_of_plain_columns_never_loads_tensordict() -> None:
+    code = (
+        "import pickle, sys, torch; from mcontroller import DataProto; "
+        "batch = DataProto.from_dict({'a': torch.arange(6)}, {'u': list('abcdef')}, {'step': 1}); "
+        "batch = DataProto.concat(pickle.loads(pickle.dumps(batch)).chunk(4)).select_idxs([5, 0]).to('cpu'); "
+        "batch = batch.union(DataProto.from_dict({'b': batch.tensors()['a'] + 1})).rename('b', 'c'); "
+        "print(batch.tensors(), 'tensordict' in sys.modules, type(batch.batch).__name__)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed == "{'a': tensor([5, 0]), 'c': tensor([6, 1])} False TensorDict\n"
 
 
 def test_from_single_dict_tells_tensors_from_arrays_and_keeps_numeric_arrays() -> None:

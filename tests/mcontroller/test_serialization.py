@@ -127,6 +127,18 @@ def test_columns_that_arrive_read_only_are_joined_as_they_lie_and_copied_when_th
     assert parts[1].select_idxs([1]).batch["n"].tolist() == [[10, 11]]
 
 
+def test_a_part_that_has_been_written_is_joined_with_parts_that_nobody_has_read() -> None:
+    batch = DataProto.from_dict({"n": torch.arange(12).view(6, 2), "flag": torch.arange(6) > 2})
+    parts = [received(part) for part in batch.split(2)]
+    parts[1].tensors()["n"][0] = 9
+    assert [part._batch.has_unread for part in parts] == [True, False, True]
+    assert len({id(part._batch.schema) for part in parts}) == 1
+    for spare_cores in (False, True):
+        joined = DataProto.concat(parts, spare_cores=spare_cores)
+        assert joined.tensors()["n"][:, 0].tolist() == [0, 2, 9, 6, 8, 10]
+        assert joined.tensors()["flag"].tolist() == (torch.arange(6) > 2).tolist()
+
+
 def test_columns_that_arrive_read_only_and_do_not_fit_are_refused_by_name() -> None:
     wide, narrow = (received(DataProto.from_dict({"n": torch.zeros(2, width)})) for width in (3, 4))
     with pytest.raises(DataError, match=r"column 'n' of part 1 is float32\[2, 4\], of part 0 float32\[2, 3\]"):
