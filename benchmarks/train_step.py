@@ -3,9 +3,11 @@
     python benchmarks/train_step.py [--hidden 512] [--layers 8] [--sequence 32] [--rounds 24] [--steps 1]
 
 Both sides train the same model on the same batches on 8 CPU ranks (TP2 x PP2 x DP2), one thread each, and take turns
-round by round; the one that waits sleeps. A step through the controller includes sending its batch and getting its
-metrics back. Memory is read from the kernel's record of each process (VmHWM): the peak since its start, with Python,
-the libraries and Ray. A rank's own memory is that without the pages of files, which all ranks of a machine share.
+round by round; the one that waits sleeps. Ray starts its workers at niceness 15, which is set to that of the plain
+loop, so that whatever else the machine does slows both alike. A step through the controller includes sending its
+batch and getting its metrics back. Memory is read from the kernel's record of each process (VmHWM): the peak since its
+start, with Python, the libraries and Ray. A rank's own memory is that without the pages of files, which all ranks of
+a machine share.
 """
 
 from __future__ import annotations
@@ -219,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24, help="turns of each side, after one to warm up")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a turn")
     options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": str(os.nice(0))}
     model = model_of(options.hidden, options.layers, options.sequence)
     console = Console(width=120, highlight=False)
     console.print(

@@ -64,7 +64,8 @@ def run_for_gradients(
         return forward(model, rows), functools.partial(_with_integer_count, loss, rows)
 
     for chunk in chunks:
-        chunk.train()
+        if not chunk.training:
+            chunk.train()
     return _schedule(chunks, micro_batches, step, forward_only=False)
 
 
