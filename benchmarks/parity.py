@@ -30,8 +30,8 @@ In bfloat16 the floor is what one process makes of the same rows in another arra
 Two experts are chosen of four. With routers of random weights this is no comparison in bfloat16: gaps between logits
 are down to 0, so that any other rounding sends tokens to other experts, and one process that packs its rows missed
 one that pads them (values off by 0.17) just as TP2 x PP2 x EP2 did (0.17) and EP2 (gradient norm by 2.1e-2). "Decisive
-routers" have the same sizes and weights that let a token's id decide, for another two experts in every layer: the
-tests see to it that all gaps are above 2 and that every rank's tokens go to all four experts in every layer.
+routers" have the same sizes and weights that let a token's id decide, by another table in every layer: the tests see
+to it that all gaps are above 2 and that every rank's tokens go to all four experts in every layer.
 
 One process pads its rows and takes them two at a time; "packed" is one sequence without padding between rows, and "by
 tokens" are micro-batches of at most so many tokens. "Router losses" are z loss with `aux_loss` and `seq_aux_loss`, or

@@ -248,7 +248,7 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _decide(worker: Any) -> None:
-    """Let every token's id say which two experts it goes to, another two in every layer, by far.
+    """Let every token's id say which two experts it goes to, by far, and by another table in every layer.
 
     One number of the embedding for each expert is 1 or -1, ten times the standard deviation of the others and of the
     layers' weights, and an expert's logit follows one of them.
