@@ -2,7 +2,8 @@
 
 Every metric has one rule. ``TOKEN_MEAN`` averages over all valid tokens of all mini-batches and ranks, ``SUM`` adds,
 ``MAX`` takes the largest. A loss reports, per micro-batch, the sum over its valid tokens for the first, and the value
-for the others. The result is the same on every rank of the layout.
+for the others. The result is the same on every rank of the layout. Where no step was made there is no mean and no
+largest value: such a metric is left out, so that a curve has a gap there, and JSON no number that it cannot hold.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ def reduce_reports(
 ) -> dict[str, float]:
     """One number for every name in ``rules``, on every rank (a collective over dp x cp and then pp).
 
+    Without a valid token in any report only sums are left, which are 0.
+
     Args:
         reports: of this rank's micro-batches, each with ``TOKENS`` and every name in ``rules``; empty off the last
-            stage.
+            stage, and where no step was made.
     """
     names = list(rules)
     table = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
@@ -55,10 +58,11 @@ def reduce_reports(
     if pg.pp.size() > 1:
         dist.broadcast(both, dist.get_process_group_ranks(pg.pp)[-1], group=pg.pp)
     sums, tops = both.tolist()
-    tokens = max(sums[-1], 1.0)
-    by_rule = {
-        Rule.TOKEN_MEAN: [value / tokens for value in sums],
-        Rule.SUM: sums,
-        Rule.MAX: tops,
-    }
-    return {name: by_rule[rules[name]][index] for index, name in enumerate(names)}
+    tokens = sums[-1]
+    found = {}
+    for index, (name, rule) in enumerate(rules.items()):
+        if rule is Rule.SUM:
+            found[name] = sums[index]
+        elif tokens:
+            found[name] = sums[index] / tokens if rule is Rule.TOKEN_MEAN else tops[index]
+    return found

@@ -209,8 +209,8 @@ class ModelWorker(MegatronWorker):
         return (
             reduce_reports(reports, rules, self.context.pg, self.device)
             | routers.means()
+            | ({"grad_norm": sum(made) / len(made)} if made else {})
             | {
-                "grad_norm": sum(made) / max(len(made), 1),
                 "lr": float(self.scheduler.get_lr({})),
                 "skipped_steps": float(len(norms) - len(made)),
             }

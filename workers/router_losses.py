@@ -167,9 +167,9 @@ class RouterLosses:
     def means(self) -> dict[str, float]:
         """Each loss without its coefficient, averaged over all tokens and over the layers that have experts.
 
-        The same on every rank (a collective over all ranks of the model).
+        The same on every rank (a collective over all ranks of the model). None where no step was made.
         """
-        if not self.names:
+        if not self.tokens:
             return {}
         layers = torch.tensor([float(len(self.routers))], dtype=torch.float64, device=self.device)
         sums = self.sums.clone()
@@ -179,6 +179,4 @@ class RouterLosses:
         if self.pg.pp.size() > 1:
             dist.all_reduce(both, group=self.pg.pp)
         *totals, layer_count = both.tolist()
-        return {
-            name: total / max(self.tokens * layer_count, 1.0) for name, total in zip(self.names, totals, strict=True)
-        }
+        return {name: total / (self.tokens * layer_count) for name, total in zip(self.names, totals, strict=True)}

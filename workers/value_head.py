@@ -26,7 +26,8 @@ class ValueHead(torch.nn.Module):
         self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
         """float32 [seq, batch, 1] of the whole sequence, from this rank's hidden states."""
-        values = torch.nn.functional.linear(hidden, self.weight).float()
+        # Returns are learnt in float32: a bfloat16 product would round a value to steps of 1/128 of itself.
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
             # Every tp rank computes the same loss of all values: each keeps its own tokens' gradient, none is summed.
             values = gather_from_sequence_parallel_region(

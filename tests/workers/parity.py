@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from tests.forking import run_ranks
 from tests.workers.roles import VOCAB, actor, critic, experience, own_shard, weights
+from workers.shards import named_shards
 
-ROWS, STEPS = 16, 3
+ROWS, STEPS, EXPERTS = 16, 3, 4
 QUANTITIES = ("log-probs", "values", "loss", "gradient norm", "weights")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 _MODEL = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 8, "num_query_groups": 4}
@@ -22,7 +28,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "learned positions": _MODEL | {"position_embedding_type": "learned_absolute"},
     "experts": _MODEL
     | {
-        "num_moe_experts": 4,
+        "num_moe_experts": EXPERTS,
         "moe_ffn_hidden_size": 32,
         "transformer": {"moe_router_load_balancing_type": "none"},
     },
@@ -42,6 +48,9 @@ _MODELS["router losses"] = _MODELS["experts"] | {
         "moe_z_loss_coeff": 0.01,
     }
 }
+# Of the same sizes as "experts", with the embedding and the routers of ``_decide``.
+DECISIVE = "decisive routers"
+_MODELS[DECISIVE] = _MODELS["experts"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,10 @@ LAYOUTS = {
     "TP2 x PP2 x CP2": Layout(8, {"tp": 2, "pp": 2, "cp": 2}),
     "EP2": Layout(2, {"ep": 2}, "experts"),
     "TP2 x PP2 x EP2 with SP": Layout(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts"),
+    "EP2, decisive routers": Layout(2, {"ep": 2}, DECISIVE),
+    "TP2 x PP2 x EP2 with SP, decisive routers": Layout(
+        8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, DECISIVE
+    ),
     "DP2, distributed optimizer": Layout(2, {}, optim=_DISTRIBUTED),
     "PP2 x DP2, distributed optimizer with overlap": Layout(4, {"pp": 2}, optim=_OVERLAP),
     "TP2, recomputation": Layout(2, {"tp": 2}, transformer=_RECOMPUTE),
@@ -109,10 +122,23 @@ LAYOUTS = {
     "EP2, router losses by row, micro-batches by tokens": Layout(2, {"ep": 2}, "router losses by row", max_tokens=40),
 }
 IN_BFLOAT16 = (
+    "TP2",
+    "TP4",
     "TP2 with SP",
+    "PP2",
+    "PP4",
+    "PP2 with VPP2",
     "CP2",
+    "CP4 x PP2",
+    "DP8",
     "TP2 x PP2 x DP2",
+    "TP2 x PP2 x CP2",
+    "EP2, decisive routers",
+    "TP2 x PP2 x EP2 with SP, decisive routers",
     "DP2, distributed optimizer",
+    "PP2 x DP2, distributed optimizer with overlap",
+    "TP2, recomputation",
+    "PP2, tied embeddings",
     "one process, packed",
     "TP2 x PP2 x DP2, packed, by tokens",
     "EP2, router losses",
@@ -122,11 +148,26 @@ IN_BFLOAT16 = (
 CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for layout in IN_BFLOAT16]
 
 
+def in_bfloat16(*ranks: int) -> list[str]:
+    """The layouts of so many ranks that are compared in bfloat16, packed ones and router losses left out."""
+    several = (name for name in IN_BFLOAT16 if LAYOUTS[name].ranks in ranks)
+    return [name for name in several if not LAYOUTS[name].packed and "router losses" not in name]
+
+
 def assert_parity(name: str, dtype: str) -> None:
     """The layout computes what one process computes, within the tolerance."""
     found = differences(name, dtype)
     assert found.keys() == set(QUANTITIES)
     assert all(math.isfinite(value) and value <= TOLERANCES[dtype] for value in found.values()), found
+
+
+def assert_decisive(name: str, dtype: str) -> None:
+    """In one process and on every rank of the layout each router uses all experts, and no choice is near an edge."""
+    for process in (_in_one_process(LAYOUTS[name].model, dtype), *_of_every_rank(name, dtype)):
+        assert process["routing"]
+        for margin, experts in process["routing"]:
+            assert experts == EXPERTS
+            assert margin > 2.0  # bfloat16 rounds such logits, which are below 4, by 1/128 at most
 
 
 @functools.cache
@@ -135,20 +176,23 @@ def differences(name: str, dtype: str) -> dict[str, float]:
 
     Gradient norms above 1 count relative to themselves.
     """
-    layout = LAYOUTS[name]
-    expected = _in_one_process(layout.model, dtype)
-    ranks = run_ranks(_computed, layout.ranks, layout, dtype)
+    expected, ranks = _in_one_process(LAYOUTS[name].model, dtype), _of_every_rank(name, dtype)
     shards = 1 + max(rank["dp"] for rank in ranks)
     found = dict.fromkeys(QUANTITIES, 0.0)
     for rank in ranks:
-        for quantity, value in rank.items():
-            if quantity == "dp" or value is None:
+        for quantity in QUANTITIES:
+            value, whole = rank[quantity], expected[quantity]
+            if value is None:
                 continue
-            whole = expected[quantity]
             mine = whole.chunk(shards)[rank["dp"]] if quantity in ("log-probs", "values") else whole
             scale = mine.abs().clamp(min=1) if quantity == "gradient norm" else 1.0
             found[quantity] = max(found[quantity], _difference(value, mine, scale))
     return found
+
+
+@functools.cache
+def _of_every_rank(name: str, dtype: str) -> list[dict[str, Any]]:
+    return run_ranks(_computed, LAYOUTS[name].ranks, LAYOUTS[name], dtype)
 
 
 @functools.cache
@@ -171,13 +215,17 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
     # Without clipping: in bfloat16 rounding decides on which side of a clip a token at its edge is.
     policy = actor(layout.parallel, "actor", **same, clip_ratio=100.0)
     value = critic(layout.parallel, **same, cliprange_value=None)
+    if layout.model == DECISIVE:
+        _decide(policy)
+        _decide(value)
     shard = own_shard(experience(ROWS), policy)
-    log_probs, values = policy.compute_log_prob(shard), value.compute_values(shard)
-    reports = []
-    for _ in range(STEPS):
-        reports.append(
-            policy.update_actor(shard).meta_info["metrics"] | value.update_critic(shard).meta_info["metrics"]
-        )
+    with _watched([*policy.model, *value.model]) as routing:
+        log_probs, values = policy.compute_log_prob(shard), value.compute_values(shard)
+        reports = []
+        for _ in range(STEPS):
+            reports.append(
+                policy.update_actor(shard).meta_info["metrics"] | value.update_critic(shard).meta_info["metrics"]
+            )
     state = {
         f"{index}.{name}": tensor
         for index, role in enumerate((policy, value))
@@ -194,7 +242,56 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
             [[report[f"{role}/grad_norm"] for role in ("actor", "critic")] for report in reports]
         ),
         "weights": state if policy.rank == 0 else None,
+        "routing": [(min(margins), len(set().union(*experts))) for margins, experts in routing],
     }
+
+
+@torch.no_grad()
+def _decide(worker: Any) -> None:
+    """Let every token's id say which two experts it goes to, by far, and by another table in every layer.
+
+    One number of the embedding for each expert is 1 or -1, ten times the standard deviation of the others and of the
+    layers' weights, and an expert's logit follows one of them.
+    """
+    for shard in named_shards(worker.model, worker.context):
+        layer = re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.router\.weight", shard.name)
+        if shard.name != "embedding.word_embeddings.weight" and layer is None:
+            continue
+        whole = 0.1 * torch.randn(shard.full_shape, generator=torch.Generator().manual_seed(7))
+        if layer is not None:
+            whole[:, :EXPERTS] = torch.eye(EXPERTS).roll(int(layer[1]), 0)
+        else:
+            pairs = itertools.cycle(itertools.combinations(range(EXPERTS), 2))
+            for token, pair in zip(whole, pairs, strict=False):
+                token[:EXPERTS] = -1.0
+                token[list(pair)] = 1.0
+        shard.param.copy_(shard.slice_of(whole))
+    worker.optimizer.reload_model_params()
+
+
+@contextlib.contextmanager
+def _watched(chunks: list[Any]) -> Iterator[list[tuple[list[float], list[set[int]]]]]:
+    """For every router, of each of its passes: the least gap between the logits of a token's last expert that was
+    chosen and its first that was not, and which experts were chosen at all.
+    """
+    found: list[tuple[list[float], list[set[int]]]] = []
+    hooks = []
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        margins, experts = [], []
+        found.append((margins, experts))
+
+        def look(router: Any, inputs: Any, output: Any, margins: Any = margins, experts: Any = experts) -> None:
+            with torch.no_grad():
+                best = router.gating(inputs[0]).float().topk(router.topk + 1).values
+            margins.append(float((best[..., -2] - best[..., -1]).min()))
+            experts.append(set(output[1].nonzero()[:, 1].tolist()))
+
+        hooks.append(module.register_forward_hook(look))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _difference(some: Any, other: Any, scale: Any = 1.0) -> float:

@@ -193,6 +193,20 @@ def test_a_step_with_nan_can_be_left_out() -> None:
         assert rank["finite"]
 
 
+def only_poison(parallel: dict[str, Any]) -> dict[str, float]:
+    """No step can be made of advantages of NaN."""
+    model = MODEL | {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "transformer": {"moe_z_loss_coeff": 0.01}}
+    worker = actor(parallel, "actor", model=model, ppo_epochs=1, optim={"on_nonfinite": "skip"})
+    batch = experience(16)
+    batch.batch["advantages"][:] = float("nan")
+    return worker.update_actor(own_shard(batch, worker)).meta_info["metrics"]
+
+
+def test_an_update_without_a_step_reports_no_mean_and_no_largest_value_of_nothing() -> None:
+    for metrics in run_ranks(only_poison, 4, {"pp": 2}):
+        assert metrics == {"actor/lr": 0.0, "actor/skipped_steps": 2.0}  # the warm-up has not begun
+
+
 def overflowing(parallel: dict[str, Any]) -> dict[str, Any]:
     """Updates in float16 from Megatron's first loss scale, which is too large for it, until a step is made."""
     worker = actor(parallel, "actor", model={"dtype": "float16"}, ppo_epochs=1, optim={"on_nonfinite": "raise"})

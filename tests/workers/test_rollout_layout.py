@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,19 @@ from mcontroller.errors import ConfigError, DataError, LayoutError
 from mcontroller.protocol import DataProto
 from parallel_state.megatron import MegatronContext
 from tests.forking import run_ranks
-from tests.workers.roles import GREEDY, MODEL, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, experience, own_shard, prompts
+from tests.workers.roles import (
+    EOS,
+    GREEDY,
+    MODEL,
+    PROMPT,
+    RESPONSE,
+    SAMPLED,
+    VOCAB,
+    actor,
+    experience,
+    own_shard,
+    prompts,
+)
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig, load_config
 from workers.fit import padded_vocab_size
@@ -190,6 +203,45 @@ def test_no_rank_waits_for_experts_of_one_that_is_done(max_rows: int) -> None:
     done, other = run_ranks(stops_at_different_steps, 2, max_rows, timeout_s=60)
     assert done == (1, 1, 1, 1)
     assert len(other) == 3 and max(other) > 1
+
+
+def greedy_of(parallel: Axes, shares: list[int], stops: list[int], max_rows: int) -> list[list[int]]:
+    """This rank's responses, up to where each ends; data-parallel rank ``i`` has ``shares[i]`` of the rows."""
+    worker = policy(parallel, None, "experts", max_rows=max_rows)
+    rank = worker.context.pg.dp.rank()
+    first = sum(shares[:rank])
+    rows = prompts(sum(shares), GREEDY | {"eos_token_id": stops})[first : first + shares[rank]]
+    made = worker.generate_sequences(rows).batch
+    return [ids[mask == 1].tolist() for ids, mask in zip(made["responses"], made["response_mask"], strict=True)]
+
+
+@functools.cache
+def greedy_alone(rows: int, stops: tuple[int, ...]) -> list[list[int]]:
+    return run_ranks(greedy_of, 1, {}, [rows], list(stops), 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shares", "max_rows"),
+    [
+        ({"ep": 2}, [2, 4, 3, 1], 0),
+        ({"ep": 4}, [2, 4, 3, 1], 2),
+        ({"tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}, [2, 8], 0),
+    ],
+    ids=["ep2", "ep4-in-passes", "over-tp-and-dp"],
+)
+def test_ranks_that_share_experts_and_end_at_different_steps_generate_what_one_process_does(
+    parallel: Axes, shares: list[int], max_rows: int
+) -> None:
+    stops = tuple(response[0] for response in greedy_alone(10, (EOS,))[: shares[0]])
+    expected = greedy_alone(10, stops)
+    longest = [
+        max(map(len, expected[end - share : end])) for share, end in zip(shares, accumulate(shares), strict=True)
+    ]
+    assert longest[0] == 1 and longest[1] > 2  # what the first rank has ends while others go on
+    found = run_ranks(greedy_of, 4, parallel, shares, list(stops), max_rows, timeout_s=60)
+    copies = 4 // len(shares)  # tensor-parallel ranks hold the same rows
+    assert [response for rank in found[::copies] for response in rank] == expected
+    assert found[::copies] == found[copies - 1 :: copies]
 
 
 def one_bad_row() -> str:

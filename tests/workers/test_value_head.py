@@ -19,7 +19,7 @@ from workers.transformer_config import transformer_config
 from workers.value_head import put_value_head
 
 
-def test_values_are_float32_and_one_for_each_token_whatever_the_models_dtype() -> None:
+def test_values_are_unrounded_float32_and_one_for_each_token_whatever_the_models_dtype() -> None:
     def described(dtype: str, sequence_parallel: bool) -> tuple[Any, ...]:
         parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
         context = new_context(parallel)
@@ -28,10 +28,11 @@ def test_values_are_float32_and_one_for_each_token_whatever_the_models_dtype() -
         tokens = torch.arange(16).view(2, 8)
         with context.activate():
             values = critic(tokens, tokens, None)
-        return tuple(values.shape), values.dtype, critic.get_parameter("output_layer.weight").dtype
+        rounded = torch.equal(values, values.bfloat16().float())
+        return tuple(values.shape), values.dtype, critic.get_parameter("output_layer.weight").dtype, rounded
 
-    assert run_ranks(described, 2, "bfloat16", True) == [((2, 8, 1), torch.float32, torch.bfloat16)] * 2
-    assert run_ranks(described, 2, "float32", False) == [((2, 8, 1), torch.float32, torch.float32)] * 2
+    assert run_ranks(described, 2, "bfloat16", True) == [((2, 8, 1), torch.float32, torch.bfloat16, False)] * 2
+    assert run_ranks(described, 2, "float32", False) == [((2, 8, 1), torch.float32, torch.float32, False)] * 2
 
 
 def test_a_model_without_an_output_layer_of_its_own_is_refused() -> None:
