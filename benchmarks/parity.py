@@ -26,7 +26,8 @@ are the largest absolute differences: over all response tokens for log-probabili
 weights of both after these steps. bfloat16 is compared with one process in bfloat16.
 The clipping of ratios and values is off: with it on, TP2 x DP2 in bfloat16 missed (gradient norm 3.03 against 3.22),
 since rounding moves tokens across the edge of a clip. `tests/workers/test_parity.py` keeps it on, in float32.
-In bfloat16 the floor is what one process makes of the same rows in another arrangement: see "one process, packed".
+Weights are drawn with a standard deviation of 0.05. In bfloat16 the floor is what one process makes of the same rows in
+another arrangement: see "one process, packed".
 Two experts are chosen of four. With routers of random weights this is no comparison in bfloat16: gaps between logits
 are down to 0, so that any other rounding sends tokens to other experts, and one process that packs its rows missed
 one that pads them (values off by 0.17) just as TP2 x PP2 x EP2 did (0.17) and EP2 (gradient norm by 2.1e-2). "Decisive

@@ -21,7 +21,13 @@ from workers.shards import named_shards
 ROWS, STEPS, EXPERTS = 16, 3, 4
 QUANTITIES = ("log-probs", "values", "loss", "gradient norm", "weights")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
-_MODEL = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 8, "num_query_groups": 4}
+_MODEL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "init_method_std": 0.05,
+}
 _MODELS: dict[str, dict[str, Any]] = {
     "dense": _MODEL,
     "tied embeddings": _MODEL | {"tie_embeddings": True},
