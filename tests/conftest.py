@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ import ray
 from parallel_state import cpu
 
 cpu.install()
+# Where the run was started with Ctrl-C ignored, as in the background of a script, what it starts would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -169,7 +169,8 @@ def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: fl
 
 
 def _nodes() -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [node["Resources"] for node in sorted(alive, key=lambda node: by_address(node["NodeManagerAddress"]))]
 
 
 def _too_large(shapes: Sequence[NodeShape], name: str, why: str) -> ResourceError:
