@@ -14,8 +14,11 @@ __all__ = ["RayClassWithInitArgs"]
 
 W = TypeVar("W")
 
-OWN_OPTIONS = frozenset({"num_cpus", "num_gpus", "scheduling_strategy", "name", "namespace", "lifetime"})
-"""What the pool and the group decide for every process."""
+OWN_OPTIONS = frozenset(
+    {"num_cpus", "num_gpus", "scheduling_strategy", "name", "namespace", "lifetime"}
+    | {"max_concurrency", "concurrency_groups"}
+)
+"""What the pool and the group decide for every process; calls are run one at a time, on its main thread."""
 
 
 class RayClassWithInitArgs(ClassWithInitArgs[W]):
@@ -40,7 +43,7 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
     def update_options(self, options: dict[str, Any]) -> Self:
         """Adds Ray actor options for the processes (``runtime_env``, ``resources``, ...).
 
-        Raises ConfigError for those that the pool decides: the share of a GPU, the place, the name.
+        Raises ConfigError for those that the pool decides: the share of a GPU, the place, the name, the threads.
         """
         refused = sorted(OWN_OPTIONS.intersection(options))
         if refused:

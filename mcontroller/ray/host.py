@@ -1,8 +1,7 @@
 """The process of a rank: a Ray actor that holds the worker objects of one or several roles.
 
-Its methods run in three lanes. Roles are built and called in the call lane, one call at a time and always on the same
-thread. The control lane answers while a call is running: who the process is, where its threads stand. The watch
-lane never answers: what waits for it learns that the process is gone.
+Its methods run one at a time on the process's main thread, where the same code would run under torchrun. What must
+be answered while a call is running is asked at its desk: where the call stands, and whether it has begun.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from typing import Any, NamedTuple
 import ray
 
 from mcontroller.errors import GroupError, WorkerError
-from mcontroller.ray.wire import carried, opened, pack, unpack
+from mcontroller.ray.desk import Desk, open_desk
+from mcontroller.ray.gate import Gate, Ticket
+from mcontroller.ray.wire import carried, opened, unpack
 
-__all__ = ["Endpoint", "HostInfo", "Identity", "Order", "Ticket", "WorkerHost", "siblings"]
-
-LANES = {"call": 1, "control": 1, "watch": 1}
-"""Threads by lane: calls one after another, and beside them what must answer while a call runs."""
+__all__ = ["Endpoint", "HostInfo", "Identity", "Order", "WorkerHost", "siblings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,7 @@ class HostInfo:
     node_id: str
     pid: int
     log: tuple[str, ...]
+    desk: Desk
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,6 @@ class Endpoint:
 
     address: str
     port: int
-
-
-class Ticket(NamedTuple):
-    """Names one call of one controller; its numbers grow."""
-
-    caller: str
-    number: int
 
 
 class Order(NamedTuple):
@@ -81,22 +73,18 @@ class WorkerHost:
     def __init__(self) -> None:
         self._roles: dict[str, Any] = {}
         self._identity = Identity("", -1, {})
-        node_id = ray.get_runtime_context().get_node_id()
-        self._info = HostInfo(ray.util.get_node_ip_address(), node_id, os.getpid(), _logs())
         self._reserved: socket.socket | None = None
         self._running: str | None = None
-        self._lane = 0
-        self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)
-        self._begun: dict[str, int] = {}
-        self._held: set[Ticket] = set()
-        self._withdrawn: set[Ticket] = set()
+        self._gate = Gate()
+        node = ray.util.get_node_ip_address()
+        answers = {"stack": self._stack, "idle": lambda: self._running is None}
+        desk = open_desk(node, {**answers, "hold": self._gate.hold, "decide": self._gate.decide})
+        self._info = HostInfo(node, ray.get_runtime_context().get_node_id(), os.getpid(), _logs(), desk)
 
-    @ray.method(concurrency_group="control")
     def introduce(self) -> HostInfo:
+        """Who this process is; asked again, whether it lives: the answer of one that is gone is an error of Ray's."""
         return self._info
 
-    @ray.method(concurrency_group="control")
     def reserve_endpoint(self) -> Endpoint:
         """A port that stays this process's own.
 
@@ -108,50 +96,9 @@ class WorkerHost:
         self._reserved.bind(("", 0))
         return Endpoint(self._info.node, self._reserved.getsockname()[1])
 
-    @ray.method(concurrency_group="control")
-    def stacks(self) -> str:
-        """Where the thread that runs the calls stands."""
-        frame = sys._current_frames().get(self._lane)
-        if self._running is None or frame is None:
-            return "idle: no call is running here"
-        return f"in {self._running}\n" + "".join(traceback.format_stack(frame))
-
-    @ray.method(concurrency_group="control")
-    def classes(self) -> dict[str, Any]:
-        """The class of every role, packed, for a driver that attaches to a group it did not start."""
-        return {role: pack(type(worker)) for role, worker in self._roles.items()}
-
-    @ray.method(concurrency_group="control")
-    def placement(self) -> Any:
-        """The placement group that the process sits in."""
-        return ray.util.get_current_placement_group()
-
-    @ray.method(concurrency_group="control")
-    def hold(self, ticket: Ticket) -> bool:
-        """Keeps a call from beginning until ``decide``; False where it has begun already."""
-        with self._turn:
-            waits = ticket.number > self._begun.get(ticket.caller, -1)
-            if waits:
-                self._held.add(ticket)
-            return waits
-
-    @ray.method(concurrency_group="control")
-    def decide(self, ticket: Ticket, withdraw: bool) -> None:
-        """Lets a call that is held begin, or has it never begin."""
-        with self._turn:
-            self._held.discard(ticket)
-            if withdraw:
-                self._withdrawn.add(ticket)
-            self._turn.notify_all()
-
-    @ray.method(concurrency_group="watch")
-    def watch(self) -> None:
-        threading.Event().wait()
-
-    @ray.method(concurrency_group="call")
     def build(self, identity: Identity, endpoint: Endpoint, roles: Mapping[str, Any], *packed: Any) -> None:
         """Takes on an identity and constructs the workers of ``roles``: role -> index into ``packed``."""
-        self._identity, self._running, self._lane = identity, "__init__", threading.get_ident()
+        self._identity, self._running = identity, "__init__"
         os.environ.update(identity.env, MASTER_ADDR=endpoint.address, MASTER_PORT=str(endpoint.port))
         from mcontroller.executor import run_method  # loads torch, which reads the environment
 
@@ -169,12 +116,11 @@ class WorkerHost:
                 worker.fused_worker_dict = siblings
         self._running = None
 
-    @ray.method(concurrency_group="call")
     def call(self, sent: Any) -> Any:
         """Runs one method of one role: an ``Order``, and behind it the arguments."""
         head, arguments = opened(sent)
         caller, number, role, method, shippers, measure = pickle.loads(head)
-        if not self._begin(Ticket(caller, number)):
+        if not self._gate.begin(Ticket(caller, number)):
             return (None, None) if measure else None
         self._running = method
         try:
@@ -188,7 +134,6 @@ class WorkerHost:
             self._running = None
         return (value, outcome.rows) if measure else value
 
-    @ray.method(concurrency_group="call")
     def finish(self) -> None:
         """Has every role finish what it has under way."""
         from mcontroller.executor import finish
@@ -202,15 +147,12 @@ class WorkerHost:
             finally:
                 self._running = None
 
-    def _begin(self, ticket: Ticket) -> bool:
-        with self._lock:
-            while ticket in self._held:
-                self._turn.wait()
-            self._begun[ticket.caller] = ticket.number
-            if ticket in self._withdrawn:
-                self._withdrawn.discard(ticket)
-                return False
-            return True
+    def _stack(self) -> str:
+        """Where the call stands that runs on the main thread; asked from another."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if self._running is None or frame is None:
+            return "idle: no call is running here"
+        return f"in {self._running}\n" + "".join(traceback.format_stack(frame))
 
     def _failure(self, role: str, method: str, error: BaseException) -> GroupError:
         if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, GroupError):

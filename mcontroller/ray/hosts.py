@@ -21,8 +21,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied
+from mcontroller.ray.desk import Desk, ask, tell
 from mcontroller.ray.failures import Failure, Place, first_cause
-from mcontroller.ray.host import HostInfo, Ticket
+from mcontroller.ray.gate import Ticket
+from mcontroller.ray.host import HostInfo
 
 __all__ = ["Flight", "Hosts", "Processes"]
 
@@ -32,7 +34,9 @@ DRAIN_SECONDS = 0.25
 CAUSE_SECONDS = 2.0
 """How long the cause is waited for when all that is known are its consequences."""
 
-STACK_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
+"""How long a process is waited for that is asked beside its call."""
+
 END_SECONDS = 5.0
 
 
@@ -70,14 +74,22 @@ class Processes:
     names: list[str]
     handles: list[Any]
     introductions: list[Any]
-    watches: list[Any]
     places: Places
     ended: bool = False
 
-    def infos(self, timeout: float = 0.0) -> list[HostInfo | None]:
+    def infos(self, timeout: float | None = 0.0) -> list[HostInfo | None]:
         """Where each process runs; None for one that has not said so in ``timeout`` seconds, or could not."""
         ray.wait(self.introductions, num_returns=len(self.introductions), timeout=timeout)
         return [_value_or_none(ref) for ref in self.introductions]
+
+    def desks(self, ranks: Sequence[int]) -> list[Desk | None]:
+        """Where these ranks are asked while they are busy."""
+        infos = self.infos()
+        return [info.desk if info else None for info in (infos[rank] for rank in ranks)]
+
+    def probe(self) -> list[Any]:
+        """A ref for each process, which fails once the process is gone, and is answered when it has nothing to do."""
+        return [handle.introduce.remote() for handle in self.handles]
 
     def end(self) -> None:
         """Kills the processes, waits until they are gone, and frees their slots; a second call does nothing."""
@@ -90,7 +102,7 @@ class Processes:
         for handle in self.handles:
             ray.kill(handle)
         deadline = time.monotonic() + END_SECONDS
-        ray.wait(self.watches, num_returns=len(self.watches), timeout=END_SECONDS)
+        ray.wait(self.probe(), num_returns=len(self.handles), timeout=END_SECONDS)
         here = ray.get_runtime_context().get_node_id()
         for info in infos:
             while info is not None and info.node_id == here and _runs(info.pid) and time.monotonic() < deadline:
@@ -110,6 +122,7 @@ class Hosts:
         self._lock = threading.RLock()
         self._caller = uuid.uuid4().hex
         self._numbers = itertools.count()
+        self._detached = detached
         if not detached:
             weakref.finalize(self, processes.end)
 
@@ -120,7 +133,7 @@ class Hosts:
     @property
     def nodes(self) -> list[str]:
         """The node address of every rank."""
-        return [info.node if info else "unknown" for info in self.processes.infos(timeout=None)]  # type: ignore[arg-type]
+        return [info.node if info else "unknown" for info in self.processes.infos(timeout=None)]
 
     def ticket(self) -> Ticket:
         """The name of the next call."""
@@ -187,22 +200,19 @@ class Hosts:
         """
         if flight.ticket is None or self.processes.ended:
             return False
-        hosts = [self.processes.handles[rank] for rank in flight.ranks]
+        desks = self.processes.desks(flight.ranks)
         nobody = False
         try:
-            asked = [host.hold.remote(flight.ticket) for host in hosts]
-            ray.wait(asked, num_returns=len(asked), timeout=STACK_SECONDS)
-            nobody = all(_value_or_none(answer) is True for answer in asked)
+            nobody = all(ask(desks, "hold", *flight.ticket, timeout=ANSWER_SECONDS))
         finally:  # a rank that is held and never told would wait for ever
-            for host in hosts:
-                host.decide.remote(flight.ticket, nobody)
+            tell(desks, "decide", *flight.ticket, nobody, timeout=ANSWER_SECONDS)
         return nobody
 
     def shutdown(self) -> None:
         """Has the workers finish, ends the processes and frees their slots; a second call does nothing.
 
-        Raises WorkerError, after the end, where a worker could not finish. None is asked to where a call has not
-        answered, the group is broken, or its processes are gone already.
+        Raises WorkerError, after the end, where a worker could not finish. None is asked to where a call, of this
+        driver or another, has not answered, the group is broken, or its processes are gone already.
         """
         try:
             if self._is_idle():
@@ -218,7 +228,11 @@ class Hosts:
         if self.processes.ended or not ray.is_initialized():
             return False
         self._poll()
-        return self._broken is None and not self._flights
+        if self._broken is not None or self._flights:
+            return False
+        return not self._detached or all(
+            ask(self.processes.desks(range(self.world_size)), "idle", timeout=ANSWER_SECONDS)
+        )
 
     # ---- one failure ends all --------------------------------------------------------------------------------------
 
@@ -293,9 +307,10 @@ class Hosts:
     def _drain(self) -> list[Failure]:
         """The failures known so far, and those that come with them; when all only follow, the cause they follow."""
         end = time.monotonic() + CAUSE_SECONDS
-        failures = self._failures(DRAIN_SECONDS)
+        probes = Flight(self.name, "no call", tuple(range(self.world_size)), self.processes.probe(), None)
+        failures = self._failures(probes)
         while self._incomplete(failures) and time.monotonic() < end:
-            failures = self._failures(DRAIN_SECONDS)
+            failures = self._failures(probes)
         return failures
 
     def _incomplete(self, failures: Sequence[Failure]) -> bool:
@@ -306,11 +321,10 @@ class Hosts:
             all(failure.upstream for failure in failures) and len(failures) < expected
         )
 
-    def _failures(self, seconds: float) -> list[Failure]:
-        watches = Flight(self.name, "no call", tuple(range(self.world_size)), self.processes.watches, None)
-        flights = [*self._flights, watches]
+    def _failures(self, probes: Flight) -> list[Failure]:
+        flights = [*self._flights, probes]
         refs = [ref for flight in flights for ref in flight.refs]
-        ready = set(ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[0])
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=DRAIN_SECONDS, fetch_local=False)[0])
         found: dict[int, Failure] = {}
         infos = self.processes.infos()
         for flight in flights:
@@ -327,10 +341,9 @@ class Hosts:
     def _timeout_of(self, flight: Flight, timeout: float | None) -> CallTimeout:
         _, refs = ray.wait(flight.refs, num_returns=len(flight.refs), timeout=0, fetch_local=False)
         late = [rank for rank, ref in zip(flight.ranks, flight.refs, strict=True) if ref in refs]
-        asked = {rank: self.processes.handles[rank].stacks.remote() for rank in late}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACK_SECONDS)
         unknown = "(no answer: the process holds the interpreter in native code, or is gone)"
-        stacks = {rank: _value_or_none(ref) or unknown for rank, ref in asked.items()}
+        answers = ask(self.processes.desks(late), "stack", timeout=ANSWER_SECONDS)
+        stacks = {rank: answer or unknown for rank, answer in zip(late, answers, strict=True)}
         infos = self.processes.infos()
         places = [self._place(flight.role, rank, infos[rank]) for rank in late]
         limit = min(limit for limit in (flight.timeout, timeout) if limit is not None)

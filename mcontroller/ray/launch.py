@@ -11,16 +11,14 @@ from typing import Any
 import ray
 
 from mcontroller.errors import ResourceError
-from mcontroller.ray.host import LANES, Identity, WorkerHost
+from mcontroller.ray.detached import NAMESPACE, Announced
+from mcontroller.ray.host import Identity, WorkerHost
 from mcontroller.ray.hosts import Flight, Hosts, Processes
 from mcontroller.ray.resource_pool import RayResourcePool, Tenancy
 from mcontroller.ray.wire import pack
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
-__all__ = ["NAMESPACE", "launch"]
-
-NAMESPACE = "mcontroller"
-"""Ray's namespace for the processes of detached groups, where other drivers look for them."""
+__all__ = ["launch"]
 
 
 def launch(
@@ -40,15 +38,19 @@ def launch(
     if not ray.is_initialized():
         raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")
     tenancy = pool.occupy(name)
-    processes = Processes([], [], [], [], tenancy)
+    unique = f"{name}/{uuid.uuid4().hex[:8]}"
+    announced = Announced(unique, tenancy, {role: init.cls for role, init in roles.items()}) if detached else None
+    processes = Processes([], [], [], announced or tenancy)
     try:
-        _start(processes, pool, tenancy, f"{name}/{uuid.uuid4().hex[:8]}", options, detached)
+        _start(processes, pool, tenancy, unique, options, detached)
         hosts = Hosts(name, processes, detached=detached)
         flight = _build(hosts, pool, tenancy, roles, timeout)
         hosts.depart(flight)
         with _progress(name, flight.refs) as show:
             show(hosts, flight)
             hosts.settle(flight)
+        if announced is not None:
+            announced.ready(processes)
     except BaseException:
         processes.end()
         raise
@@ -63,7 +65,7 @@ def _start(
     options: Mapping[str, Any],
     detached: bool,
 ) -> None:
-    actor: Any = ray.remote(concurrency_groups=LANES)(WorkerHost)  # type: ignore[call-overload]
+    actor: Any = ray.remote(WorkerHost)
     share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0}
     for rank, bundle in enumerate(tenancy.bundles):
         name = f"{unique}/{rank}"
@@ -72,7 +74,6 @@ def _start(
         processes.names.append(name)
         processes.handles.append(actor.options(**chosen).remote())
     processes.introductions.extend(handle.introduce.remote() for handle in processes.handles)
-    processes.watches.extend(handle.watch.remote() for handle in processes.handles)
 
 
 def _build(

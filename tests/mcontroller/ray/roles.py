@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,13 @@ class Plain(Worker):
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
+        self.built_on = threading.current_thread()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def runs_on_the_main_thread(self) -> bool:
+        """As what sets a signal handler must."""
+        signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))
+        return self.built_on is threading.current_thread() is threading.main_thread()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str | None]:

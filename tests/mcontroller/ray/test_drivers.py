@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import psutil
 import pytest
 import ray
 
-from mcontroller.errors import ResourceError
+from mcontroller.errors import CallTimeout, ResourceError
 from mcontroller.ray import RayWorkerGroup
+from mcontroller.ray.desk import ask
 
 PRELUDE = """
 import ray
@@ -42,6 +44,15 @@ def pids_of(process: subprocess.Popen[str]) -> list[int]:
 def gone(pids: list[int], seconds: float = 60) -> bool:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def once_busy(name: str) -> RayWorkerGroup:
+    """Another driver's detached group, which this one has found while a call of the other's was running."""
+    while True:
+        group = RayWorkerGroup.from_detached(name, timeout=1)
+        if not all(ask(group._hosts.processes.desks(range(group.world_size)), "idle", timeout=20)):
+            return group
+        time.sleep(0.05)
 
 
 def test_a_driver_that_ends_takes_its_processes_along(ray_cluster: None) -> None:
@@ -81,6 +92,30 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(ray_cluster: 
     assert ray.available_resources()["CPU"] >= 2
     with pytest.raises(ResourceError, match="no detached group named 'lasting'"):
         RayWorkerGroup.from_detached("lasting")
+
+
+def test_a_detached_group_that_hangs_is_found_and_ended_by_another_driver(ray_cluster: None) -> None:
+    process = driver("group.patient_on(1)", name="hanging", detached=True)
+    pids = pids_of(process)
+    group = once_busy("hanging")
+    process.kill()
+    process.wait(120)
+    with pytest.raises(CallTimeout, match="in patient_on"):
+        group.get()
+    assert gone(pids)
+
+
+def test_a_detached_group_that_is_busy_is_ended_at_once(ray_cluster: None) -> None:
+    process = driver("group.patient_on(1)", name="busy", detached=True)
+    pids = pids_of(process)
+    once_busy("busy").shutdown()
+    assert gone(pids)
+    assert process.wait(120) != 0
+
+
+def test_processes_that_are_not_there_are_named(ray_cluster: None) -> None:
+    with pytest.raises(ResourceError, match="has no process named nobody/1234/0"):
+        RayWorkerGroup.from_detached(worker_names=["nobody/1234/0"])
 
 
 def test_two_jobs_with_groups_of_one_name_do_not_collide(ray_cluster: None) -> None:

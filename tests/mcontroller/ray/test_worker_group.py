@@ -37,6 +37,10 @@ def test_values_go_to_their_rank_and_come_back_by_rank(steady: RayWorkerGroup) -
     assert steady.first("x") == (0, "x")
 
 
+def test_workers_are_built_and_called_on_the_main_thread_as_under_torchrun(steady: RayWorkerGroup) -> None:
+    assert steady.runs_on_the_main_thread() == [True] * 4
+
+
 def test_async_methods_are_called_like_others(steady: RayWorkerGroup) -> None:
     assert steady.awaited("x") == [(0, "x"), (1, "x"), (2, "x"), (3, "x")]
 
@@ -100,9 +104,10 @@ def test_a_class_made_an_actor_by_ray_is_taken_as_the_class(pool: RayResourcePoo
         assert group.get() == ["given", "given"]
 
 
-def test_options_of_the_pool_cannot_be_taken_from_it() -> None:
-    with pytest.raises(ConfigError, match=r"option\(s\) num_gpus of Plain's processes are set by the pool"):
-        RayClassWithInitArgs(Plain).update_options({"num_gpus": 1})
+@pytest.mark.parametrize("name", ["num_gpus", "max_concurrency"])
+def test_options_of_the_pool_and_the_group_cannot_be_taken_from_them(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"option\(s\) {name} of Plain's processes are set by the pool"):
+        RayClassWithInitArgs(Plain).update_options({name: 2})
 
 
 def test_options_of_the_process_are_passed_on(pool: RayResourcePool) -> None:
