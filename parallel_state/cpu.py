@@ -3,8 +3,7 @@
 Megatron is written for CUDA throughout. Four things stand between it and a CPU, each in a file of its own: calls into
 ``torch.cuda`` (``cpu_torch``), what gloo lacks or gets wrong (``cpu_gloo``), the literal ``"cuda"`` in Megatron's
 sources (``cpu_literals``), and a handful of Megatron's own functions (``cpu_megatron``). ``install`` puts all four in
-place, before Megatron is imported, and has freed memory kept for the next step (``cpu_memory``); with a GPU it does
-nothing at all.
+place, before Megatron is imported; with a GPU it does nothing at all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import threading
 
 import torch
 
-from parallel_state import cpu_gloo, cpu_literals, cpu_megatron, cpu_memory, cpu_torch
+from parallel_state import cpu_gloo, cpu_literals, cpu_megatron, cpu_torch
 from parallel_state.errors import ParallelStateError
 
 _lock = threading.Lock()
@@ -47,7 +46,6 @@ def install() -> bool:
         cpu_torch.redirect()
         cpu_gloo.redirect()
         cpu_literals.hook(cpu_megatron.PATCHES)
-        cpu_memory.keep_freed_memory()
         _installed = True
         return True
 
