@@ -7,7 +7,7 @@ round by round; the one that waits sleeps. Ray starts its workers at niceness 15
 loop, so that whatever else the machine does slows both alike. A step through the controller includes sending its
 batch and getting its metrics back. Memory is read from the kernel's record of each process (VmHWM): the peak since its
 start, with Python, the libraries and Ray. A rank's own memory is that without the pages of files, which all ranks of
-a machine share.
+a machine share. Which holes a heap has at its peak is chance, worth 10 to 30 MB, so the mean of the ranks is compared.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Round(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The peak of the rank that has the most, in MB: its own, and with the pages of files that it shares."""
+    """The ranks' peaks in MB: the mean of their own, the most of any, and the most with the pages of shared files."""
 
     own: float
+    most: float
     resident: float
 
 
@@ -141,7 +142,7 @@ def peak_memory(pids: Sequence[int]) -> Memory:
         peak, files, shared = (int(fields[name].split()[0]) * 1024 / 1e6 for name in ("VmHWM", "RssFile", "RssShmem"))
         own.append(peak - files - shared)
         resident.append(peak)
-    return Memory(max(own), max(resident))
+    return Memory(statistics.mean(own), max(own), max(resident))
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -192,11 +193,12 @@ def compare(model: ModelConfig, rounds: int, steps: int, console: Console) -> Ta
     table.add_row("  median of the rounds' own ratios", "", "", f"{statistics.median(pairs):.3f}x")
     used = [statistics.median(side[1:]) for side in computed]
     add(table, "CPU seconds of a step, all ranks", used, 3, limited=False)
-    add(table, "peak memory of a rank, its own, MB", [peak.own for peak in peaks])
-    add(table, "  with the pages of files, MB", [peak.resident for peak in peaks], limited=False)
-    add(table, "  its own before the model was built, MB", [start.own for start in imported], limited=False)
+    add(table, "peak memory of a rank, its own, MB, mean", [peak.own for peak in peaks])
+    add(table, "  of the rank that has the most", [peak.most for peak in peaks], limited=False)
+    add(table, "  of that, with the pages of files", [peak.resident for peak in peaks], limited=False)
+    add(table, "  before the model was built, mean", [start.own for start in imported], limited=False)
     added = [peak.own - start.own for peak, start in zip(peaks, imported, strict=True)]
-    add(table, "  what model and training added, MB", added)
+    add(table, "  what model and training added, mean", added)
     for name, what in (("losses", "loss"), ("norms", "gradient norm")):
         plain, controlled = ([value for made in side for value in getattr(made, name)] for side in turns)
         apart = max(abs(one - other) for one, other in zip(plain, controlled, strict=True))
