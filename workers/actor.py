@@ -20,7 +20,7 @@ from parallel_state.megatron import MegatronContext
 from workers.batches import Rows, require_columns, response_rows, supervised_rows, tensor_columns
 from workers.checkpoint import Training
 from workers.config import ActorConfig, ParallelConfig
-from workers.fit import check_generation
+from workers.fit import check_generation, divided_for
 from workers.forward import forward_hidden, token_scores
 from workers.generation import generate_batch
 from workers.losses import masked_sum, policy_loss
@@ -100,7 +100,8 @@ class ActorRolloutRefWorker(ModelWorker):
         The same model as ``build_model``'s: who overrides that one overrides this one as well. Weights need not be
         filled, those of the policy are put in their place by name.
         """
-        return build_model(self.config.model, parallel, context, initialize=False)
+        model = divided_for(self.config.model, parallel, self.config.parallel)
+        return build_model(model, parallel, context, initialize=False)
 
     def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
         """Hidden states, or on the last stage ``[2, rows, targets]``: log-probabilities and entropies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,14 @@ def check_generation(parallel: ParallelConfig, at: str) -> None:
             key=f"{at}.cp",
             value=parallel.cp,
         )
+
+
+def divided_for(model: ModelConfig, parallel: ParallelConfig, training: ParallelConfig) -> ModelConfig:
+    """The model for axes other than those of training: a split of layers over stages is for the stages of training."""
+    if (parallel.pp, parallel.vpp) == (training.pp, training.vpp):
+        return model
+    further = {name: value for name, value in model.transformer.items() if name not in _OWN_SPLIT}
+    return dataclasses.replace(model, transformer=further)
 
 
 def check_local(model: ModelConfig) -> None:
@@ -229,8 +238,17 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig, at: str) -> None
             key=f"{at}.vpp",
             value=parallel.vpp,
         )
+    own = [name for name in _OWN_SPLIT if model.transformer.get(name)]
+    if own and parallel.pp == 1:
+        key = f"model.transformer.{own[0]}"
+        raise ConfigError(
+            f"{key} splits the layers over the stages of a pipeline, and {at}.pp is 1, which would be left with those "
+            "of one stage: leave it out",
+            key=key,
+            value=model.transformer[own[0]],
+        )
     chunks = parallel.pp * (parallel.vpp or 1)
-    if model.num_layers % chunks and not any(name in model.transformer for name in _OWN_SPLIT):
+    if model.num_layers % chunks and not own:
         raise ConfigError(
             f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
             f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or another "
