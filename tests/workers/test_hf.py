@@ -273,6 +273,8 @@ def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(
         ("use_sliding_window", True),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
         ("rope_parameters", LLAMA3 | {"low_freq_factor": 2.0}),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 8.0}),
+        ("num_hidden_layers", None),
     ],
 )
 def test_what_would_be_computed_differently_is_refused_by_name(
@@ -333,6 +335,25 @@ def test_a_directory_without_weights_is_refused(checkpoints: dict[str, Path], tm
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
     with pytest.raises(RankFailure, match=r"expected model\.safetensors"):
         run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
+
+
+def test_files_that_are_damaged_are_told_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    whole = (checkpoints["llama"] / "model.safetensors").read_bytes()
+    shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RankFailure, match=r"DataError: model\.safetensors in .* is damaged"):
+        run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
+    (tmp_path / "config.json").write_text('{"model_type":')
+    with pytest.raises(ConfigError, match=r"config\.json is damaged"):
+        model_config_from_hf(tmp_path)
+
+
+def test_an_export_where_there_can_be_no_directory_is_refused_on_every_rank(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RankFailure, match=r"DataError: cannot export to .*Not a directory"):
+        run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path / "file" / "out", timeout_s=30)
 
 
 def test_an_export_does_not_write_over_anything(checkpoints: dict[str, Path], tmp_path: Path) -> None:
