@@ -60,6 +60,9 @@ _ENGINE_ONLY: dict[str, object] = {
     "use_kitchen": False,
     "use_kitchen_attention": False,
     "moe_latent_size": None,
+    "moe_router_fusion": False,
+    "moe_permute_fusion": False,
+    "gradient_accumulation_fusion": False,
 }
 # With which experts on ranks that hold different rows take micro-batches of one length only.
 _ONE_LENGTH: dict[str, tuple[object, ...]] = {
@@ -269,6 +272,7 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
             value=model.moe_router_topk,
         )
     _check_dispatch(model, parallel, at)
+    _check_capacity(experts, model)
     balancing = model.transformer.get("moe_router_load_balancing_type")
     if balancing == "sinkhorn":
         key = "model.transformer.moe_router_load_balancing_type"
@@ -283,6 +287,20 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
             f"experts with tp={parallel.tp} need {at}.sequence_parallel=true (Megatron routes each token once)",
             key=f"{at}.sequence_parallel",
             value=False,
+        )
+
+
+def _check_capacity(experts: int, model: ModelConfig) -> None:
+    """A token that an expert has no room for would be left out by whatever else is in its micro-batch: the sampler,
+    which takes one token of a row at a time, and each of the scores would be other policies."""
+    key = "model.transformer.moe_expert_capacity_factor"
+    factor, enough = model.transformer.get("moe_expert_capacity_factor"), experts / model.moe_router_topk
+    if isinstance(factor, int | float) and factor < enough:
+        raise ConfigError(
+            f"{key} is {factor}: experts would leave tokens out by what else is in a micro-batch, in scores otherwise "
+            f"than in samples; leave it out, or take {enough:g}, with which all {experts} experts have room for all",
+            key=key,
+            value=factor,
         )
 
 

@@ -68,6 +68,12 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
             "model.transformer.moe_router_load_balancing_type",
             "routes by whatever else is in a micro-batch",
         ),
+        (
+            {**EXPERTS, "moe_router_topk": 2, "transformer": {"moe_expert_capacity_factor": 2.9}},
+            {},
+            "model.transformer.moe_expert_capacity_factor",
+            "is 2.9: experts would leave tokens out by what else is in a micro-batch, in scores otherwise than in",
+        ),
         ({"dtype": "float8"}, {}, "model.dtype", "is 'float8'; possible: float32, bfloat16, float16"),
         (
             {"position_embedding_type": "learned_absolute", "max_sequence_length": 30},
