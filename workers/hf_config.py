@@ -183,6 +183,7 @@ _EXPRESSIBLE_FURTHER: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
+    "glu_linear_offset": 0.0,
     "layernorm_zero_centered_gamma": False,
     "moe_apply_probs_on_input": False,
     "moe_router_num_groups": None,

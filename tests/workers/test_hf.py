@@ -204,6 +204,23 @@ def test_what_an_actor_has_learnt_is_a_model_for_transformers(tmp_path: Path) ->
     assert torch.equal(model.model.layers[3].mlp.down_proj.weight, trained["decoder.layers.3.mlp.linear_fc2.weight"])
 
 
+def with_a_bias_of_experts(path: Path) -> list[torch.Tensor]:
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = model_config_from_hf(path, transformer=bias | {"moe_router_pre_softmax": False}, hf_path=None)
+    context = new_context(ParallelConfig(ep=2))
+    chunks = build_model(model, ParallelConfig(ep=2), context)
+    for name, buffer in chunks[0].named_buffers():
+        if name.endswith("expert_bias") and context.pg.dp.rank() == 1:
+            buffer[0] = 0.1
+    return [tensor for _, tensor in hf_tensors(chunks, context)]
+
+
+def test_a_bias_of_experts_that_no_family_has_is_not_left_out(checkpoints: dict[str, Path]) -> None:
+    """Whoever is given the weights would choose other experts."""
+    with pytest.raises(RankFailure, match=r"router\.expert_bias is no parameter and not 0: it has no counterpart"):
+        run_ranks(with_a_bias_of_experts, 2, checkpoints["qwen3_moe"], timeout_s=30)
+
+
 def in_its_own_dtype(path: Path) -> dict[str, torch.Tensor]:
     parallel = ParallelConfig(tp=2)
     context = new_context(parallel)
@@ -287,7 +304,14 @@ def test_what_would_be_computed_differently_is_refused_by_name(
     assert caught.value.key in (key, "rope_type", "low_freq_factor")
 
 
-@pytest.mark.parametrize("change", [{"normalization": "LayerNorm"}, {"transformer": {"rotary_interleaved": True}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalization": "LayerNorm"},
+        {"transformer": {"rotary_interleaved": True}},
+        {"transformer": {"glu_linear_offset": 1.0}},
+    ],
+)
 def test_a_model_of_no_family_has_no_config_json(change: dict[str, Any], checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         hf_config_of(dataclasses.replace(model_config_from_hf(checkpoints["llama"]), **change))
