@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -16,10 +17,10 @@ from mcontroller.ppo.kl import estimate_kl
 from mcontroller.protocol import DataProto
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
-from workers.batches import Rows, response_rows, supervised_rows, tensor_columns
+from workers.batches import Rows, require_columns, response_rows, supervised_rows, tensor_columns
 from workers.checkpoint import Training
 from workers.config import ActorConfig, ParallelConfig
-from workers.fit import check_generation
+from workers.fit import check_generation, divided_for
 from workers.forward import forward_hidden, token_scores
 from workers.generation import generate_batch
 from workers.losses import masked_sum, policy_loss
@@ -99,7 +100,8 @@ class ActorRolloutRefWorker(ModelWorker):
         The same model as ``build_model``'s: who overrides that one overrides this one as well. Weights need not be
         filled, those of the policy are put in their place by name.
         """
-        return build_model(self.config.model, parallel, context, initialize=False)
+        model = divided_for(self.config.model, parallel, self.config.parallel)
+        return build_model(model, parallel, context, initialize=False)
 
     def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
         """Hidden states, or on the last stage ``[2, rows, targets]``: log-probabilities and entropies."""
@@ -347,18 +349,20 @@ class ActorRolloutRefWorker(ModelWorker):
             )
 
     def _response_rows(self, data: DataProto, method: str, columns: list[str]) -> Rows:
-        temperature = float(data.meta_info.get("temperature", self.config.rollout.temperature))
-        if not temperature > 0:
+        temperature = data.meta_info.get("temperature", self.config.rollout.temperature)
+        if not isinstance(temperature, numbers.Real) or not float(temperature) > 0:
             raise ConfigError(
-                f"{method}: meta_info['temperature'] is {temperature}; it must be more than 0",
+                f"{method}: meta_info['temperature'] is {temperature!r}; it must be a number above 0",
                 key="temperature",
                 value=temperature,
             )
-        return self.rows_of_every_rank(lambda: self._checked_rows(tensor_columns(data), method, columns, temperature))
+        divisor = float(temperature)
+        return self.rows_of_every_rank(lambda: self._checked_rows(tensor_columns(data), method, columns, divisor))
 
     def _checked_rows(self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float) -> Rows:
         longest = self.config.rollout.response_length
-        if "responses" in batch and batch["responses"].size(1) > longest:
+        require_columns(batch, ("input_ids", "responses"), method)
+        if batch["responses"].size(1) > longest:
             raise DataError(
                 f"{method}: responses are {batch['responses'].size(1)} tokens wide, more than "
                 f"rollout.response_length, which is {longest}",

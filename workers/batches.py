@@ -107,7 +107,7 @@ def tensor_columns(data: DataProto) -> dict[str, Tensor]:
 
 
 def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method: str) -> None:
-    """Raises DataError, naming what is missing, unless every one of ``names`` is a column and the batch has rows."""
+    """Raises DataError, with its name, unless every one of ``names`` is a column of two dims and the batch has rows."""
     missing = [name for name in names if name not in columns]
     if missing:
         raise DataError(
@@ -117,6 +117,12 @@ def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method:
             missing=missing,
             present=sorted(columns),
         )
+    for name in names:
+        column = columns[name]
+        if not isinstance(column, Tensor) or column.dim() != 2:
+            shape = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
+            text = f"{method}: column {name!r} is {shape}, expected [rows, tokens]"
+            raise DataError(text, method=method, column=name)
     if columns[names[0]].size(0) == 0:
         raise DataError(
             f"{method} was given a batch of 0 rows on this rank: it needs at least one, or dispatch with padding",
@@ -146,10 +152,11 @@ def response_rows(
     Raises:
         DataError: a missing column, a row of padding only or with a hole in its mask, a token outside the
             vocabulary, a row longer than ``max_length``, a column of another width than the responses, responses
-            that are not the end of ``input_ids``, a ``response_mask`` on padding.
+            that are not the end of ``input_ids``, a ``response_mask`` on padding, a mask of other numbers than 0 and 1.
     """
     require_columns(batch, ("input_ids", "attention_mask", "responses", *columns), method)
     width = batch["responses"].size(1)
+    _check_integers("responses", batch["responses"], method)
     prompt_width = batch["input_ids"].size(1) - width
     if prompt_width < 1:
         raise DataError(
@@ -161,6 +168,8 @@ def response_rows(
     if "response_mask" in batch:
         columns = (*columns, "response_mask")
     _check_widths({name: batch[name] for name in columns}, (len(batch["responses"]), width), method)
+    if "response_mask" in batch:
+        _check_mask("response_mask", batch["response_mask"], method)
     tokens, start, lengths = _left_aligned(batch, method, vocab_size, max_length, multiple)
     _check_responses(batch, prompt_width, method)
     predictors = prompt_width - 1 + torch.arange(width)[None] - start[:, None]
@@ -189,6 +198,7 @@ def supervised_rows(
     """
     require_columns(batch, ("input_ids", "attention_mask", "loss_mask"), method)
     _check_widths({"loss_mask": batch["loss_mask"]}, tuple(batch["input_ids"].shape), method)
+    _check_mask("loss_mask", batch["loss_mask"], method)
     tokens, start, lengths = _left_aligned(batch, method, vocab_size, max_length, multiple)
     first = torch.arange(batch["input_ids"].size(1))[None] == start[:, None]
     wrong = (batch["loss_mask"] != 0) & ((batch["attention_mask"] == 0) | first)
@@ -275,10 +285,11 @@ def _left_aligned(
 def _runs(batch: Mapping[str, Tensor], method: str, vocab_size: int, max_length: int) -> tuple[Tensor, Tensor]:
     """Where each row's tokens begin and how many there are, both ``[rows]``, once they are known to be sound."""
     ids, attention = batch["input_ids"], batch["attention_mask"] != 0
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        text = f"{method}: input_ids is {ids.dtype}; token ids are integers"
-        raise DataError(text, method=method, column="input_ids", dtype=str(ids.dtype))
+    _check_integers("input_ids", ids, method)
     _check_widths({"attention_mask": attention}, tuple(ids.shape), method)
+    _check_mask("attention_mask", batch["attention_mask"], method)
+    if ids.size(1) == 0:
+        raise DataError(f"{method}: input_ids is {list(ids.shape)}: rows without a token", method=method, row=0)
     lengths = attention.sum(1)
     start = attention.int().argmax(1)
     columns = torch.arange(ids.size(1))[None]
@@ -319,6 +330,28 @@ def _check_rows(lengths: Tensor, holes: Tensor, method: str, max_length: int) ->
                 length=int(lengths[row]),
                 rows=wrong.nonzero().flatten().tolist(),
             )
+
+
+def _check_integers(name: str, column: Tensor, method: str) -> None:
+    if column.dtype.is_floating_point or column.dtype == torch.bool:
+        text = f"{method}: {name} is {column.dtype}; token ids are integers"
+        raise DataError(text, method=method, column=name, dtype=str(column.dtype))
+
+
+def _check_mask(name: str, mask: Tensor, method: str) -> None:
+    """A mask counts tokens: with fractions of one the loss would be divided by another number than it sums."""
+    wrong = (mask != 0) & (mask != 1)
+    if bool(wrong.any()):
+        row = int(wrong.any(1).nonzero()[0])
+        value = float(mask[row][wrong[row]][0])
+        raise DataError(
+            f"{method}: {name} of row {row} holds {value:g}; it is 1 where a token counts and 0 elsewhere "
+            "(weigh tokens by another column)",
+            method=method,
+            column=name,
+            row=row,
+            value=value,
+        )
 
 
 def _check_widths(columns: Mapping[str, Tensor], shape: tuple[int, ...], method: str) -> None:

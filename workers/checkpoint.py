@@ -25,12 +25,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
 from workers.agreement import on_every_rank
 from workers.background_saves import BackgroundSaves
 from workers.checkpoint_files import directory_of, find_checkpoint, new_partial, partial_of, publish, read_manifest
+from workers.optimizer_state import with_own_groups
 from workers.plain_checkpoint import find_plain, plain_manifest
 
 __all__ = ["Training", "load_checkpoint", "open_checkpoint", "save_checkpoint"]
@@ -136,7 +138,9 @@ def load_checkpoint(training: Training, checkpoint: Path, manifest: Mapping[str,
     _check_optimizer(training, manifest, checkpoint)
     if not same_layout:
         del state["random"]
-    loaded = dist_checkpointing.load(state, str(checkpoint))
+    own = state.pop("optimizer", None)
+    # Tensors are found by their own names; here they are to stay apart from what was saved beside them.
+    loaded = _loaded(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint)
     for part, chunks in wanted.models.items():
         for index, chunk in enumerate(chunks):
             weights = loaded[f"{part}{index}"]
@@ -145,9 +149,19 @@ def load_checkpoint(training: Training, checkpoint: Path, manifest: Mapping[str,
     for part in training.models.keys() - sources.keys():
         for chunk, model in zip(training.models[part], training.models["model"], strict=True):
             unwrap_model(chunk).load_state_dict(unwrap_model(model).state_dict())
-    _load_optimizer(training, loaded["optimizer"] if with_optimizer else None, manifest)
+    found = None if own is None else with_own_groups(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
+    _load_optimizer(training, found, manifest)
     if same_layout:
         _set_random_state(loaded["random"])
+
+
+def _loaded(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(checkpoint))
+    except CheckpointException as error:  # not an Exception: it would pass whoever catches those
+        causes = "; ".join(f"rank {rank}: {cause!r:.300}" for rank, (cause, _) in sorted(error.failures.items())[:1])
+        text = f"the checkpoint {str(checkpoint)!r} cannot be read: {causes}"
+        raise DataError(text, path=str(checkpoint)) from error
 
 
 def _sources(training: Training, manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +185,11 @@ def _layout(training: Training) -> dict[str, Any]:
 def _sharded_state(training: Training, *, loading: bool, sources: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Everything as Megatron's sharded tensors and objects, by part and chunk."""
     group = training.context.pg.dp_cp
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": group}
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": group,
+    }
     state: dict[str, Any] = {}
     for part, chunks in training.models.items():
         prefix = _prefix(part if sources is None else sources[part])
@@ -276,11 +294,6 @@ def _load_optimizer(training: Training, state: Any, manifest: Mapping[str, Any])
         optimizer.reload_model_params()
     else:
         optimizer.load_state_dict(state)
-    # The run's configuration rules over the rates that were saved; only the count of steps goes on.
-    for group in optimizer.param_groups:
-        for name in ("max_lr", "min_lr"):
-            if name in group:
-                group[name] = getattr(scheduler, name)
     scheduler.num_steps = manifest["scheduler_steps"]
     scheduler.step(0)
 

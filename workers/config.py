@@ -9,7 +9,7 @@ from typing import Any
 from mcontroller.errors import ConfigError
 from mcontroller.load_config import load_config
 from parallel_state import ParallelLayout
-from workers.fit import check_fit, check_generation, check_packing
+from workers.fit import check_fit, check_generation, check_packing, divided_for
 
 __all__ = [
     "ActorConfig",
@@ -242,7 +242,8 @@ class ActorConfig:
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
         if self.rollout.parallel is not None:
-            check_fit(self.model, self.rollout.parallel, "rollout.parallel")
+            copy = divided_for(self.model, self.rollout.parallel, self.parallel)
+            check_fit(copy, self.rollout.parallel, "rollout.parallel")
             check_generation(self.rollout.parallel, "rollout.parallel")
         if self.packed:
             check_packing(self.model)

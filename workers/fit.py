@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,9 @@ _ENGINE_ONLY: dict[str, object] = {
     "use_kitchen": False,
     "use_kitchen_attention": False,
     "moe_latent_size": None,
+    "moe_router_fusion": False,
+    "moe_permute_fusion": False,
+    "gradient_accumulation_fusion": False,
 }
 # With which experts on ranks that hold different rows take micro-batches of one length only.
 _ONE_LENGTH: dict[str, tuple[object, ...]] = {
@@ -102,6 +106,14 @@ def check_generation(parallel: ParallelConfig, at: str) -> None:
             key=f"{at}.cp",
             value=parallel.cp,
         )
+
+
+def divided_for(model: ModelConfig, parallel: ParallelConfig, training: ParallelConfig) -> ModelConfig:
+    """The model for axes other than those of training: a split of layers over stages is for the stages of training."""
+    if (parallel.pp, parallel.vpp) == (training.pp, training.vpp):
+        return model
+    further = {name: value for name, value in model.transformer.items() if name not in _OWN_SPLIT}
+    return dataclasses.replace(model, transformer=further)
 
 
 def check_local(model: ModelConfig) -> None:
@@ -229,8 +241,17 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig, at: str) -> None
             key=f"{at}.vpp",
             value=parallel.vpp,
         )
+    own = [name for name in _OWN_SPLIT if model.transformer.get(name)]
+    if own and parallel.pp == 1:
+        key = f"model.transformer.{own[0]}"
+        raise ConfigError(
+            f"{key} splits the layers over the stages of a pipeline, and {at}.pp is 1, which would be left with those "
+            "of one stage: leave it out",
+            key=key,
+            value=model.transformer[own[0]],
+        )
     chunks = parallel.pp * (parallel.vpp or 1)
-    if model.num_layers % chunks and not any(name in model.transformer for name in _OWN_SPLIT):
+    if model.num_layers % chunks and not own:
         raise ConfigError(
             f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
             f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or another "
@@ -251,6 +272,7 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
             value=model.moe_router_topk,
         )
     _check_dispatch(model, parallel, at)
+    _check_capacity(experts, model)
     balancing = model.transformer.get("moe_router_load_balancing_type")
     if balancing == "sinkhorn":
         key = "model.transformer.moe_router_load_balancing_type"
@@ -265,6 +287,20 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
             f"experts with tp={parallel.tp} need {at}.sequence_parallel=true (Megatron routes each token once)",
             key=f"{at}.sequence_parallel",
             value=False,
+        )
+
+
+def _check_capacity(experts: int, model: ModelConfig) -> None:
+    """A token that an expert has no room for would be left out by whatever else is in its micro-batch: the sampler,
+    which takes one token of a row at a time, and each of the scores would be other policies."""
+    key = "model.transformer.moe_expert_capacity_factor"
+    factor, enough = model.transformer.get("moe_expert_capacity_factor"), experts / model.moe_router_topk
+    if isinstance(factor, int | float) and factor < enough:
+        raise ConfigError(
+            f"{key} is {factor}: experts would leave tokens out by what else is in a micro-batch, in scores otherwise "
+            f"than in samples; leave it out, or take {enough:g}, with which all {experts} experts have room for all",
+            key=key,
+            value=factor,
         )
 
 

@@ -22,7 +22,7 @@ from workers.config import ModelConfig
 from workers.hf_config import hf_config_of, model_config_from_hf
 from workers.hf_files import WeightFiles, WeightWriter, publish, start_writing
 from workers.hf_names import Counterpart, counterpart
-from workers.shards import Shard, named_shards
+from workers.shards import Shard, named_buffers, named_shards
 from workers.value_head import ValueHead
 
 __all__ = ["export_hf", "hf_tensors", "load_hf", "model_config_from_hf"]
@@ -64,8 +64,11 @@ def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> I
     A collective at every step: all ranks iterate, to the end. Tensors are on the model's device, without the
     vocabulary's padding; tied output weights come once, as the embedding. One that no axis divides may share its
     memory with the model: copy what is to be kept or changed.
+
+    Raises:
+        DataError: on every rank, at the first step: a tensor has no counterpart in these families.
     """
-    places = on_every_rank(lambda: _places(chunks, context))
+    places = on_every_rank(lambda: _all_places(chunks, context))
     mine = {place.shard.name: place for place in places}
     device = places[0].shard.param.device
     for entry in _plan(places):
@@ -105,7 +108,7 @@ def export_hf(
         ConfigError: no family is built like ``model``.
     """
     target, rank = Path(path), dist.get_rank()
-    places = on_every_rank(lambda: _places(chunks, context))
+    places = on_every_rank(lambda: _all_places(chunks, context))
     mine = {place.shard.name: place for place in places}
     plan = _plan(places)
     config = hf_config_of(model, value_head=any(_SCORE in entry.hf_names for entry in plan))
@@ -195,6 +198,15 @@ def _places(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> list
         for shard in named_shards([chunk], context):
             places.append(_Place(shard, counterpart(shard.name, get_model_config(chunk), has_value_head)))
     return places
+
+
+def _all_places(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> list[_Place]:
+    """As ``_places``; DataError for a model that is more than its parameters, as a learnt bias of experts is."""
+    for name, buffer in named_buffers(chunks, context):
+        if bool(buffer.any()):
+            text = f"{name} is no parameter and not 0: it has no counterpart in a Hugging Face checkpoint"
+            raise DataError(text, tensor=name)
+    return _places(chunks, context)
 
 
 def _plan(places: Sequence[_Place]) -> list[_Entry]:

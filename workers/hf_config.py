@@ -43,6 +43,15 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "pretraining_tp": (1, None),
 }
+# What no family supplies.
+_SIZES = (
+    "vocab_size",
+    "max_position_embeddings",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+)
 # The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -69,12 +78,18 @@ def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))
-    given: dict[str, Any] = json.loads(file.read_text())
+    try:
+        given: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged: {error}", key="hf_path", value=str(path)) from error
     family = given.get("model_type")
     if family not in _FAMILIES:
         possible = ", ".join(_FAMILIES)
         raise ConfigError(f"{file}: model_type is {family!r}; possible: {possible}", key="model_type", value=family)
     source = _FAMILIES[family] | given
+    missing = [key for key in _SIZES if source.get(key) is None]
+    if missing:
+        raise ConfigError(f"{file} does not say {', '.join(missing)}", key=missing[0], value=None)
     for key, possible_values in _ONLY.items():
         if source.get(key) not in possible_values:
             raise _not_built(key, source[key], possible_values[0])
@@ -122,8 +137,10 @@ def _rope_fields(source: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "llama3":
         raise _not_built("rope_type", kind, "default or llama3")
     for key, fixed in _LLAMA3.items():
-        if rope[key] != fixed:
-            raise _not_built(key, rope[key], fixed)
+        if rope.get(key) != fixed:
+            raise _not_built(key, rope.get(key), fixed)
+    if "factor" not in rope:
+        raise _not_built("factor", None, "a number")
     return fields | {"rope_scaling_factor": float(rope["factor"])}
 
 
@@ -166,6 +183,7 @@ _EXPRESSIBLE_FURTHER: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
+    "glu_linear_offset": 0.0,
     "layernorm_zero_centered_gamma": False,
     "moe_apply_probs_on_input": False,
     "moe_router_num_groups": None,

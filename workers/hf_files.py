@@ -34,16 +34,19 @@ class WeightFiles:
     """The tensors of a directory by name; a read touches its own slice of its own file.
 
     Raises:
-        DataError: there are no safetensors, or a file that the index names is missing.
+        DataError: there are no safetensors, a file that the index names is missing, or one is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._open: dict[str, safetensors.safe_open] = {}
         if (directory / _INDEX).is_file():
-            self._file_of: dict[str, str] = json.loads((directory / _INDEX).read_text())["weight_map"]
+            try:
+                self._file_of: dict[str, str] = json.loads((directory / _INDEX).read_text())["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise DataError(f"{_INDEX} in {str(directory)!r} is damaged: {error!r}", path=str(directory)) from error
         elif (directory / _SINGLE).is_file():
-            with safetensors.safe_open(directory / _SINGLE, framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), _SINGLE)
+            self._file_of = dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
         else:
             raise DataError(
                 f"there are no weights at {str(directory)!r}: expected {_SINGLE} or {_INDEX}; other formats are first "
@@ -53,7 +56,6 @@ class WeightFiles:
         absent = sorted(name for name in set(self._file_of.values()) if not (directory / name).is_file())
         if absent:
             raise DataError(f"{_INDEX} in {str(directory)!r} names files that are not there: {absent}", missing=absent)
-        self._open: dict[str, safetensors.safe_open] = {}
 
     @property
     def names(self) -> set[str]:
@@ -70,9 +72,14 @@ class WeightFiles:
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
     def _file(self, name: str) -> safetensors.safe_open:
-        path = self._file_of[name]
+        return self._opened(self._file_of[name])
+
+    def _opened(self, path: str) -> safetensors.safe_open:
         if path not in self._open:
-            self._open[path] = safetensors.safe_open(self.directory / path, framework="pt")
+            try:
+                self._open[path] = safetensors.safe_open(self.directory / path, framework="pt")
+            except safetensors.SafetensorError as error:
+                raise DataError(f"{path} in {str(self.directory)!r} is damaged: {error}", path=path) from error
         return self._open[path]
 
 
@@ -118,12 +125,15 @@ def start_writing(target: Path) -> None:
     """An empty directory beside ``target``, where every rank's ``WeightWriter`` puts its files.
 
     Raises:
-        DataError: there is something at ``target`` already.
+        DataError: there is something at ``target`` already, or there can be no directory.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise DataError(f"{str(target)!r} exists: an export goes into a new directory", path=str(target))
     shutil.rmtree(_partial(target), ignore_errors=True)
-    _partial(target).mkdir(parents=True)
+    try:
+        _partial(target).mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
 
 
 def publish(target: Path, config: dict[str, object], files: Sequence[WrittenFile], companions: Path | None) -> None:

@@ -120,10 +120,15 @@ class ModelWorker(MegatronWorker):
             self.model = wrap_for_training(self.model, optim)
             self.use_phase(phase)
 
-    def use_phase(self, phase: str) -> None:
-        """Train in this phase from now on: with a fresh optimizer and schedule, unless its settings are the same."""
+    def use_phase(self, phase: str, *, afresh: bool = False) -> None:
+        """Train in this phase from now on: with a fresh optimizer and schedule, unless its settings are the same.
+
+        Args:
+            afresh: with fresh ones in any case, if those that there are have made a step.
+        """
         optim = self.phases[phase]
-        if self.optimizer is None or optim != self.phases[self.phase]:
+        used = self.scheduler is not None and self.scheduler.num_steps > 0
+        if self.optimizer is None or optim != self.phases[self.phase] or (afresh and used):
             self.optimizer, self.scheduler = self.build_optimizer(self.model, optim)
             self.optimizer_steps = 0
         self.phase = phase
@@ -371,7 +376,8 @@ class ModelWorker(MegatronWorker):
     def load_checkpoint(self, path: str) -> int:
         """Go on from the checkpoint at ``path``, or the latest one under it: the step that it was saved at.
 
-        Of a distributed checkpoint that Megatron-LM wrote the weights are taken over.
+        Of a distributed checkpoint that Megatron-LM wrote the weights are taken over. Where there is no state of the
+        optimizer, as in one that was saved before the first step, training begins with a fresh one.
 
         Raises:
             DataError: there is none, or it does not fit the model; with the names of the weights.
@@ -379,8 +385,16 @@ class ModelWorker(MegatronWorker):
         self._background_saves.finish()
         checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
         counters = manifest["counters"]
-        if self.phases and counters:
-            self.use_phase(counters["phase"] or self.phase)
+        if self.phases:
+            phase = counters.get("phase") or self.phase
+            if phase not in self.phases:
+                raise DataError(
+                    f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; {type(self).__name__} is "
+                    f"trained in {', '.join(self.phases)}",
+                    path=str(checkpoint),
+                    phase=phase,
+                )
+            self.use_phase(phase, afresh="optimizer" not in manifest["parts"])
         self.weights_version += 1
         load_checkpoint(self.training(), checkpoint, manifest)
         if counters:

@@ -42,6 +42,8 @@ def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[
         DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        _count_padding_of_buckets(chunk)
     if config.overlap_grad_reduce:
         interleaved = len(wrapped) > 1
         model_config.no_sync_func = [chunk.no_sync for chunk in wrapped] if interleaved else wrapped[0].no_sync
@@ -51,6 +53,18 @@ def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[
             model_config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
     model_config.finalize_model_grads_func = finalize_model_grads
     return wrapped
+
+
+def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:
+    """Let a checkpoint of the distributed optimizer find every parameter's state where it is.
+
+    Megatron joins the buckets of a buffer without the padding at their ends, and cuts the whole by the places that
+    parameters have with it: what follows a padded bucket would be saved shifted, and be other weights when loaded.
+    """
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
 
 
 def make_optimizer(model: Sequence[DistributedDataParallel], config: OptimConfig) -> MegatronOptimizer:

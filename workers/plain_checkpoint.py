@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 
+from mcontroller.errors import DataError
 from workers.checkpoint_files import MANIFEST
 
 __all__ = ["find_plain", "plain_manifest"]
@@ -26,6 +27,8 @@ def find_plain(root: Path) -> Path | None:
     found = root
     if pointer.is_file():
         latest = pointer.read_text().strip()
+        if latest != "release" and not latest.isdecimal():
+            raise DataError(f"{str(pointer)!r} says {latest!r}: expected a number or 'release'", path=str(root))
         found = root / (latest if latest == "release" else f"iter_{int(latest):07d}")
     return found if (found / _METADATA).is_file() and not (found / MANIFEST).is_file() else None
 

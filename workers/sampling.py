@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,10 @@ class Sampling:
                 f"generate_sequences needs {' and '.join(missing)} in meta_info; it has {sorted(meta_info)}",
                 missing=missing,
             )
-        eos = meta_info["eos_token_id"]
         sampling = cls(
             **{name: _number(name, meta_info.get(name, getattr(config, name)), kind) for name, kind in _KINDS.items()},
-            eos_token_ids=tuple(eos) if isinstance(eos, Sequence) else (int(eos),),
-            pad_token_id=int(meta_info["pad_token_id"]),
+            eos_token_ids=_token_ids("eos_token_id", meta_info["eos_token_id"]),
+            pad_token_id=_number("pad_token_id", meta_info["pad_token_id"], int),
         )
         longest = config.response_length
         for name, fits, wanted in (
@@ -58,6 +57,7 @@ class Sampling:
             ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
             ("top_k", sampling.top_k >= 0, "at least 0"),
             ("n", sampling.n >= 1, "at least 1"),
+            ("seed", -(1 << 63) <= sampling.seed < 1 << 63, "a number of 64 bits"),
         ):
             if not fits:
                 value = getattr(sampling, name)
@@ -74,6 +74,13 @@ _KINDS: dict[str, type] = {
     "n": int,
     "seed": int,
 }
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """One id or several, in a list, an array or a tensor."""
+    held = value.tolist() if hasattr(value, "tolist") else value
+    several = held if isinstance(held, Sequence | Set) and not isinstance(held, str) else (held,)
+    return tuple(_number(name, each, int) for each in several)
 
 
 def _number(name: str, value: Any, kind: type) -> Any:

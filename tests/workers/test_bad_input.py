@@ -124,7 +124,7 @@ def scored_at_temperature(temperature: float) -> str:
 
 
 def test_scores_at_a_temperature_of_nothing_are_refused() -> None:
-    assert "meta_info['temperature'] is 0.0; it must be more than 0" in run_ranks(scored_at_temperature, 1, 0.0)[0]
+    assert "meta_info['temperature'] is 0.0; it must be a number above 0" in run_ranks(scored_at_temperature, 1, 0.0)[0]
 
 
 def poisoned(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, Any]:

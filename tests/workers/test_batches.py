@@ -99,8 +99,27 @@ def test_an_unsound_batch_is_refused_with_its_row_and_column() -> None:
     assert "input_ids is torch.float32; token ids are integers" in refusal(
         advantages=advantages, input_ids=TWO_ROWS["input_ids"].float()
     )
+    assert "responses is torch.float32; token ids are integers" in refusal(
+        advantages=advantages, responses=TWO_ROWS["responses"].float()
+    )
+    assert "column 'input_ids' is [2], expected [rows, tokens]" in refusal(
+        advantages=advantages, input_ids=TWO_ROWS["input_ids"][:, 0]
+    )
     assert "'advantages' is [2, 2], expected [2, 3]" in refusal(advantages=torch.zeros(2, 2))
     with pytest.raises(DataError, match="row 0, of 4 tokens, is longer than 3"):
         response_rows(TWO_ROWS, **(LIMITS | {"max_length": 3}))
     with pytest.raises(DataError, match="loss_mask of row 0"):
         supervised_rows(TWO_ROWS | {"loss_mask": torch.ones(2, 6)}, **LIMITS)
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("nan")])
+def test_a_mask_of_other_numbers_than_0_and_1_is_refused(value: float) -> None:
+    """The loss would be a weighted sum over a number of tokens that is none."""
+    attention, ending = TWO_ROWS["attention_mask"].float(), torch.tensor([[0.0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
+    for read, column, mask in (
+        (response_rows, "attention_mask", attention.masked_fill(ending != 0, value)),
+        (response_rows, "response_mask", torch.tensor([[value, 0.0, 0.0], [1.0, 0.0, 0.0]])),
+        (supervised_rows, "loss_mask", ending * value),
+    ):
+        with pytest.raises(DataError, match=f"{column} of row 0 holds {value:g}; it is 1 where"):
+            read(TWO_ROWS | {column: mask}, **LIMITS)

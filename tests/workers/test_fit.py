@@ -49,6 +49,12 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
         ({}, {"pp": 3}, "model.num_layers", "is 4, which does not divide by pp=3 x vpp=1 = 3: take 6 layers"),
         ({}, {"pp": 2, "vpp": 3}, "model.num_layers", "is 4, which does not divide by pp=2 x vpp=3 = 6: take 6 layers"),
         ({}, {"vpp": 2}, "parallel.vpp", "is 2 with pp=1"),
+        (
+            {"transformer": {"num_layers_in_first_pipeline_stage": 1}},
+            {},
+            "model.transformer.num_layers_in_first_pipeline_stage",
+            "parallel.pp is 1, which would be left with those of one stage",
+        ),
         ({}, {"tp": 0}, "parallel.tp", "is 0; it must be at least 1"),
         ({}, {"ep": 2}, "parallel.ep", "is 2, but the model has no experts"),
         ({}, {"sequence_parallel": True}, "parallel.sequence_parallel", "over tp, which is 1"),
@@ -61,6 +67,12 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
             {},
             "model.transformer.moe_router_load_balancing_type",
             "routes by whatever else is in a micro-batch",
+        ),
+        (
+            {**EXPERTS, "moe_router_topk": 2, "transformer": {"moe_expert_capacity_factor": 2.9}},
+            {},
+            "model.transformer.moe_expert_capacity_factor",
+            "is 2.9: experts would leave tokens out by what else is in a micro-batch, in scores otherwise than in",
         ),
         ({"dtype": "float8"}, {}, "model.dtype", "is 'float8'; possible: float32, bfloat16, float16"),
         (

@@ -204,6 +204,23 @@ def test_what_an_actor_has_learnt_is_a_model_for_transformers(tmp_path: Path) ->
     assert torch.equal(model.model.layers[3].mlp.down_proj.weight, trained["decoder.layers.3.mlp.linear_fc2.weight"])
 
 
+def with_a_bias_of_experts(path: Path) -> list[torch.Tensor]:
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = model_config_from_hf(path, transformer=bias | {"moe_router_pre_softmax": False}, hf_path=None)
+    context = new_context(ParallelConfig(ep=2))
+    chunks = build_model(model, ParallelConfig(ep=2), context)
+    for name, buffer in chunks[0].named_buffers():
+        if name.endswith("expert_bias") and context.pg.dp.rank() == 1:
+            buffer[0] = 0.1
+    return [tensor for _, tensor in hf_tensors(chunks, context)]
+
+
+def test_a_bias_of_experts_that_no_family_has_is_not_left_out(checkpoints: dict[str, Path]) -> None:
+    """Whoever is given the weights would choose other experts."""
+    with pytest.raises(RankFailure, match=r"router\.expert_bias is no parameter and not 0: it has no counterpart"):
+        run_ranks(with_a_bias_of_experts, 2, checkpoints["qwen3_moe"], timeout_s=30)
+
+
 def in_its_own_dtype(path: Path) -> dict[str, torch.Tensor]:
     parallel = ParallelConfig(tp=2)
     context = new_context(parallel)
@@ -273,6 +290,8 @@ def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(
         ("use_sliding_window", True),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
         ("rope_parameters", LLAMA3 | {"low_freq_factor": 2.0}),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 8.0}),
+        ("num_hidden_layers", None),
     ],
 )
 def test_what_would_be_computed_differently_is_refused_by_name(
@@ -285,7 +304,14 @@ def test_what_would_be_computed_differently_is_refused_by_name(
     assert caught.value.key in (key, "rope_type", "low_freq_factor")
 
 
-@pytest.mark.parametrize("change", [{"normalization": "LayerNorm"}, {"transformer": {"rotary_interleaved": True}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalization": "LayerNorm"},
+        {"transformer": {"rotary_interleaved": True}},
+        {"transformer": {"glu_linear_offset": 1.0}},
+    ],
+)
 def test_a_model_of_no_family_has_no_config_json(change: dict[str, Any], checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         hf_config_of(dataclasses.replace(model_config_from_hf(checkpoints["llama"]), **change))
@@ -333,6 +359,25 @@ def test_a_directory_without_weights_is_refused(checkpoints: dict[str, Path], tm
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
     with pytest.raises(RankFailure, match=r"expected model\.safetensors"):
         run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
+
+
+def test_files_that_are_damaged_are_told_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    whole = (checkpoints["llama"] / "model.safetensors").read_bytes()
+    shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RankFailure, match=r"DataError: model\.safetensors in .* is damaged"):
+        run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
+    (tmp_path / "config.json").write_text('{"model_type":')
+    with pytest.raises(ConfigError, match=r"config\.json is damaged"):
+        model_config_from_hf(tmp_path)
+
+
+def test_an_export_where_there_can_be_no_directory_is_refused_on_every_rank(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RankFailure, match=r"DataError: cannot export to .*Not a directory"):
+        run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path / "file" / "out", timeout_s=30)
 
 
 def test_an_export_does_not_write_over_anything(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -172,6 +172,8 @@ def refusals() -> list[str]:
         (DataProto(good.batch, {}, SAMPLED | {"temperature": 0.0}), ConfigError),
         (DataProto(good.batch, {}, SAMPLED | {"n": 1.5}), ConfigError),
         (DataProto(good.batch, {}, SAMPLED | {"pad_token_id": VOCAB}), DataError),
+        (DataProto(good.batch, {}, SAMPLED | {"eos_token_id": ["</s>"]}), ConfigError),
+        (DataProto.from_dict({name: column[:, :0] for name, column in good.batch.items()}, {}, SAMPLED), DataError),
         (good[:0], DataError),
     ):
         with pytest.raises(error) as caught:
@@ -181,7 +183,7 @@ def refusals() -> list[str]:
 
 
 def test_prompts_that_cannot_be_generated_from_are_refused_by_name() -> None:
-    right_padded, too_long, no_mask, no_stop, cold, half, outside, nothing = run_ranks(refusals, 1)[0]
+    right_padded, too_long, no_mask, no_stop, cold, half, outside, text, empty, nothing = run_ranks(refusals, 1)[0]
     assert "row 0 is padded on the right" in right_padded
     assert f"row 0, of {PROMPT + 1} tokens, is longer than {PROMPT}" in too_long
     assert "'attention_mask'" in no_mask
@@ -189,4 +191,6 @@ def test_prompts_that_cannot_be_generated_from_are_refused_by_name() -> None:
     assert "do_sample" in cold
     assert "meta_info['n'] is 1.5; expected int" in half
     assert f"pad_token_id is {VOCAB}, the vocabulary has {VOCAB}" in outside
+    assert "meta_info['eos_token_id'] is '</s>'; expected int" in text
+    assert "input_ids is [2, 0]: rows without a token" in empty
     assert "a batch of 0 rows" in nothing

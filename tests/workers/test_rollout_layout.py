@@ -46,6 +46,7 @@ Axes = dict[str, Any]
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"num_query_groups": 4},
     "tied": {"num_query_groups": 4, "tie_embeddings": True},
+    "uneven stages": {"num_query_groups": 4, "transformer": {"num_layers_in_first_pipeline_stage": 1}},
     "experts": {
         "num_moe_experts": 4,
         "moe_ffn_hidden_size": 32,
@@ -81,7 +82,8 @@ def before_and_after(
 
 @functools.cache
 def alone(model: str, rows: int) -> list[dict[str, Any]]:
-    return run_ranks(before_and_after, 1, {}, None, model, rows, {})[0]
+    whole = "dense" if model == "uneven stages" else model
+    return run_ranks(before_and_after, 1, {}, None, whole, rows, {})[0]
 
 
 @pytest.mark.parametrize(
@@ -93,10 +95,11 @@ def alone(model: str, rows: int) -> list[dict[str, Any]]:
         (4, {"cp": 4, "order": "cp-tp-ep-dp-pp"}, {"tp": 2}, "dense", ROWS, {}),
         (4, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, "tied", ROWS, {}),
         (4, {"tp": 2}, {"pp": 2, "order": "tp-cp-ep-pp-dp"}, "dense", ROWS, {"max_rows": 5}),
+        (2, {"pp": 2}, {"tp": 2}, "uneven stages", ROWS, {}),
         (4, {"ep": 2, "pp": 2}, {"ep": 4}, "experts", 3, {"max_rows": 1}),
         (4, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", ROWS, {}),
     ],
-    ids=["dp8", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "ep4-few", "etp"],
+    ids=["dp8", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "uneven", "ep4-few", "etp"],
 )
 def test_responses_are_those_of_one_process_before_and_after_an_update(
     ranks: int, parallel: Axes, rollout: Axes, model: str, rows: int, changes: dict[str, Any]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,3 +82,8 @@ def test_seed_and_call_change_every_sample() -> None:
         sample_seeds([7], {}, n=1, seed=seed, call=call).item() for seed, call in ((0, 0), (1, 0), (0, 1))
     )
     assert len({base, other_seed, other_call}) == 3
+
+
+@pytest.mark.parametrize("ids", [[1, 5], (1, 5), torch.tensor([1, 5]), np.array([1, 5])])
+def test_stop_tokens_are_given_in_a_list_an_array_or_a_tensor(ids: Any) -> None:
+    assert Sampling.of(RolloutConfig(), {"eos_token_id": ids, "pad_token_id": 0}).eos_token_ids == (1, 5)

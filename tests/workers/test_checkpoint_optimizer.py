@@ -1,0 +1,113 @@
+"""What a checkpoint says of the optimizer, in another layout of experts, in another run, and where it says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import DataError
+from tests.forking import run_ranks
+from tests.workers.roles import actor, critic, experience, largest_difference, own_shard, weights
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "transformer": {"moe_router_load_balancing_type": "none"},
+}
+TOGETHER, APART = (1, {}), (2, {"ep": 2})
+
+
+def save_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
+    worker = actor(parallel, "actor", **changes)
+    batch = own_shard(experience(16), worker)
+    worker.update_actor(batch)
+    worker.save_checkpoint(path)
+    metrics = worker.update_actor(batch).meta_info["metrics"]
+    return {"metrics": metrics, "weights": weights(worker)}
+
+
+def load_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
+    worker = actor(parallel, "actor", **changes)
+    worker.load_checkpoint(path)
+    metrics = worker.update_actor(own_shard(experience(16), worker)).meta_info["metrics"]
+    groups = [group for part in worker.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    settings = {"betas": {group["betas"] for group in groups}, "scale": float(worker.optimizer.get_loss_scale())}
+    return {"metrics": metrics, "weights": weights(worker)} | settings
+
+
+def in_experts(fn: Any, layout: tuple[int, dict[str, Any]], path: Path, distributed: bool) -> dict[str, Any]:
+    return run_ranks(_in_experts, layout[0], fn, layout[1], str(path), distributed)[0]
+
+
+def _in_experts(fn: Any, parallel: dict[str, Any], path: str, distributed: bool) -> dict[str, Any]:
+    return fn(parallel, path, model=EXPERTS, optim={"distributed_optimizer": distributed})
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [(TOGETHER, APART), (APART, TOGETHER)], ids=["apart", "together"])
+def test_experts_go_on_where_they_are_divided_otherwise(
+    saved_in: tuple[int, dict[str, Any]], loaded_in: tuple[int, dict[str, Any]], distributed: bool, tmp_path: Path
+) -> None:
+    """With experts on other ranks than the other weights, Megatron has two optimizers in place of one."""
+    saved = in_experts(save_and_go_on, saved_in, tmp_path, distributed)
+    loaded = in_experts(load_and_go_on, loaded_in, tmp_path, distributed)
+    assert loaded["metrics"] == pytest.approx(saved["metrics"], abs=1e-5)
+    assert largest_difference(saved["weights"], loaded["weights"]) < 1e-5
+
+
+def in_another_run(path: str, resume: bool) -> dict[str, Any]:
+    """In float16, whose first loss scales are too large for any step."""
+    optim: dict[str, Any] = {"warmup_steps": 0}
+    if resume:
+        return load_and_go_on({}, path, model={"dtype": "float16"}, optim=optim | {"lr": 1e-3, "betas": (0.8, 0.99)})
+    worker = actor({}, "actor", model={"dtype": "float16"}, optim=optim)
+    while not worker.optimizer_steps:
+        worker.update_actor(experience(16))
+    worker.save_checkpoint(path)
+    return {"scale": float(worker.optimizer.get_loss_scale())}
+
+
+def test_the_scale_of_the_loss_goes_on_and_settings_are_those_of_the_run(tmp_path: Path) -> None:
+    saved, loaded = (run_ranks(in_another_run, 1, str(tmp_path), resume)[0] for resume in (False, True))
+    assert loaded["scale"] <= saved["scale"] < 2.0**32
+    assert loaded["metrics"]["actor/lr"] == 1e-3 and loaded["betas"] == {(0.8, 0.99)}
+
+
+def rolled_back(path: str) -> float:
+    """A step from the first weights, and again from the same weights that were saved before any step."""
+    worker, batch = actor({}, "actor"), experience(16)
+    worker.save_checkpoint(path)
+    worker.update_actor(batch)
+    first = weights(worker)
+    worker.load_checkpoint(path)
+    worker.update_actor(batch)
+    return largest_difference(first, weights(worker))
+
+
+def test_a_checkpoint_without_steps_leaves_no_moments_of_what_was_learnt_since(tmp_path: Path) -> None:
+    assert run_ranks(rolled_back, 1, str(tmp_path)) == [0.0]
+
+
+def unreadable(path: str) -> list[str]:
+    worker = actor({}, "actor")
+    batch = experience(8)
+    batch.batch["loss_mask"] = batch.batch["attention_mask"] * (batch.batch["attention_mask"].cumsum(1) > 1)
+    worker.update_sft(batch)
+    directory = Path(worker.save_checkpoint(path))
+    messages = []
+    with pytest.raises(DataError) as caught:
+        critic({}).load_checkpoint(path)
+    messages.append(str(caught.value))
+    for file in directory.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError) as caught:
+        worker.load_checkpoint(path)
+    return [*messages, str(caught.value)]
+
+
+def test_a_phase_that_a_role_does_not_have_and_files_that_are_cut_off_are_told(tmp_path: Path) -> None:
+    phase, cut_off = run_ranks(unreadable, 1, str(tmp_path))[0]
+    assert "was saved in the phase 'sft'; CriticWorker is trained in ppo" in phase
+    assert f"the checkpoint '{tmp_path}/global_step_0' cannot be read: rank 0: " in cut_off
