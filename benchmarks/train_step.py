@@ -1,13 +1,14 @@
 """A training step through the controller beside a plain Megatron loop under torchrun: its time, and a rank's memory.
 
-    python benchmarks/train_step.py [--hidden 512] [--layers 8] [--sequence 32] [--rounds 24] [--steps 1]
+    python benchmarks/train_step.py [--hidden 1024] [--layers 8] [--sequence 8] [--rounds 16] [--steps 1]
 
 Both sides train the same model on the same batches on 8 CPU ranks (TP2 x PP2 x DP2), one thread each, and take turns
-round by round; the one that waits sleeps. Ray starts its workers at niceness 15, which is set to that of the plain
-loop, so that whatever else the machine does slows both alike. A step through the controller includes sending its
-batch and getting its metrics back. Memory is read from the kernel's record of each process (VmHWM): the peak since its
-start, with Python, the libraries and Ray. A rank's own memory is that without the pages of files, which all ranks of
-a machine share. Which holes a heap has at its peak is chance, worth 10 to 30 MB, so the mean of the ranks is compared.
+round by round; the one that waits sleeps. Both get the same share of the processors: Ray would start its workers at
+niceness 15, and torchrun each of its ranks in a session of its own, among which Linux divides processors first. A step
+through the controller includes sending its batch and getting its metrics back. Memory is read from the kernel's record
+of each process (VmHWM): the peak since its start, with Python, the libraries and Ray. A rank's own memory is that
+without the pages of files, which all ranks of a machine share. Which holes a heap has at its peak is chance, worth 10
+to 30 MB, so the mean of the ranks is compared.
 """
 
 from __future__ import annotations
@@ -39,6 +40,18 @@ from workers import ActorConfig, ActorRolloutRefWorker, ModelConfig, RolloutConf
 AT_MOST = 1.05
 TOLERANCE = 1e-5
 
+TORCHRUN = """
+import subprocess
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+def in_this_session(*args, start_new_session=False, **options):
+    return subprocess.Popen(*args, process_group=0, **options)
+
+subprocess_handler.Popen = in_this_session
+run.main()
+"""
+
 
 class Round(NamedTuple):
     """Mean seconds of a step, and of every step its loss and gradient norm."""
@@ -63,7 +76,7 @@ class Plain:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT, wait_for_workers=False)
         sizes = {"hidden": model.hidden_size, "layers": model.num_layers, "sequence": model.max_sequence_length}
         options = [f"--{name}={value}" for name, value in {"port": self.store.port, **sizes}.items()]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
+        torchrun = [sys.executable, "-c", TORCHRUN, "--standalone", f"--nproc_per_node={WORLD_SIZE}"]
         script = str(Path(__file__).with_name("train_step_plain.py"))
         self.process = subprocess.Popen([*torchrun, script, *options], stderr=subprocess.DEVNULL)
         self.pids = [int(answer) for answer in self._answers("ready")]
@@ -217,10 +230,10 @@ def add(table: Table, what: str, figures: Sequence[float], digits: int = 0, *, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model (a multiple of 16)")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the model (a multiple of 16)")
     parser.add_argument("--layers", type=int, default=8, help="an even number")
-    parser.add_argument("--sequence", type=int, default=32, help="tokens of a row")
-    parser.add_argument("--rounds", type=int, default=24, help="turns of each side, after one to warm up")
+    parser.add_argument("--sequence", type=int, default=8, help="tokens of a row")
+    parser.add_argument("--rounds", type=int, default=16, help="turns of each side, after one to warm up")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a turn")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": str(os.nice(0))}
