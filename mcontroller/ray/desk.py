@@ -88,7 +88,10 @@ class _Server(ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.answers = answers
         self.secret = secrets.token_hex(32)
-        super().__init__((host, 0), _Visit)
+        try:
+            super().__init__((host, 0), _Visit)
+        except OSError:  # an address by which others reach this machine, and which it does not know itself
+            super().__init__(("", 0), _Visit)
 
 
 class _Visit(StreamRequestHandler):

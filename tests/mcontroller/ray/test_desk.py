@@ -25,6 +25,12 @@ def test_each_desk_answers_for_itself_and_one_that_is_not_there_with_nothing(des
     assert ask([desk, None, nobody, triple], "double", 3, timeout=20) == [6, None, None, [3, 3]]
 
 
+def test_a_machine_that_does_not_know_its_own_address_answers_at_all_it_has() -> None:
+    desk = open_desk("198.51.100.7", {"double": lambda number: 2 * number})
+    assert desk.host == "198.51.100.7"
+    assert ask([replace(desk, host="127.0.0.1")], "double", 3, timeout=20) == [6]
+
+
 def test_who_does_not_know_the_secret_is_not_heard(desk: Desk, heard: list[int]) -> None:
     stranger = replace(desk, secret="guessed")
     assert ask([stranger], "double", 3, timeout=20) == [None]
