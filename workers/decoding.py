@@ -16,13 +16,13 @@ import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from torch import Tensor, nn
 
+from workers.generation_linears import linears_for_generation
 from workers.local_attention import TEDotProductAttention
 from workers.rollout import Generated, Prompts
 from workers.sampling import Sampling, draw_tokens, uniform
@@ -59,7 +59,7 @@ def generate(
         _whole_sequences(chunks),
         _padding_hidden_from_engine(chunks),
         _cached_for_attention(chunks),
-        _linears_without_gradients(chunks),
+        linears_for_generation(chunks),
         _last_position_only(chunks),
     ):
         for step in range(sampling.response_length):
@@ -234,32 +234,6 @@ def _memory(first: Tensor, length: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _linears_without_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """What a linear does for its backward pass costs as much as a small product; on whole sequences nothing else than
-    the product, and the sum over tp, is left of its forward pass."""
-    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
-    columns = [(linear, linear.disable_grad_reduce) for linear in modules if isinstance(linear, ColumnParallelLinear)]
-    rows = [linear for linear in modules if isinstance(linear, RowParallelLinear)]
-    whole = [linear for linear in rows if linear.tp_group.size() == 1 and linear.skip_bias_add]
-    for linear, _ in columns:
-        linear._forward_impl, linear.disable_grad_reduce = _product, True
-    for linear in rows:
-        linear._forward_impl = _product
-    for linear in whole:
-        linear.forward = functools.partial(_product_and_bias, linear)
-    try:
-        yield
-    finally:
-        for linear, reduces in columns:
-            linear.disable_grad_reduce = reduces
-            del linear._forward_impl
-        for linear in rows:
-            del linear._forward_impl
-        for linear in whole:
-            del linear.forward
-
-
-@contextlib.contextmanager
 def _last_position_only(chunks: Sequence[Any]) -> Iterator[None]:
     """After the last layer's attention nothing looks at other positions than the last: its feed-forward part is
     computed for that one. Experts keep all, since what they drop may depend on how many tokens there are."""
@@ -276,14 +250,6 @@ def _last_position_only(chunks: Sequence[Any]) -> Iterator[None]:
 
 def _of_last_position(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     return type(layer)._forward_mlp(layer, hidden[-1:], *args, **kwargs)
-
-
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None, **_for_gradients: Any) -> Tensor:
-    return nn.functional.linear(input, weight, bias)
-
-
-def _product_and_bias(linear: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    return nn.functional.linear(hidden, linear.weight), linear.bias
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from mcontroller.partition import split_rows
 from mcontroller.protocol import DataProto
 from tests.forking import run_ranks
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
+from workers import generation_linears
 
 ROWS = 12
 LAYOUTS = {
@@ -104,6 +105,37 @@ def test_log_probs_of_samples_are_those_that_scoring_computes(layout: str | None
     samples = everywhere(layout, greedy=False, n=2)
     assert samples["rollout_log_probs"].abs().max() > 1
     torch.testing.assert_close(samples["rollout_log_probs"], samples["old_log_probs"], atol=1e-4, rtol=0)
+
+
+def with_weights_laid_out(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Generated and scored before and after the weights changed, every weight in oneDNN's order while generating."""
+    laid_out = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    worker = actor(parallel, "actor_rollout")
+    worker.generate_sequences(prompts(ROWS, GREEDY))
+    monkeypatch.setattr(generation_linears, "WORTH_LAYING_OUT", 1)
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: laid_out.append(weight) or reorder(weight)
+    )
+    rounds = []
+    for factor in (1.0, 1.1):
+        for parameter in worker.model[0].parameters():
+            parameter.data *= factor
+        laid_out.clear()
+        generated = worker.generate_sequences(prompts(ROWS, GREEDY))
+        scored = worker.compute_log_prob(generated)
+        rounds.append({"count": len(laid_out)} | dict(generated.batch) | dict(scored.batch))
+    return rounds
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_laid_out_for_the_processor_generate_the_same(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = run_ranks(with_weights_laid_out, world_size, {"tp": world_size}, monkeypatch)[-1]
+    assert before["count"] == after["count"] == 4 * 4 + 1  # of every layer qkv, projection, fc1, fc2; and the output
+    assert torch.equal(before["responses"], greedy_reference())
+    for samples in (before, after):
+        torch.testing.assert_close(samples["rollout_log_probs"], samples["old_log_probs"], atol=1e-5, rtol=0)
+    assert (before["rollout_log_probs"] - after["rollout_log_probs"]).abs().max() > 1e-2
 
 
 def test_responses_end_at_the_stop_token_and_are_padded_after_it() -> None:
