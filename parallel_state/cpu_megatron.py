@@ -5,9 +5,11 @@ Each patch looks for what it replaces, so that one table serves every supported 
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,46 @@ from parallel_state.cpu_adam import FusedAdam
 def _jit(module: Any) -> None:
     """Eager functions: compiling one takes longer than a CPU run gains from it."""
     module.disable_jit_fuser()
+
+
+def _layers(module: Any) -> None:
+    """What ``gradient_accumulation_fusion`` takes Apex for; a weight without ``main_grad`` has a gradient by itself."""
+    linear = module.linear_with_grad_accumulation_and_async_allreduce
+
+    @functools.wraps(linear)
+    def fused_where_summed(
+        input: Any, weight: Any, bias: Any, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        return linear(
+            input, weight, bias, gradient_accumulation_fusion and hasattr(weight, "main_grad"), *args, **kwargs
+        )
+
+    module.linear_with_grad_accumulation_and_async_allreduce = fused_where_summed
+    module.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
+    )
+    module._grad_accum_fusion_available = True
+
+
+def _add_weight_gradient(tokens: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """``main_grad`` ``[out, in]`` += the gradient of a weight; ``tokens`` is ``[n, in]``, ``grad_output`` ``[n, out]``.
+
+    In one pass and without memory for the gradient by itself, where the dtypes are the same.
+    """
+    if main_grad.dtype == tokens.dtype == grad_output.dtype:
+        main_grad.addmm_(grad_output.t(), tokens)
+    else:
+        main_grad.add_(grad_output.t() @ tokens)
+
+
+def _utils(module: Any) -> None:
+    module.local_multi_tensor_scale = _scale
+
+
+def _scale(chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], scale: Any) -> None:
+    """Megatron's stand-in for Apex's kernel, without memory for every product by itself."""
+    for source, destination in zip(*tensors, strict=True):
+        torch.mul(source, scale, out=destination)
 
 
 def _random(module: Any) -> None:
@@ -70,7 +112,9 @@ def _inference_communication(module: Any) -> None:
 
 PATCHES: dict[str, Callable[[Any], None]] = {
     "megatron.core.jit": _jit,
+    "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.random": _random,
+    "megatron.core.utils": _utils,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.optimizer": _optimizer,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,

@@ -116,9 +116,11 @@ def divided_for(model: ModelConfig, parallel: ParallelConfig, training: Parallel
     return dataclasses.replace(model, transformer=further)
 
 
-def check_local(model: ModelConfig) -> None:
+def check_local(model: ModelConfig, *, on_gpu: bool) -> None:
     """Return if layers of plain PyTorch compute the model; ConfigError over a field that Transformer Engine does."""
     for name, neutral in _ENGINE_ONLY.items():
+        if name == "gradient_accumulation_fusion" and not on_gpu:
+            continue  # parallel_state.cpu_megatron has what it takes
         value = model.transformer.get(name, neutral)
         if value not in (None, neutral):
             key = f"model.transformer.{name}"

@@ -114,7 +114,7 @@ class _OwnModel:
         self.config: TransformerConfig = transformer_config(model, parallel)
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
-            check_local(model)
+            check_local(model, on_gpu=torch.cuda.is_available())
         if dist.get_rank() == 0:
             _tell(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
 

@@ -77,6 +77,8 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
         "fp16": dtype is torch.float16,
         "use_cpu_initialization": False,  # each rank fills its own shards, and workers.initialize fills them again
         "moe_token_dispatcher_type": "alltoall",  # also what lets lengths vary over pp, dense models included
+        # A GPU's needs Apex or Transformer Engine.
+        "gradient_accumulation_fusion": not torch.cuda.is_available(),
     }
     if model.num_moe_experts is not None:
         fields |= {
@@ -104,7 +106,15 @@ def _from_parallel(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 # What we set and a user may set otherwise.
-_CHANGEABLE = frozenset(("moe_token_dispatcher_type", "moe_grouped_gemm", "overlap_p2p_comm", "batch_p2p_comm"))
+_CHANGEABLE = frozenset(
+    (
+        "moe_token_dispatcher_type",
+        "moe_grouped_gemm",
+        "gradient_accumulation_fusion",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+    )
+)
 
 
 def _further_field(name: str, value: Any, set_elsewhere: collections.abc.Set[str]) -> Any:

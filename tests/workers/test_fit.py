@@ -137,8 +137,15 @@ def test_what_transformer_engine_alone_computes_is_not_left_out_by_local_layers(
     check_fit(model, ParallelConfig())
     [name] = transformer
     with pytest.raises(ConfigError, match=f"model.transformer.{name}=.* needs Transformer Engine") as caught:
-        check_local(model)
+        check_local(model, on_gpu=True)
     assert caught.value.fields["key"] == f"model.transformer.{name}"
+
+
+def test_gradients_are_added_in_place_by_local_layers_on_a_cpu_only() -> None:
+    model = dataclasses.replace(GPT, transformer={"gradient_accumulation_fusion": True})
+    check_local(model, on_gpu=False)
+    with pytest.raises(ConfigError, match="gradient_accumulation_fusion=True needs Transformer Engine"):
+        check_local(model, on_gpu=True)
 
 
 @pytest.mark.parametrize(
