@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from mcontroller.errors import ConfigError, DataError
 from workers.config import RolloutConfig
 
 __all__ = ["Sampling", "draw_tokens", "prompt_hashes", "sample_seeds", "uniform"]
+
+_BLOCK = 64  # weights that are summed as one when a token is looked for
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,17 @@ def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tup
         noise: float64 ``[rows]`` in [0, 1); None, or ``do_sample`` off, takes the most probable token.
 
     The log-probability is the policy's own, at the temperature but before top-k and top-p, as ``compute_log_prob``
-    gives it. A token is kept by top-p while the more probable ones have less than ``top_p`` together.
+    gives it. Top-k comes first, and keeps what is as probable as the k-th; of what it leaves, top-p keeps a token while
+    the more probable ones have less than ``top_p`` of it together.
     """
     scaled = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
     log_probs = torch.log_softmax(scaled, dim=-1)
     if noise is None or not sampling.do_sample:
         tokens = _argmax(log_probs)
     else:
-        probs = log_probs.exp().double()
-        if sampling.top_p < 1.0 or 0 < sampling.top_k < probs.size(-1):
-            probs = torch.where(_kept(probs, sampling), probs, 0.0)
-        cumulative = probs.cumsum(-1)
-        point = noise[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1).clamp(max=probs.size(-1) - 1)
+        probs = log_probs.exp()
+        least = _least_kept(probs, sampling)
+        tokens = _at(noise, probs if least is None else torch.where(probs < least, 0.0, probs))
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
@@ -118,12 +119,45 @@ def _argmax(values: Tensor) -> Tensor:
     return torch.from_numpy(values.numpy().argmax(-1)) if values.device.type == "cpu" else values.argmax(-1)
 
 
-def _kept(probs: Tensor, sampling: Sampling) -> Tensor:
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    kept = ordered.cumsum(-1) - ordered < sampling.top_p
-    if sampling.top_k > 0:
-        kept[:, sampling.top_k :] = False
-    return torch.zeros_like(kept).scatter(-1, order, kept)
+def _least_kept(probs: Tensor, sampling: Sampling) -> Tensor | None:
+    """``[rows, 1]``: the probability under which top-k and top-p cut tokens off; None where they keep all."""
+    cut = 0 < sampling.top_k < probs.size(-1)
+    if not cut and sampling.top_p == 1.0:
+        return None
+    ordered = probs.topk(sampling.top_k).values if cut else _descending(probs)
+    if sampling.top_p == 1.0:
+        return ordered[:, -1:]
+    cumulative = ordered.cumsum(-1, dtype=torch.float64)
+    kept = cumulative - ordered < sampling.top_p * cumulative[:, -1:]
+    return ordered.gather(-1, kept.sum(-1, keepdim=True) - 1)
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Sorted along the last dim. numpy's takes a fifth of the time of torch's on a CPU."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), -1)).flip(-1)
+    return values.sort(-1, descending=True).values
+
+
+def _at(noise: Tensor, weights: Tensor) -> Tensor:
+    """int64 ``[rows]``: where ``noise`` falls when [0, 1) is divided by ``weights`` ``[rows, n]``; never on a 0.
+
+    First the block of weights is found and then the place in it: a cumulative sum over all takes far longer.
+    """
+    blocks = torch.nn.functional.pad(weights, (0, -weights.size(-1) % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(-1)
+    ends = sums.cumsum(-1, dtype=torch.float64)
+    point = noise[:, None] * ends[:, -1:]
+    block = _first_beyond(ends, point)
+    start = (ends - sums).gather(-1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
+    return (block * _BLOCK + _first_beyond(inside, (point - start).clamp(min=0.0))).squeeze(-1)
+
+
+def _first_beyond(cumulative: Tensor, point: Tensor) -> Tensor:
+    """``[rows, 1]``: the first entry above ``point``, or the last at which anything is added: sums are rounded."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.searchsorted(cumulative, point, right=True).minimum(last)
 
 
 def prompt_hashes(ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from workers.config import RolloutConfig
 from workers.sampling import Sampling, draw_tokens, prompt_hashes, sample_seeds, uniform
@@ -39,6 +40,28 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert frequencies(replace(PLAIN, top_p=0.69)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=2e-3)
     assert frequencies(replace(PLAIN, top_p=0.71)) == pytest.approx([0, 4 / 9, 2 / 9, 3 / 9], abs=2e-3)
     assert frequencies(replace(PLAIN, top_p=1e-6)) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (7, 1.0), (0, 0.6), (50, 0.6), (200, 0.999), (1, 0.5)])
+def test_every_point_draws_the_token_that_plain_sums_say_of_what_transformers_keeps(top_k: int, top_p: float) -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(0))
+    kept = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+    kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
+    ends = kept.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(ends[0], EVERY_POINT, right=True)
+    tokens, _ = draw_tokens(logits.repeat(1000, 1), EVERY_POINT, replace(PLAIN, top_k=top_k, top_p=top_p))
+    assert len(set(tokens.tolist())) > (1 if top_k != 1 else 0)
+    on_the_edge = (ends[0][:, None] - EVERY_POINT).abs().min(0).values < 1e-6
+    assert torch.equal(tokens[~on_the_edge], expected[~on_the_edge]) and on_the_edge.sum() < 5
+
+
+@pytest.mark.parametrize("only", [0, 63, 64, 199])
+def test_a_token_without_probability_is_never_drawn(only: int) -> None:
+    logits = torch.full((2, 200), -torch.inf)
+    logits[:, only] = 0.0
+    ends = torch.tensor([0.0, 1 - 2**-32], dtype=torch.float64)
+    tokens, log_probs = draw_tokens(logits, ends, PLAIN)
+    assert tokens.tolist() == [only, only] and log_probs.tolist() == [0.0, 0.0]
 
 
 def test_the_log_probability_is_the_policys_before_anything_is_cut_off() -> None:
