@@ -2,8 +2,9 @@
 
     python benchmarks/generation.py [--rows 64] [--prompt 32] [--tokens 64] [--long 160] [--rounds 3]
 
-Both decode greedily with a key-value cache and without a stop token, and must give the same tokens. Ours is the whole
-``ActorRolloutRefWorker.generate_sequences``, log-probabilities included. They take turns, round by round, so that a
+Both decode with a key-value cache and without a stop token: greedily, where they must give the same tokens, and by
+sampling with top-k and top-p. Ours is the whole ``ActorRolloutRefWorker.generate_sequences``, log-probabilities
+included. They take turns, round by round, so that a
 busy machine slows them alike. The second table is about positions: the time of a token among the first ones and among
 the last ones of a longer generation; what grows there is attention, and should grow no more than for transformers.
 """
@@ -37,7 +38,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, hidden 512": ("Qwen2", {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4}),
 }
 EDGE = 32  # tokens at either end of the longer generation
-Generate = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
+CASES = {"greedy": (False, GREEDY), "greedy, left-padded": (True, GREEDY), "sampled": (False, SAMPLED)}
+Generate = Callable[[torch.Tensor, torch.Tensor, int, dict[str, Any]], torch.Tensor]
 
 
 class Timed:
@@ -48,11 +52,13 @@ class Timed:
         self.ends: list[float] = []
         model.register_forward_hook(lambda *_: self.ends.append(time.perf_counter()))
 
-    def run(self, ids: torch.Tensor, mask: torch.Tensor, tokens: int) -> tuple[float, list[float], torch.Tensor]:
+    def run(
+        self, ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any]
+    ) -> tuple[float, list[float], torch.Tensor]:
         """Seconds of it all, seconds of every token but the first, and the tokens."""
         self.ends.clear()
         start = time.perf_counter()
-        responses = self.generate(ids, mask, tokens)
+        responses = self.generate(ids, mask, tokens, how)
         total = time.perf_counter() - start
         return total, [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)], responses
 
@@ -79,18 +85,18 @@ def both(name: str, longest: int, directory: str) -> tuple[Timed, Timed]:
     )
     worker.init_model()
 
-    def ours(ids: torch.Tensor, mask: torch.Tensor, tokens: int) -> torch.Tensor:
-        how = {"eos_token_id": -1, "pad_token_id": 0, "do_sample": False, "response_length": tokens}
-        batch = DataProto.from_dict({"input_ids": ids, "attention_mask": mask}, meta_info=how)
+    def ours(ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any]) -> torch.Tensor:
+        meta_info = {"eos_token_id": -1, "pad_token_id": 0, "response_length": tokens} | how
+        batch = DataProto.from_dict({"input_ids": ids, "attention_mask": mask}, meta_info=meta_info)
         generated = worker.generate_sequences(batch)
         assert generated is not None and generated.batch is not None
         return generated.batch["responses"]
 
-    def of_transformers(ids: torch.Tensor, mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    def of_transformers(ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any]) -> torch.Tensor:
         sequences = theirs.generate(
             ids,
             attention_mask=mask,
-            do_sample=False,
+            **how,
             use_cache=True,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
@@ -111,7 +117,7 @@ def prompts(rows: int, width: int, padded: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def measured(
-    sides: Sequence[Timed], ids: torch.Tensor, mask: torch.Tensor, tokens: int, rounds: int
+    sides: Sequence[Timed], ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any], rounds: int
 ) -> tuple[list[list[float]], list[list[list[float]]], float]:
     """By side and round: total seconds, seconds by token; and which part of the rows is the same. One round extra."""
     totals: list[list[float]] = [[] for _ in sides]
@@ -119,7 +125,7 @@ def measured(
     responses = []
     for number in range(rounds + 1):
         for index, side in enumerate(sides):
-            total, by_token, tokens_out = side.run(ids, mask, tokens)
+            total, by_token, tokens_out = side.run(ids, mask, tokens, how)
             responses.append(tokens_out)
             if number:
                 totals[index].append(total)
@@ -143,22 +149,22 @@ def main() -> None:
     console.print(f"torch {torch.__version__}, transformers {transformers.__version__}, 1 thread, {options.rows} rows")
     speed = Table(title=f"{options.prompt} + {options.tokens} tokens; at least 1.00x", title_justify="left")
     growth = Table(title=f"{options.prompt} + {options.long} tokens, ms a token", title_justify="left")
-    for head in ("model", "prompts", "ours tokens/s", "transformers tokens/s", "ratio", "worst round", "same rows"):
+    for head in ("model", "how", "ours tokens/s", "transformers tokens/s", "ratio", "worst round", "same rows"):
         speed.add_column(head, justify="right")
     for head in ("model", "", f"tokens 2-{EDGE + 1}", f"last {EDGE}", "more", "growth"):
         growth.add_column(head, justify="right")
     for model in MODELS:
         with tempfile.TemporaryDirectory() as directory:
             sides = both(model, options.prompt + options.long, directory)
-        for padded in (False, True):
+        for case, (padded, how) in CASES.items():
             ids, mask = prompts(options.rows, options.prompt, padded)
-            totals, _, same = measured(sides, ids, mask, options.tokens, options.rounds)
+            totals, _, same = measured(sides, ids, mask, options.tokens, how, options.rounds)
             rates = [options.rows * options.tokens / statistics.median(seconds) for seconds in totals]
             worst = min(theirs / ours for ours, theirs in zip(*totals, strict=True))
-            cells = [f"{rate:,.0f}" for rate in rates] + [f"{rates[0] / rates[1]:.2f}x", f"{worst:.2f}x", f"{same:.0%}"]
-            speed.add_row(model, "left-padded" if padded else "full", *cells)
+            cells = [f"{rate:,.0f}" for rate in rates] + [f"{rates[0] / rates[1]:.2f}x", f"{worst:.2f}x"]
+            speed.add_row(model, case, *cells, "" if how["do_sample"] else f"{same:.0%}")
         ids, mask = prompts(options.rows, options.prompt, False)
-        _, steps, _ = measured(sides, ids, mask, options.long, max(1, options.rounds // 2))
+        _, steps, _ = measured(sides, ids, mask, options.long, GREEDY, max(1, options.rounds // 2))
         for name, by_round in zip(("ours", "transformers"), steps, strict=True):
             first, last = (
                 1e3 * statistics.median(second for seconds in by_round for second in seconds[edge])
