@@ -32,11 +32,19 @@ def launch(
 ) -> Hosts:
     """Starts one process on every place of ``pool`` and constructs the workers of ``roles`` in each of them.
 
-    Raises ResourceError where the pool has no slot; WorkerError, WorkerDied or CallTimeout (after ``timeout`` seconds)
-    where a rank does not come up, and leaves nothing of the group then.
+    Raises ResourceError where the pool has no slot, or ends with its driver and the group shall not; WorkerError,
+    WorkerDied or CallTimeout (after ``timeout`` seconds) where a rank does not come up, and leaves nothing of the group
+    then.
     """
     if not ray.is_initialized():
         raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")
+    if detached and not pool.detached:
+        raise ResourceError(
+            f"group {name!r} is to outlive its driver, and pool {pool.name_prefix!r} would not, nor what runs in it: "
+            "make the pool with detached=True",
+            name=name,
+            pool=pool.name_prefix,
+        )
     tenancy = pool.occupy(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
     processes = Processes([], [], [], tenancy)

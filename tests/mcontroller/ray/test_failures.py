@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied, WorkerError
-from mcontroller.ray import RayResourcePool, RayWorkerGroup, launch
+from mcontroller.errors import CallTimeout, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
 from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.failures import LOG_BYTES, is_follower
 from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit
@@ -25,6 +25,12 @@ Start = Callable[..., RayWorkerGroup]
 
 SOON = 10
 """Seconds that a machine under load may take for what takes a fraction of one; nothing here waits for a deadline."""
+
+
+@pytest.fixture
+def lasting_pool(ray_cluster: None) -> Iterator[RayResourcePool]:
+    with RayResourcePool([2], use_gpu=False, name_prefix="lasting", detached=True) as pool:
+        yield pool
 
 
 def runs(pid: int) -> bool:
@@ -175,12 +181,18 @@ def test_an_end_that_is_interrupted_is_completed_by_the_next(
     assert pool.tenants == []
 
 
-def test_a_detached_group_whose_class_cannot_travel_takes_no_slot(pool: RayResourcePool, start: Start) -> None:
+def test_a_detached_group_whose_class_cannot_travel_takes_no_slot(lasting_pool: RayResourcePool) -> None:
     class Locked(Plain):
         lock = threading.Lock()
 
     with pytest.raises(TypeError, match="cannot pickle"):
-        start("actor", Locked, detached=True)
+        RayWorkerGroup(lasting_pool, RayClassWithInitArgs(Locked), detached=True)
+    assert lasting_pool.tenants == []
+
+
+def test_a_detached_group_is_refused_on_a_pool_that_ends_with_its_driver(pool: RayResourcePool, start: Start) -> None:
+    with pytest.raises(ResourceError, match="group 'actor' is to outlive its driver, and pool 'two' would not"):
+        start("actor", detached=True)
     assert pool.tenants == []
 
 
@@ -225,7 +237,7 @@ def test_calls_behind_one_that_is_open_are_sent_and_awaited_without_looking_at_e
 
 @pytest.mark.parametrize("at", ["_start", "_build"])
 def test_a_start_that_is_interrupted_leaves_nothing(
-    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch, at: str
+    lasting_pool: RayResourcePool, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     step, begun = getattr(launch, at), []
 
@@ -235,9 +247,9 @@ def test_a_start_that_is_interrupted_leaves_nothing(
 
     monkeypatch.setattr(launch, at, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        start("actor", detached=True)
+        RayWorkerGroup(lasting_pool, RayClassWithInitArgs(Plain), detached=True)
     assert begun
-    assert pool.tenants == []
+    assert lasting_pool.tenants == []
     assert list_named_actors(all_namespaces=True) == []
 
 
@@ -302,8 +314,6 @@ def test_a_start_past_its_deadline_is_told(start: Start) -> None:
 
 @pytest.mark.parametrize("way", ["shutdown", "with", "garbage"])
 def test_however_a_group_ends_nothing_of_it_is_left(pool: RayResourcePool, start: Start, way: str) -> None:
-    from mcontroller.ray import RayClassWithInitArgs
-
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="actor")
     pids = group.pid()
     if way == "shutdown":
