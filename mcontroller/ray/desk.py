@@ -101,9 +101,9 @@ class _Visit(StreamRequestHandler):
     def handle(self) -> None:
         try:
             secret, question, *arguments = json.loads(self.rfile.readline(QUESTION_BYTES))
-        except (OSError, ValueError, TypeError):  # whoever connects without knowing what to say
+        except (OSError, ValueError, TypeError, RecursionError):  # whoever connects without knowing what to say
             return
-        if hmac.compare_digest(str(secret).encode(), self.server.secret.encode()):
+        if hmac.compare_digest(str(secret).encode(errors="replace"), self.server.secret.encode()):
             answer = json.dumps(self.server.answers[question](*arguments)).encode() + b"\n"
             self.connection.sendall(answer)
 

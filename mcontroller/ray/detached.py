@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import ray
 from ray import cloudpickle
+from ray._private.state import jobs
 from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -26,10 +27,14 @@ NAMESPACE = "mcontroller"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A group's placement groups, the class of each role, and where its ranks run: nowhere, until its start is over."""
+    """A group's placement groups, the class of each role, and where its ranks run: nowhere, until its start is over.
+
+    ``job`` is Ray's name for the driver that starts it.
+    """
 
     placements: Set[PlacementGroup]
     classes: dict[str, type]
+    job: str
     infos: tuple[HostInfo, ...] = ()
 
 
@@ -42,7 +47,7 @@ class Announced:
     def __init__(self, group: str, tenancy: Tenancy, classes: Mapping[str, type]) -> None:
         self._group = group
         self._tenancy = tenancy
-        self._entry = Entry(frozenset(bundle.group for bundle in tenancy.bundles), dict(classes))
+        self._entry = Entry(frozenset(bundle.group for bundle in tenancy.bundles), dict(classes), _job())
         _write(group, self._entry)
 
     def ready(self, processes: Processes) -> None:
@@ -78,11 +83,20 @@ def find(name: str) -> list[str]:
 def attach(worker_names: Sequence[str]) -> tuple[Hosts, dict[str, type]]:
     """The processes of a detached group, by their names in rank order, and the class of each of their roles.
 
-    Raises ResourceError where one of them is not there, or their start is not over.
+    Raises ResourceError where one of them is not there, or their start is not over; where it never will be, since its
+    driver has ended, the group is ended first.
     """
     missing = sorted(set(worker_names) - set(_process_names()))
     group = _group_of(worker_names[0])
     entry = _read(group)
+    if entry is not None and not entry.infos and _has_ended(entry.job):
+        _end(group, entry)
+        raise ResourceError(
+            f"the driver of group {group} ended before the group's start was over: its processes have been ended, "
+            "start it again",
+            name=group,
+            missing=missing,
+        )
     if missing or entry is None or not entry.infos:
         why = f"has no process named {', '.join(missing)}" if missing else f"is still starting group {group}"
         raise ResourceError(f"the cluster {why}", name=group, missing=missing)
@@ -107,6 +121,21 @@ class _Attached:
         used = {placement for entry in entries if entry is not None for placement in entry.placements}
         for placement in self.placements - used:
             remove_placement_group(placement)
+
+
+def _end(group: str, entry: Entry) -> None:
+    for name in _process_names():
+        if _group_of(name) == group:
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    _Attached(group, entry.placements).leave()
+
+
+def _job() -> str:
+    return ray.get_runtime_context().get_job_id()
+
+
+def _has_ended(job: str) -> bool:
+    return any(each["JobID"] == job and each["IsDead"] for each in jobs())
 
 
 def _process_names() -> list[str]:

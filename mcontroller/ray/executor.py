@@ -47,6 +47,10 @@ class RayExecutor:
     def submit(
         self, method: str, calls: Sequence[RankCall], *, timeout: float | None = None, measure: bool = False
     ) -> RayPending:
+        with self.hosts.sending:
+            return self._send(method, calls, timeout, measure)
+
+    def _send(self, method: str, calls: Sequence[RankCall], timeout: float | None, measure: bool) -> RayPending:
         self.hosts.check(self.role)
         ticket = self.hosts.ticket()
         shippers: dict[int, list[int]] = {id(call.arguments): [] for call in calls}

@@ -16,6 +16,8 @@ from mcontroller.ray.host import HostInfo
 __all__ = ["Failure", "Place", "first_cause", "is_follower", "tail"]
 
 LOG_LINES = 20
+LOG_BYTES = 16 * 1024
+"""How much of the end of a log is read, and told: a process may have written without end, or without line ends."""
 
 LOG_SECONDS = 15.0
 """How long a log on another node is waited for: it is read by a process that Ray may have to start there."""
@@ -59,8 +61,13 @@ class Failure:
 
     @property
     def upstream(self) -> bool:
-        """Whether another group failed to make an argument of the call."""
-        return getattr(self.cause, "role", self.place.role) != self.place.role
+        """Whether another process, mostly of another group, failed to make an argument of the call."""
+        return self.cause is not None and not self._is_own(self.cause)
+
+    def _is_own(self, cause: GroupError) -> bool:
+        fields, info = cause.fields, self.place.info
+        here = info is None or (fields.get("node"), fields.get("pid")) == (info.node, info.pid)
+        return here and fields.get("role") == self.place.role
 
     @property
     def cause(self) -> GroupError | None:
@@ -88,12 +95,15 @@ def is_follower(cause: str) -> bool:
 
 
 def first_cause(failures: Sequence[Failure]) -> GroupError:
-    """The error to raise for these failures: causes before followers, the earliest first, the others counted."""
-    first = min(failures, key=lambda failure: (failure.follows, failure.at, failure.place.rank))
+    """The error to raise for these failures: causes before followers, the earliest first, the others counted.
+
+    What another process failed in comes after what the group itself did.
+    """
+    first = min(failures, key=lambda failure: (failure.follows, failure.upstream, failure.at, failure.place.rank))
     followers = len(failures) - 1
     if first.died:
         return _died(first, followers)
-    if isinstance(first.cause, WorkerError) and first.cause.role == first.place.role:
+    if isinstance(first.cause, WorkerError) and not first.upstream:
         return _raised(first.cause, first.place, followers)
     if first.cause is not None:
         return first.cause
@@ -173,7 +183,8 @@ def _read_tail(paths: Sequence[str]) -> str:
     lines: list[str] = []
     for path in paths:
         if os.path.exists(path):
-            with open(path, errors="replace") as log:
-                written = [line.rstrip("\n") for line in log.readlines()[-LOG_LINES * 4 :]]
+            with open(path, "rb") as log:
+                log.seek(max(0, os.path.getsize(path) - LOG_BYTES))
+                written = log.read(LOG_BYTES).decode(errors="replace").splitlines()
             lines += [line for line in written if line and not line.startswith(":")][-LOG_LINES:]
     return "\n".join(lines) or "(empty)"

@@ -24,7 +24,7 @@ from mcontroller.ray.desk import Desk, open_desk
 from mcontroller.ray.gate import Gate, Ticket
 from mcontroller.ray.wire import carried, opened, unpack
 
-__all__ = ["Endpoint", "HostInfo", "Identity", "Order", "WorkerHost", "siblings"]
+__all__ = ["ArgumentLost", "Endpoint", "HostInfo", "Identity", "Order", "WorkerHost", "siblings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,13 @@ class WorkerHost:
     def _failure(self, role: str, method: str, error: BaseException) -> GroupError:
         if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, GroupError):
             return error.cause  # an argument that another group failed to make
+        if isinstance(error, ArgumentLost):
+            return error
         rank = self._identity.rank
-        cause = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {_text(error)}"
+        told = _own_traceback(error)
         return WorkerError(
-            f"{role} rank {rank} failed in {method}: {cause}",
+            f"{role} rank {rank} on {self._info.node}, pid {self._info.pid} failed in {method}: {cause}\n{told}",
             role=role,
             rank=rank,
             coordinates={},
@@ -168,7 +171,7 @@ class WorkerHost:
             pid=self._info.pid,
             method=method,
             cause=cause,
-            worker_traceback=_own_traceback(error),
+            worker_traceback=told,
             followers=0,
             failed_at=time.time(),
         )
@@ -178,9 +181,20 @@ siblings: dict[str, Any] = {}
 """The worker objects of this process by role."""
 
 
+class ArgumentLost(GroupError):
+    """The process has died that was to make an argument; ``actor`` is Ray's id of it."""
+
+    actor: str
+
+
 def fetch(handles: Any) -> list[Any]:
-    """The values behind object references, private to the caller."""
-    return [unpack(value) for value in ray.get(list(handles))]
+    """The values behind object references, private to the caller. Raises ArgumentLost where their maker died."""
+    try:
+        values = ray.get(list(handles))
+    except ray.exceptions.ActorDiedError as error:
+        text = f"the process that was to make an argument has died: {error}"
+        raise ArgumentLost(text, actor=str(error.actor_id)) from None
+    return [unpack(value) for value in values]
 
 
 def _choose_device(index: int | None) -> None:
@@ -195,6 +209,13 @@ def _choose_device(index: int | None) -> None:
 def _logs() -> tuple[str, ...]:
     streams = [os.readlink(f"/proc/self/fd/{number}") for number in (1, 2) if os.path.exists(f"/proc/self/fd/{number}")]
     return tuple(dict.fromkeys(path for path in streams if path.startswith("/") and os.path.isfile(path)))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"({type(failed).__name__} where its text was asked for)"
 
 
 def _own_traceback(error: BaseException) -> str:

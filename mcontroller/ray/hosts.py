@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -24,7 +24,8 @@ from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.desk import Desk, ask, tell
 from mcontroller.ray.failures import Failure, Place, first_cause
 from mcontroller.ray.gate import Ticket
-from mcontroller.ray.host import HostInfo
+from mcontroller.ray.host import ArgumentLost, HostInfo
+from mcontroller.ray.reservation import session
 
 __all__ = ["Flight", "Hosts", "Processes"]
 
@@ -75,7 +76,19 @@ class Processes:
     handles: list[Any]
     introductions: list[Any]
     places: Places
-    ended: bool = False
+    _killed: bool = False
+    _freed: bool = False
+    _session: tuple[str, str] | None = field(default_factory=session)
+    _turn: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether Ray still runs that they were started with; what was shut down may have been started anew."""
+        return self._session is not None and self._session == session()
+
+    @property
+    def ended(self) -> bool:
+        return self._killed or not self.reachable
 
     def infos(self, timeout: float | None = 0.0) -> list[HostInfo | None]:
         """Where each process runs; None for one that has not said so in ``timeout`` seconds, or could not."""
@@ -92,12 +105,18 @@ class Processes:
         return [handle.introduce.remote() for handle in self.handles]
 
     def end(self) -> None:
-        """Kills the processes, waits until they are gone, and frees their slots; a second call does nothing."""
-        if self.ended:
-            return
-        self.ended = True
-        if not ray.is_initialized():
-            return
+        """Kills the processes, waits until they are gone, and frees their slots.
+
+        A second call does nothing, unless the first was interrupted: then it does the same again.
+        """
+        with self._turn:
+            self._killed = True
+            if not self._freed and self.reachable:
+                self._kill()
+                self.places.leave()
+                self._freed = True
+
+    def _kill(self) -> None:
         infos = self.infos()
         for handle in self.handles:
             ray.kill(handle)
@@ -107,7 +126,6 @@ class Processes:
         for info in infos:
             while info is not None and info.node_id == here and _runs(info.pid) and time.monotonic() < deadline:
                 time.sleep(0.002)
-        self.places.leave()
 
 
 class Hosts:
@@ -120,11 +138,14 @@ class Hosts:
         self._flights: list[Flight] = []
         self._broken: GroupError | None = None
         self._lock = threading.RLock()
+        self.sending = threading.RLock()
+        """Held while a call is sent, so that all ranks get the calls of several threads in one order."""
         self._caller = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._detached = detached
         if not detached:
             weakref.finalize(self, processes.end)
+        _living.add(self)
 
     @property
     def world_size(self) -> int:
@@ -155,11 +176,13 @@ class Hosts:
 
     def check(self, role: str) -> None:
         """Raises GroupBroken when a call before has failed, whether or not its result was asked for."""
-        self._poll()
+        if not self.processes.ended:
+            self._poll()
         if self._broken is not None:
             self._refuse(role)
         if self.processes.ended:
-            raise GroupError(f"group {role} has been shut down: start it again to call it", role=role)
+            by = "" if self.processes.reachable else ", with the Ray that it was started on"
+            raise GroupError(f"group {role} has been shut down{by}: start it again to call it", role=role)
 
     def settle(self, flight: Flight, timeout: float | None = None) -> list[Any]:
         """What the refs of a flight hold, once all of its ranks have answered.
@@ -175,6 +198,8 @@ class Hosts:
         except GetTimeoutError:
             self._late(flight, timeout)
         except RayError:
+            if self.processes.ended and self._broken is None:  # shut down by another thread meanwhile
+                return self._posthumous(flight)
             self._fail(flight)
         self._arrived(flight)
         return values
@@ -215,17 +240,24 @@ class Hosts:
         driver or another, has not answered, the group is broken, or its processes are gone already.
         """
         try:
-            if self._is_idle():
-                finished = [host.finish.remote() for host in self.processes.handles]
-                flight = Flight(self.name, "before_shutdown", tuple(range(self.world_size)), finished, None)
-                self.depart(flight)
+            flight = self._send_finish()
+            if flight is not None:
                 with contextlib.suppress(WorkerDied):
                     self.settle(flight)
         finally:
             self.processes.end()
 
+    def _send_finish(self) -> Flight | None:
+        with self.sending:
+            if not self._is_idle():
+                return None
+            finished = [host.finish.remote() for host in self.processes.handles]
+            flight = Flight(self.name, "before_shutdown", tuple(range(self.world_size)), finished, None)
+            self.depart(flight)
+            return flight
+
     def _is_idle(self) -> bool:
-        if self.processes.ended or not ray.is_initialized():
+        if self.processes.ended:
             return False
         self._poll()
         if self._broken is not None or self._flights:
@@ -240,40 +272,54 @@ class Hosts:
         """Waits for one flight, and raises as soon as any flight of the group has failed."""
         deadline = None if seconds is None else time.monotonic() + seconds
         own = set(flight.refs)
-        waiting = [*flight.refs, *(ref for other in self._flights if other is not flight for ref in other.refs)]
+        known = tuple(self._flights)
+        flights = known if flight in known else (flight, *known)
+        answers = [_answers_of(rank, flights) for rank in range(self.world_size)]
+        nexts = [next(each, None) for each in answers]
         while own:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, waiting = ray.wait(waiting, timeout=left, fetch_local=False)
+            open_ = [ref for ref in nexts if ref is not None]
+            ready, _ = ray.wait(open_, timeout=left, fetch_local=False)
             if not ready:
                 raise GetTimeoutError
             ray.get(ready)
             own.difference_update(ready)
+            nexts = [next(each, None) if ref in ready else ref for ref, each in zip(nexts, answers, strict=True)]
 
     def _poll(self) -> None:
+        """Notes what has arrived. A rank answers its calls in order: behind one that is open nothing is to be seen."""
+        behind: set[int] = set()
         for flight in tuple(self._flights):
-            ready, late = ray.wait(flight.refs, num_returns=len(flight.refs), timeout=0, fetch_local=False)
+            if len(behind) == self.world_size:
+                return
+            asked = {ref: rank for rank, ref in zip(flight.ranks, flight.refs, strict=True) if rank not in behind}
+            if not asked:
+                continue
+            ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=0, fetch_local=False)
             try:
                 ray.get(ready)
             except RayError:
                 self._break(self._first_cause)
                 return
-            if not late:
+            behind.update(asked[ref] for ref in late)
+            if behind.isdisjoint(flight.ranks):
                 self._arrived(flight)
 
     def _arrived(self, flight: Flight) -> None:
-        if flight in self._flights:
+        with contextlib.suppress(ValueError):  # another thread has noted it
             self._flights.remove(flight)
 
     def _posthumous(self, flight: Flight) -> list[Any]:
         """The values of a flight that had arrived before the end; else what ended the group."""
-        try:
-            return ray.get(flight.refs, timeout=0)
-        except RayError:
-            if self._broken is None:
-                raise GroupError(
-                    f"group {flight.role} was shut down before {flight.method} had answered", role=flight.role
-                ) from None
+        with contextlib.suppress(RayError):
+            if self.processes.reachable:
+                return ray.get(flight.refs, timeout=0)
+        if self._broken is not None:
             self._refuse(flight.role)
+        raise GroupError(
+            f"group {flight.role} was shut down before the answer of {flight.method} was asked for, or had come",
+            role=flight.role,
+        )
 
     def _refuse(self, role: str) -> NoReturn:
         raise GroupBroken(
@@ -287,8 +333,8 @@ class Hosts:
         mine = [failure for failure in failures if failure.flight is flight]
         if len(mine) == len(flight.ranks) and all(failure.upstream for failure in mine):
             self._arrived(flight)  # no rank has begun: the arguments were never made, and the group is whole
-            raise first_cause(mine) from None
-        raise self._break(lambda: first_cause(failures)) from None
+            raise _told(mine) from None
+        raise self._break(lambda: _told(failures)) from None
 
     def _late(self, flight: Flight, timeout: float | None) -> NoReturn:
         raise self._break(lambda: self._timeout_of(flight, timeout)) from None
@@ -302,7 +348,13 @@ class Hosts:
             return self._broken
 
     def _first_cause(self) -> GroupError:
-        return first_cause(self._drain())
+        return _told(self._drain())
+
+    def told(self, actor: str) -> GroupError | None:
+        """What ended the process that Ray calls ``actor``, and with it this group; None for another's process."""
+        if all(handle._actor_id.hex() != actor for handle in self.processes.handles) or not self.processes.reachable:
+            return None
+        return self._broken or first_cause(self._drain())
 
     def _drain(self) -> list[Failure]:
         """The failures known so far, and those that come with them; when all only follow, the cause they follow."""
@@ -328,7 +380,7 @@ class Hosts:
         found: dict[int, Failure] = {}
         infos = self.processes.infos()
         for flight in flights:
-            for rank, ref in zip(flight.ranks, flight.refs, strict=True):
+            for rank, ref in zip(flight.ranks, flight.refs, strict=False):  # one that is being sent has fewer refs
                 error = _error_or_none(ref) if ref in ready else None
                 if error is not None and rank not in found:
                     found[rank] = Failure(self._place(flight.role, rank, infos[rank]), flight.method, error, flight)
@@ -357,6 +409,26 @@ class Hosts:
             ranks=tuple(late),
             stacks=stacks,
         )
+
+
+_living: weakref.WeakSet[Hosts] = weakref.WeakSet()
+
+
+def _told(failures: Sequence[Failure]) -> GroupError:
+    """The first cause; for an argument whose maker has died, what the maker's group tells of that."""
+    cause = first_cause(failures)
+    if not isinstance(cause, ArgumentLost):
+        return cause
+    return next(filter(None, (hosts.told(cause.actor) for hosts in list(_living))), cause)
+
+
+def _answers_of(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
+    """The refs of one rank, in the order in which it answers them."""
+    for flight in flights:
+        if rank in flight.ranks:
+            index = flight.ranks.index(rank)
+            if index < len(flight.refs):  # one that is being sent has fewer refs
+                yield flight.refs[index]
 
 
 def _runs(pid: int) -> bool:

@@ -32,16 +32,27 @@ def launch(
 ) -> Hosts:
     """Starts one process on every place of ``pool`` and constructs the workers of ``roles`` in each of them.
 
-    Raises ResourceError where the pool has no slot; WorkerError, WorkerDied or CallTimeout (after ``timeout`` seconds)
-    where a rank does not come up, and leaves nothing of the group then.
+    Raises ResourceError where the pool has no slot, or ends with its driver and the group shall not; WorkerError,
+    WorkerDied or CallTimeout (after ``timeout`` seconds) where a rank does not come up, and leaves nothing of the group
+    then.
     """
     if not ray.is_initialized():
         raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")
+    if detached and not pool.detached:
+        raise ResourceError(
+            f"group {name!r} is to outlive its driver, and pool {pool.name_prefix!r} would not, nor what runs in it: "
+            "make the pool with detached=True",
+            name=name,
+            pool=pool.name_prefix,
+        )
     tenancy = pool.occupy(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
-    announced = Announced(unique, tenancy, {role: init.cls for role, init in roles.items()}) if detached else None
-    processes = Processes([], [], [], announced or tenancy)
+    processes = Processes([], [], [], tenancy)
+    announced: Announced | None = None
     try:
+        if detached:
+            announced = Announced(unique, tenancy, {role: init.cls for role, init in roles.items()})
+            processes.places = announced
         _start(processes, pool, tenancy, unique, options, detached)
         hosts = Hosts(name, processes, detached=detached)
         flight = _build(hosts, pool, tenancy, roles, timeout)
@@ -65,14 +76,13 @@ def _start(
     options: Mapping[str, Any],
     detached: bool,
 ) -> None:
-    actor: Any = ray.remote(WorkerHost)
     share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0}
     for rank, bundle in enumerate(tenancy.bundles):
         name = f"{unique}/{rank}"
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
         processes.names.append(name)
-        processes.handles.append(actor.options(**chosen).remote())
+        processes.handles.append(_Actor.options(**chosen).remote())
     processes.introductions.extend(handle.introduce.remote() for handle in processes.handles)
 
 
@@ -107,6 +117,10 @@ def _identities(pool: RayResourcePool, name: str, tenancy: Tenancy) -> Iterator[
         mine = [other.gpu for other in tenancy.bundles if other.group.id == bundle.group.id]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
         yield Identity(name, rank, env, local_rank)
+
+
+_Actor: Any = ray.remote(WorkerHost)
+"""Made once: Ray keeps every class that it was given for as long as the cluster stands."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcontroller.errors import ResourceError
 
-__all__ = ["Bundle", "NodeShape", "Reservation", "by_address", "check_fits", "fits"]
+__all__ = ["Bundle", "NodeShape", "Reservation", "by_address", "check_fits", "fits", "session"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Reservation:
     @property
     def held(self) -> bool:
         """Whether the cluster holds the bundles for us now; a cluster that has been left holds nothing."""
-        return bool(self._bundles) and ray.is_initialized() and self._session == _session()
+        return bool(self._bundles) and self._session == session()
 
     def bundles(self, timeout: float = 10.0) -> list[Bundle]:
         """The bundles in rank order, reserved if they are not yet.
@@ -95,7 +95,7 @@ class Reservation:
     def _hold(self, groups: Sequence[PlacementGroup]) -> None:
         self._groups[:] = groups
         self._bundles = _in_rank_order(groups, self.slots)
-        self._session = _session()
+        self._session = session()
 
     def leave(self) -> None:
         """Gives the bundles back when nobody is left on them and nobody asked for them to be kept."""
@@ -146,7 +146,10 @@ def check_fits(shapes: Sequence[NodeShape], name: str) -> None:
         raise _too_large(shapes, name, "the cluster does not have it")
 
 
-def _session() -> tuple[str, str]:
+def session() -> tuple[str, str] | None:
+    """Names this driver's time with its cluster; None where Ray does not run."""
+    if not ray.is_initialized():
+        return None
     context = ray.get_runtime_context()
     return context.gcs_address, context.get_job_id()
 

@@ -23,9 +23,9 @@ class RayWorkerGroup(WorkerGroup):
     """The workers of one role, one process on every place of ``resource_pool``, started when this is made.
 
     ``name_prefix`` is the group's role in every message, the worker class's name unless given. ``timeout`` (seconds)
-    is the deadline of calls that set none; ``start_timeout`` that of the start. A ``detached`` group outlives its
-    driver, and ``from_detached`` finds it again. ``shutdown``, a ``with`` block, or dropping the group ends the
-    processes and frees their slots.
+    is the deadline of calls that set none; ``start_timeout`` that of the start. A ``detached`` group, on a detached
+    pool, outlives its driver, and ``from_detached`` finds it again. ``shutdown``, a ``with`` block, or dropping the
+    group ends the processes and frees their slots.
 
     Raises ResourceError where the pool or the cluster has no place; WorkerError, WorkerDied or CallTimeout where a
     rank does not come up.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,3 +71,23 @@ class Batches(Worker):
         Path(mine).touch()
         waited = threading.Event()
         return any(Path(other).exists() or waited.wait(0.01) for _ in range(6_000)) and Path(other).exists()
+
+
+class Chained(Worker):
+    """Takes and gives batches without coordinates."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def made_but_on_rank_1(self, batch: DataProto, dies: bool) -> DataProto:
+        if self.rank == 1 and dies:
+            os._exit(3)
+        if self.rank == 1:
+            raise ValueError("no batch from here")
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def passed(self, batch: DataProto) -> DataProto:
+        return batch

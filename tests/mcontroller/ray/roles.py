@@ -100,7 +100,7 @@ class Plain(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def die_on(self, rank: int, how: str) -> None:
         if self.rank == rank:
-            os.write(1, b"the last words of a rank\n")
+            os.write(1, b"x" * 100_000 + b"\nthe last words of a rank\n")
             end(how)
         block()
 
@@ -114,6 +114,26 @@ class Plain(Worker):
     def patient_on(self, rank: int) -> None:
         if self.rank == rank:
             block()
+
+    def fail_without_text(self) -> None:
+        raise Mute
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Numbered(Worker):
+    """Numbers its calls in the order in which they run."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def number(self) -> int:
+        self.calls += 1
+        return self.calls
 
 
 class Finishes(Plain):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import ray
 import torch
 from ray._private import internal_api
 
-from mcontroller.errors import GroupError, WorkerError
+from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.protocol import DataProto
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout, Topology
-from tests.mcontroller.ray.batch_roles import Batches
+from tests.mcontroller.ray.batch_roles import Batches, Chained
 
 LARGE, SMALL = 100_000, 64
 
@@ -175,3 +175,16 @@ def test_a_consumer_of_a_failed_future_is_told_the_producers_failure_and_stays_w
         assert groups["wide"].same(batch(SMALL)) == batch(SMALL)
         with pytest.raises(GroupError, match="no batch from here"):
             failing.count_fetched()
+
+
+@pytest.mark.parametrize(("reader", "dies"), [("reader", True), ("maker", False)])
+def test_an_argument_that_was_not_made_is_told_of_its_makers_rank_also_where_groups_share_a_name(
+    start: Callable[..., RayWorkerGroup], reader: str, dies: bool
+) -> None:
+    making, reading = start("maker", Chained), start(reader, Chained)
+    pid = making.pid()[1]
+    happened = "died" if dies else "failed"
+    with pytest.raises(GroupError, match=rf"maker rank 1 on .*, pid {pid} {happened} in made_but_on_rank_1") as caught:
+        reading.passed(making.made_but_on_rank_1(batch(SMALL), dies))
+    assert isinstance(caught.value, WorkerDied if dies else WorkerError)
+    assert (caught.value.fields["rank"], caught.value.fields["pid"]) == (1, pid)

@@ -1,6 +1,7 @@
 """The desk of a process: who is answered, and whom that keeps waiting."""
 
 import socket
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,19 @@ def test_one_who_says_nothing_or_nonsense_keeps_nobody_waiting(desk: Desk) -> No
     with socket.create_connection((desk.host, desk.port)), socket.create_connection((desk.host, desk.port)) as other:
         other.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert ask([desk] * 100, "double", 3, timeout=20) == [6] * 100
+
+
+@pytest.mark.parametrize(
+    "said", [b"[" * 4000 + b"\n", b'["\\ud800", "double", 3]\n', b"\xff\n", b"x" * 3_000_000, b"7\n"]
+)
+def test_a_stranger_leaves_no_trace_in_the_log_of_the_process(
+    desk: Desk, said: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection((desk.host, desk.port), timeout=20) as stranger, suppress(ConnectionError):
+        stranger.sendall(said)
+        assert stranger.recv(1) == b""
+    assert ask([desk], "double", 3, timeout=20) == [6]
+    assert capfd.readouterr().err == ""
 
 
 def test_a_process_that_does_not_answer_is_waited_for_no_longer_than_said() -> None:

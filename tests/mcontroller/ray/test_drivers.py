@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 import ray
+from ray.util import placement_group_table
 
 from mcontroller.errors import CallTimeout, ResourceError
 from mcontroller.ray import RayWorkerGroup
@@ -92,6 +93,36 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(ray_cluster: 
     assert ray.available_resources()["CPU"] >= 2
     with pytest.raises(ResourceError, match="no detached group named 'lasting'"):
         RayWorkerGroup.from_detached("lasting")
+
+
+def test_a_detached_group_whose_driver_died_during_its_start_is_ended_by_whoever_looks_for_it(
+    ray_cluster: None,
+) -> None:
+    process = driver(
+        """
+        from tests.mcontroller.ray.roles import RaisesInInit as BlocksOnRank0
+        pool = RayResourcePool([1], use_gpu=False, detached=True)
+        RayWorkerGroup(pool, RayClassWithInitArgs(BlocksOnRank0), name_prefix="halfway", detached=True)
+        """
+    )
+    pids_of(process)
+
+    def found() -> str:
+        with pytest.raises(ResourceError) as caught:
+            RayWorkerGroup.from_detached("halfway")
+        return str(caught.value)
+
+    while "no detached group named" in found():
+        time.sleep(0.05)
+    assert "is still starting group halfway/" in found()
+    process.kill()
+    process.wait(120)
+    while "is still starting group halfway/" in (told := found()):
+        time.sleep(0.05)
+    assert "ended before the group's start was over: its processes have been ended" in told
+    while "no detached group named" not in found():
+        time.sleep(0.05)
+    assert not any(entry["state"] == "CREATED" for entry in placement_group_table().values())
 
 
 def test_a_detached_group_that_hangs_is_found_and_ended_by_another_driver(ray_cluster: None) -> None:

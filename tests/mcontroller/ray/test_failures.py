@@ -3,24 +3,34 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.util import list_named_actors
 
-from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied, WorkerError
-from mcontroller.ray import RayResourcePool, RayWorkerGroup, launch
+from mcontroller.errors import CallTimeout, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
 from mcontroller.ray.executor import RayExecutor
-from mcontroller.ray.failures import is_follower
-from tests.mcontroller.ray.roles import DiesInInit, Plain, RaisesInInit
+from mcontroller.ray.failures import LOG_BYTES, is_follower
+from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit
 
 Start = Callable[..., RayWorkerGroup]
 
 SOON = 10
 """Seconds that a machine under load may take for what takes a fraction of one; nothing here waits for a deadline."""
+
+
+@pytest.fixture
+def lasting_pool(ray_cluster: None) -> Iterator[RayResourcePool]:
+    with RayResourcePool([2], use_gpu=False, name_prefix="lasting", detached=True) as pool:
+        yield pool
 
 
 def runs(pid: int) -> bool:
@@ -75,8 +85,16 @@ def test_a_process_that_dies_is_told_with_the_last_lines_of_its_log(start: Start
     assert time.monotonic() - began < SOON
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.role, error.rank, error.pid, error.method) == ("critic", 1, pids[1], "die_on")
+    assert len(error.log_tail) <= LOG_BYTES
     assert "worker process has died" in error.exit_cause
     assert error.log_tail.splitlines()[-1] == "the last words of a rank"
+
+
+def test_an_exception_without_a_text_is_told_with_its_type_and_traceback(start: Start) -> None:
+    with pytest.raises(WorkerError) as caught:
+        start().execute_all_sync("fail_without_text")
+    assert caught.value.cause == "Mute: (RuntimeError where its text was asked for)"
+    assert "raise Mute" in caught.value.worker_traceback
 
 
 def test_a_method_that_exits_the_interpreter_is_told_as_its_failure(start: Start) -> None:
@@ -142,9 +160,84 @@ def test_a_call_cut_off_while_it_is_sent_ends_the_group_and_nobody_waits_for_a_r
         group.pid()
 
 
+def test_an_end_that_is_interrupted_is_completed_by_the_next(
+    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = start("actor")
+    pids = group.pid()
+    kill, asked = ray.kill, []
+
+    def interrupted_at_rank_1(handle: Any) -> None:
+        asked.append(handle)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        kill(handle)
+
+    monkeypatch.setattr(ray, "kill", interrupted_at_rank_1)
+    with pytest.raises(KeyboardInterrupt):
+        group.shutdown()
+    group.shutdown()
+    assert not any(map(runs, pids))
+    assert pool.tenants == []
+
+
+def test_a_detached_group_whose_class_cannot_travel_takes_no_slot(lasting_pool: RayResourcePool) -> None:
+    class Locked(Plain):
+        lock = threading.Lock()
+
+    with pytest.raises(TypeError, match="cannot pickle"):
+        RayWorkerGroup(lasting_pool, RayClassWithInitArgs(Locked), detached=True)
+    assert lasting_pool.tenants == []
+
+
+def test_a_detached_group_is_refused_on_a_pool_that_ends_with_its_driver(pool: RayResourcePool, start: Start) -> None:
+    with pytest.raises(ResourceError, match="group 'actor' is to outlive its driver, and pool 'two' would not"):
+        start("actor", detached=True)
+    assert pool.tenants == []
+
+
+def test_calls_of_several_threads_reach_all_ranks_in_one_order(start: Start) -> None:
+    group, sent = start("actor", Numbered), []
+
+    def send() -> None:
+        for _ in range(100):
+            sent.append(group.number.options(blocking=False)())
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(before)
+    numbers = [future.get() for future in sent]
+    assert [first for first, _ in numbers] == [second for _, second in numbers]
+    assert len(numbers) == 400
+
+
+def test_calls_behind_one_that_is_open_are_sent_and_awaited_without_looking_at_each_of_them(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = start("actor")
+    group.wait_for_file(str(tmp_path / "go"))
+    wait, looked_at = ray.wait, []
+
+    def counting(refs: list[Any], **options: Any) -> Any:
+        looked_at.append(len(refs))
+        return wait(refs, **options)
+
+    monkeypatch.setattr(ray, "wait", counting)
+    futures = [group.later(number) for number in range(200)]
+    (tmp_path / "go").touch()
+    assert futures[-1].get() == [(0, 199), (1, 199)]
+    assert sum(looked_at) < 10 * len(futures)
+    assert [future.get()[1][1] for future in futures] == list(range(200))
+
+
 @pytest.mark.parametrize("at", ["_start", "_build"])
 def test_a_start_that_is_interrupted_leaves_nothing(
-    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch, at: str
+    lasting_pool: RayResourcePool, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     step, begun = getattr(launch, at), []
 
@@ -154,9 +247,9 @@ def test_a_start_that_is_interrupted_leaves_nothing(
 
     monkeypatch.setattr(launch, at, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        start("actor", detached=True)
+        RayWorkerGroup(lasting_pool, RayClassWithInitArgs(Plain), detached=True)
     assert begun
-    assert pool.tenants == []
+    assert lasting_pool.tenants == []
     assert list_named_actors(all_namespaces=True) == []
 
 
@@ -221,8 +314,6 @@ def test_a_start_past_its_deadline_is_told(start: Start) -> None:
 
 @pytest.mark.parametrize("way", ["shutdown", "with", "garbage"])
 def test_however_a_group_ends_nothing_of_it_is_left(pool: RayResourcePool, start: Start, way: str) -> None:
-    from mcontroller.ray import RayClassWithInitArgs
-
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="actor")
     pids = group.pid()
     if way == "shutdown":
@@ -243,3 +334,41 @@ def test_a_group_that_was_shut_down_says_so(start: Start) -> None:
     group.shutdown()
     with pytest.raises(GroupError, match="group actor has been shut down"):
         group.pid()
+
+
+def test_a_group_of_a_ray_that_was_shut_down_says_so_and_starts_no_other() -> None:
+    """In a process of its own, as the tests share one cluster."""
+    answers = subprocess.run(
+        [sys.executable, "-c", AFTER_RAY], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert answers.stdout.splitlines() == [
+        "group old has been shut down, with the Ray that it was started on: start it again to call it",
+        "group old was shut down before the answer of later was asked for, or had come",
+        "False",
+        "[7] ['new']",
+    ], answers.stderr
+
+
+AFTER_RAY = """
+import ray
+from mcontroller.errors import GroupError
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tests.mcontroller.ray.roles import Plain
+options = dict(num_cpus=1, object_store_memory=80_000_000, include_dashboard=False, logging_level="ERROR")
+ray.init(address="local", **options)
+pool = RayResourcePool([1], use_gpu=False)
+old = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 7), name_prefix="old")
+future = old.later(1)
+ray.shutdown()
+for ask in (old.get, future.get):
+    try:
+        ask()
+    except GroupError as error:
+        print(error)
+print(ray.is_initialized())
+ray.init(address="local", **options)
+with RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 7), name_prefix="new") as new:
+    old.shutdown()
+    print(new.get(), pool.tenants)
+ray.shutdown()
+"""
