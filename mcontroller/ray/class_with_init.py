@@ -16,9 +16,10 @@ W = TypeVar("W")
 
 OWN_OPTIONS = frozenset(
     {"num_cpus", "num_gpus", "scheduling_strategy", "name", "namespace", "lifetime"}
-    | {"max_concurrency", "concurrency_groups"}
+    | {"max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries"}
 )
-"""What the pool and the group decide for every process; calls are run one at a time, on its main thread."""
+"""What the pool and the group decide for every process; calls are run one at a time, on its main thread, and a process
+that Ray started again would have no worker in it."""
 
 
 class RayClassWithInitArgs(ClassWithInitArgs[W]):
@@ -43,7 +44,8 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
     def update_options(self, options: dict[str, Any]) -> Self:
         """Adds Ray actor options for the processes (``runtime_env``, ``resources``, ...).
 
-        Raises ConfigError for those that the pool decides: the share of a GPU, the place, the name, the threads.
+        Raises ConfigError for those that the pool decides: the share of a GPU, the place, the name, the threads,
+        and that a process that dies ends its group.
         """
         refused = sorted(OWN_OPTIONS.intersection(options))
         if refused:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import ray
 from ray import cloudpickle
-from ray._private.state import jobs
 from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -135,6 +134,8 @@ def _job() -> str:
 
 
 def _has_ended(job: str) -> bool:
+    from ray._private.state import jobs  # the public list of jobs is the dashboard's, which may not run
+
     return any(each["JobID"] == job and each["IsDead"] for each in jobs())
 
 

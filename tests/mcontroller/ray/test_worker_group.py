@@ -104,7 +104,7 @@ def test_a_class_made_an_actor_by_ray_is_taken_as_the_class(pool: RayResourcePoo
         assert group.get() == ["given", "given"]
 
 
-@pytest.mark.parametrize("name", ["num_gpus", "max_concurrency"])
+@pytest.mark.parametrize("name", ["num_gpus", "max_concurrency", "max_restarts"])
 def test_options_of_the_pool_and_the_group_cannot_be_taken_from_them(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"option\(s\) {name} of Plain's processes are set by the pool"):
         RayClassWithInitArgs(Plain).update_options({name: 2})
