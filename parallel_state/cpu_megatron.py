@@ -25,6 +25,8 @@ def _jit(module: Any) -> None:
 def _layers(module: Any) -> None:
     """What ``gradient_accumulation_fusion`` takes Apex for; a weight without ``main_grad`` has a gradient by itself."""
     linear = module.linear_with_grad_accumulation_and_async_allreduce
+    function = module.LinearWithGradAccumulationAndAsyncCommunication
+    backward = function.backward
 
     @functools.wraps(linear)
     def fused_where_summed(
@@ -34,11 +36,37 @@ def _layers(module: Any) -> None:
             input, weight, bias, gradient_accumulation_fusion and hasattr(weight, "main_grad"), *args, **kwargs
         )
 
+    def without_stand_in(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        """Megatron gives autograd memory as it is for a gradient that is in ``main_grad`` already; what else
+        contributes to the weight would be added to that, and lost with it."""
+        of_input, of_weight, *others = backward(ctx, grad_output)
+        return of_input, None if ctx.gradient_accumulation_fusion else of_weight, *others
+
+    function.backward = staticmethod(without_stand_in)
     module.linear_with_grad_accumulation_and_async_allreduce = fused_where_summed
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(
         wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
     )
     module._grad_accum_fusion_available = True
+
+
+def _data_parallel(module: Any) -> None:
+    """A weight of which all is in ``main_grad`` already has no gradient left, which Megatron's hook asks for."""
+    ddp = module.DistributedDataParallel
+    make = ddp._make_backward_post_hook
+
+    def hook_of(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
+        hook = make(self, param)
+
+        def with_stand_in(*unused: Any) -> None:
+            param.grad_added_to_main_grad = param.grad is None  # type: ignore[attr-defined]
+            if param.grad is None:
+                param.grad = param.new_zeros(()).expand_as(param)
+            hook(*unused)
+
+        return with_stand_in
+
+    ddp._make_backward_post_hook = hook_of
 
 
 def _add_weight_gradient(tokens: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -111,6 +139,7 @@ def _inference_communication(module: Any) -> None:
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
+    "megatron.core.distributed.distributed_data_parallel": _data_parallel,
     "megatron.core.jit": _jit,
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.random": _random,

@@ -64,7 +64,8 @@ def publish(target: Path, manifest: Mapping[str, Any], keep: int | None) -> None
     """Finish what was written into ``new_partial(target)``: name it ``target``, point ``latest`` to it.
 
     Args:
-        keep: how many checkpoints stay, this one and the newest steps of the others; None keeps all.
+        keep: how many checkpoints stay, this one and the newest steps of the others, without what a save that was
+            interrupted has left; None keeps all.
     """
     partial = partial_of(target)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -94,3 +95,5 @@ def _drop_old(target: Path, keep: int) -> None:
     steps = sorted(step for step in found if directory_of(target.parent, step) != target)
     for step in steps[: max(len(steps) + 1 - keep, 0)]:
         shutil.rmtree(directory_of(target.parent, step))
+    for interrupted in target.parent.glob(f".{_STEP.format('[0-9]*')}.*"):
+        shutil.rmtree(interrupted)

@@ -123,6 +123,14 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
 
 
+def test_what_an_interrupted_save_has_left_is_dropped_with_the_old(tmp_path: Path) -> None:
+    for left in (".global_step_1.partial", ".global_step_3.replaced"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "__0_0.distcp").touch()
+    run_ranks(keep_two, 1, str(tmp_path))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
+
+
 def begin_again(path: str) -> int:
     """A second run writes where a longer one has been."""
     worker = critic({})

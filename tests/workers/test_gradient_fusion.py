@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import unwrap_model
 
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, weights
+from workers.actor import ActorRolloutRefWorker
+from workers.batches import Rows
 
 MODELS = {
     "untied": {"add_qkv_bias": True},
@@ -49,6 +52,30 @@ def test_training_is_that_of_gradients_by_themselves(layout: str, model: str) ->
     found, added = run_ranks(trained, world_size, parallel, MODELS[model], True)[-1]
     assert added and not by_themselves
     assert largest_difference(found, expected) < (1e-2 if model == "bfloat16" else 2e-6)
+
+
+class PulledToZero(ActorRolloutRefWorker):
+    """A policy whose loss takes a linear's weight itself, beside what the linear computes."""
+
+    def loss(self, rows: Rows, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, count, report = super().loss(rows, output)
+        layer = unwrap_model(self.model[-1]).decoder.layers[-1]
+        return total + 0.05 * count * layer.mlp.linear_fc2.weight.square().sum(), count, report
+
+
+def trained_twofold(optim: dict[str, bool], fused: bool) -> dict[str, torch.Tensor]:
+    """Each logit's chunk goes through the output layer by itself, so that its weight has several gradients too."""
+    model = MODEL | {"transformer": {"gradient_accumulation_fusion": fused}}
+    worker = actor({}, "actor", PulledToZero, model=model, optim=optim, log_prob_chunk_tokens=5)
+    worker.update_actor(own_shard(experience(8), worker))
+    return weights(worker)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_nothing_else_that_contributes_to_a_weight_is_lost(overlap: bool) -> None:
+    optim = {"distributed_optimizer": overlap, "overlap_grad_reduce": overlap}
+    expected, found = (run_ranks(trained_twofold, 2, optim, fused)[0] for fused in (False, True))
+    assert largest_difference(found, expected) < 2e-6
 
 
 def default() -> bool:

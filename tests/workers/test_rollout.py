@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import RowParallelLinear
 
 from mcontroller.decorator import registration_of
 from mcontroller.errors import ConfigError, DataError
@@ -16,6 +17,7 @@ from mcontroller.protocol import DataProto
 from tests.forking import run_ranks
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
 from workers import generation_linears
+from workers.local_modules import TELayerNormColumnParallelLinear
 
 ROWS = 12
 LAYOUTS = {
@@ -136,6 +138,41 @@ def test_weights_laid_out_for_the_processor_generate_the_same(world_size: int, m
     for samples in (before, after):
         torch.testing.assert_close(samples["rollout_log_probs"], samples["old_log_probs"], atol=1e-5, rtol=0)
     assert (before["rollout_log_probs"] - after["rollout_log_probs"]).abs().max() > 1e-2
+
+
+class Adapted(RowParallelLinear):
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output + 0.3 * output.roll(1, -1), bias
+
+
+class Rounded(RowParallelLinear):
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **others: Any) -> torch.Tensor:
+        return super()._forward_impl(input=input, weight=(weight * 4).round() / 4, **others)
+
+
+class Scaled(TELayerNormColumnParallelLinear):
+    """Its weight is another tensor in every call, of its own in every layer."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward(hidden, self.weight * (1 + 0.1 * self.layer_number))
+
+
+def with_own_linears(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    monkeypatch.setattr(generation_linears, "WORTH_LAYING_OUT", 1)
+    worker = actor({}, "actor_rollout")
+    for layer in worker.model[0].module.decoder.layers:
+        layer.self_attention.linear_proj.__class__ = Adapted
+        layer.mlp.linear_fc2.__class__ = Rounded
+        for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+            linear.__class__, linear.layer_number = Scaled, layer.layer_number
+    samples = worker.generate_sequences(prompts(ROWS, SAMPLED))
+    return [samples.batch["rollout_log_probs"], worker.compute_log_prob(samples).batch["old_log_probs"]]
+
+
+def test_linears_of_the_users_own_generate_what_they_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled, scored = run_ranks(with_own_linears, 1, monkeypatch)[0]
+    torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
 
 
 def test_responses_end_at_the_stop_token_and_are_padded_after_it() -> None:
