@@ -32,6 +32,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     root = Path(path)
     pointer = root / _LATEST
     found = root / pointer.read_text().strip() if pointer.is_file() else root
+    if not found.exists():
+        found = partial_of(found)  # whole, where a save of the same step was stopped between its two renames
     if not (found / MANIFEST).is_file():
         raise DataError(
             f"there is no checkpoint at {str(path)!r}: expected {MANIFEST}, a file {_LATEST!r} naming a directory that "

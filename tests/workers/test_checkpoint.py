@@ -23,6 +23,7 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
+from workers.checkpoint_files import directory_of, find_checkpoint, new_partial, publish, read_manifest
 
 ROWS = 16
 SAVED_IN = {"tp": 2, "pp": 2}  # over 8 ranks: dp 2
@@ -129,6 +130,37 @@ def test_what_an_interrupted_save_has_left_is_dropped_with_the_old(tmp_path: Pat
         (tmp_path / left / "__0_0.distcp").touch()
     run_ranks(keep_two, 1, str(tmp_path))
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
+
+
+def test_a_save_of_the_same_step_leaves_a_whole_checkpoint_wherever_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = directory_of(tmp_path, 5)
+
+    def save(number: int) -> None:
+        new_partial(target)
+        publish(target, {"save": number}, keep=None)
+
+    save(0)
+    rename, stops = Path.rename, []
+
+    def stopped(self: Path, to: Path) -> Path:
+        if len(stops) == stop_at:
+            raise KeyboardInterrupt
+        stops.append(to)
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    for stop_at in (0, 1):
+        stops.clear()
+        with pytest.raises(KeyboardInterrupt):
+            save(stop_at + 1)
+        assert (
+            read_manifest(find_checkpoint(tmp_path)) == read_manifest(find_checkpoint(target)) == {"save": 2 * stop_at}
+        )
+    monkeypatch.undo()
+    save(3)
+    assert read_manifest(find_checkpoint(tmp_path)) == {"save": 3}
 
 
 def begin_again(path: str) -> int:
