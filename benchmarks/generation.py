@@ -12,6 +12,7 @@ the last ones of a longer generation; what grows there is attention, and should 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import statistics
@@ -37,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, hidden 256": ("Llama", {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}),
     "Qwen2, hidden 512": ("Qwen2", {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4}),
 }
+SECONDS = 8.0  # of both sides together, at least
 EDGE = 32  # tokens at either end of the longer generation
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
@@ -119,11 +121,16 @@ def prompts(rows: int, width: int, padded: bool) -> tuple[torch.Tensor, torch.Te
 def measured(
     sides: Sequence[Timed], ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any], rounds: int
 ) -> tuple[list[list[float]], list[list[list[float]]], float]:
-    """By side and round: total seconds, seconds by token; and which part of the rows is the same. One round extra."""
+    """By side and round: total seconds, seconds by token; and which part of the rows is the same. One round extra.
+
+    Short rounds are repeated for ``SECONDS``: a busy moment of the machine is as long as some of them.
+    """
     totals: list[list[float]] = [[] for _ in sides]
     steps: list[list[list[float]]] = [[] for _ in sides]
     responses = []
-    for number in range(rounds + 1):
+    for number in itertools.count():
+        if number > rounds and sum(map(sum, totals)) > SECONDS:
+            break
         for index, side in enumerate(sides):
             total, by_token, tokens_out = side.run(ids, mask, tokens, how)
             responses.append(tokens_out)
@@ -139,7 +146,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a row")
     parser.add_argument("--long", type=int, default=160, help="new tokens where positions are compared")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side at least, after one to warm up")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
