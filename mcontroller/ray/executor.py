@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ class RayExecutor:
             key = id(call.arguments)
             if key not in sent:
                 order = Order(*ticket, self.role, method, shippers[key], measure)
-                sent[key] = pack(call.arguments)._replace(head=pickle.dumps(tuple(order))).as_argument()
+                sent[key] = pack(call.arguments)._replace(head=tuple(order)).as_argument()
         flight = Flight(self.role, method, tuple(call.rank for call in calls), [], timeout, ticket)
         answers = []
         try:

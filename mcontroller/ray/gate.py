@@ -23,14 +23,15 @@ class Gate:
     """What calls pass on the way to their method. Questions about a call may overtake the call and one another."""
 
     def __init__(self) -> None:
-        self._turn = threading.Condition()
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
         self._begun: dict[str, int] = {}
         self._held: set[Ticket] = set()
         self._decided: dict[Ticket, bool] = {}
 
     def begin(self, ticket: Ticket) -> bool:
         """Whether the call is to be run; waits while it is held."""
-        with self._turn:
+        with self._lock:
             while ticket in self._held:
                 self._turn.wait()
             self._begun[ticket.caller] = ticket.number
@@ -39,7 +40,7 @@ class Gate:
     def hold(self, caller: str, number: int) -> bool:
         """Keeps a call from beginning until ``decide``; False where it has begun, or has been decided already."""
         ticket = Ticket(caller, number)
-        with self._turn:
+        with self._lock:
             waits = not self._has_begun(ticket) and ticket not in self._decided
             if waits:
                 self._held.add(ticket)
@@ -48,7 +49,7 @@ class Gate:
     def decide(self, caller: str, number: int, withdraw: bool) -> None:
         """Lets a call that is held begin, or has it never begin."""
         ticket = Ticket(caller, number)
-        with self._turn:
+        with self._lock:
             if not self._has_begun(ticket):
                 self._decided[ticket] = withdraw
             self._held.discard(ticket)

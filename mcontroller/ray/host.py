@@ -7,7 +7,6 @@ be answered while a call is running is asked at its desk: where the call stands,
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -118,8 +117,7 @@ class WorkerHost:
 
     def call(self, sent: Any) -> Any:
         """Runs one method of one role: an ``Order``, and behind it the arguments."""
-        head, arguments = opened(sent)
-        caller, number, role, method, shippers, measure = pickle.loads(head)
+        (caller, number, role, method, shippers, measure), arguments = opened(sent)
         if not self._gate.begin(Ticket(caller, number)):
             return (None, None) if measure else None
         self._running = method

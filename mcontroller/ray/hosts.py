@@ -176,11 +176,12 @@ class Hosts:
 
     def check(self, role: str) -> None:
         """Raises GroupBroken when a call before has failed, whether or not its result was asked for."""
-        if not self.processes.ended:
+        ended = self.processes.ended
+        if not ended:
             self._poll()
         if self._broken is not None:
             self._refuse(role)
-        if self.processes.ended:
+        if ended:
             by = "" if self.processes.reachable else ", with the Ray that it was started on"
             raise GroupError(f"group {role} has been shut down{by}: start it again to call it", role=role)
 

@@ -151,7 +151,7 @@ def session() -> tuple[str, str] | None:
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    return context.gcs_address, context.get_job_id()
+    return context.get_node_id(), context.get_job_id()
 
 
 def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: float) -> list[PlacementGroup]:

@@ -40,13 +40,13 @@ _arriving: ContextVar[list[Any]] = ContextVar("_arriving")
 class Packed(NamedTuple):
     """A pickled value: ``data`` without its buffers, ``buffers`` out of band, ``held`` the Ray handles inside it.
 
-    ``head`` is whatever the reader has to know before it reads the value.
+    ``head``, of plain values, is what the reader has to know before it reads the value.
     """
 
     data: bytes
     buffers: list[Any]
     held: list[Any]
-    head: bytes = b""
+    head: tuple[Any, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
         _arriving.reset(token)
 
 
-def opened(argument: Any) -> tuple[bytes, Callable[[], Any]]:
+def opened(argument: Any) -> tuple[tuple[Any, ...], Callable[[], Any]]:
     """The head of what ``as_argument`` made, and what reads the value, in memory that only this process sees."""
     if isinstance(argument, bytes):
         head, data, buffers = pickle.loads(argument)
