@@ -6,6 +6,7 @@ be answered while a call is running is asked at its desk: where the call stands,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -70,6 +71,7 @@ class WorkerHost:
     """Holds worker objects by role and runs their methods; becomes an actor through ``ray.remote`` in ``hosts.py``."""
 
     def __init__(self) -> None:
+        _leave_sigint_alone()
         self._roles: dict[str, Any] = {}
         self._identity = Identity("", -1, {})
         self._reserved: socket.socket | None = None
@@ -193,6 +195,18 @@ def fetch(handles: Any) -> list[Any]:
         text = f"the process that was to make an argument has died: {error}"
         raise ArgumentLost(text, actor=str(error.actor_id)) from None
     return [unpack(value) for value in values]
+
+
+def _leave_sigint_alone() -> None:
+    """Ray exchanges the handler of SIGINT around the reading of every task's arguments, for ``ray.cancel``.
+
+    Calls are taken back at the gate here, never by a signal. The exchange undoes what native code of the worker's has
+    set, and takes a twentieth of an empty call.
+    """
+    from ray._private import utils
+
+    if hasattr(utils, "DeferSigint"):
+        utils.DeferSigint.create_if_main_thread = contextlib.nullcontext  # type: ignore[method-assign]
 
 
 def _choose_device(index: int | None) -> None:

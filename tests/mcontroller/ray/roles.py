@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from mcontroller.decorator import register
@@ -30,6 +32,17 @@ class Plain(Worker):
         """As what sets a signal handler must."""
         signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))
         return self.built_on is threading.current_thread() is threading.main_thread()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ignore_sigint_natively(self) -> None:
+        """As a library in C does it: Python is not told."""
+        sig_ign = ctypes.c_void_p(1)
+        ctypes.CDLL(None).signal(signal.SIGINT, sig_ign)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ignores_sigint(self, _argument: int) -> bool:
+        [ignored] = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigIgn"))
+        return bool(int(ignored.split()[1], 16) >> (signal.SIGINT - 1) & 1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str | None]:

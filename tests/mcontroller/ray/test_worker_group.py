@@ -37,6 +37,13 @@ def test_values_go_to_their_rank_and_come_back_by_rank(steady: RayWorkerGroup) -
     assert steady.first("x") == (0, "x")
 
 
+def test_a_signal_handler_that_native_code_has_set_stays(pool: RayResourcePool) -> None:
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="native") as group:
+        assert group.ignores_sigint(0) == [False, False]
+        group.ignore_sigint_natively()
+        assert group.ignores_sigint(1) == [True, True]
+
+
 def test_workers_are_built_and_called_on_the_main_thread_as_under_torchrun(steady: RayWorkerGroup) -> None:
     assert steady.runs_on_the_main_thread() == [True] * 4
 
