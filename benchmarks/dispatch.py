@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def planning(repeat: int) -> list[tuple[str, float, float | None]]:
-    from mcontroller.dispatch import Dispatch, DispatchSpec, plan
+    from mcontroller.dispatch.modes import Dispatch, DispatchSpec, plan
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
 
@@ -78,7 +78,7 @@ def imports(repeat: int) -> list[tuple[str, float, float | None]]:
         "tensordict": "import torch, tensordict",
         "mcontroller": "import torch, mcontroller",
         "batches": "import torch, mcontroller; mcontroller.DataProto; mcontroller.WorkerGroup",
-        "planning": "import mcontroller.dispatch",
+        "planning": "import mcontroller.dispatch.modes",
     }
     best = import_ms(statements, repeat)
     return [
@@ -86,7 +86,7 @@ def imports(repeat: int) -> list[tuple[str, float, float | None]]:
         ("import mcontroller, beyond torch", best["mcontroller"] - best["torch"], LIMITS_MS["import"]),
         ("with DataProto and WorkerGroup, beyond torch", best["batches"] - best["torch"], LIMITS_MS["import"]),
         ("of which tensordict", best["tensordict"] - best["torch"], None),
-        ("import mcontroller.dispatch, in all", best["planning"] - best["nothing"], None),
+        ("import mcontroller.dispatch.modes, in all", best["planning"] - best["nothing"], None),
     ]
 
 

@@ -27,10 +27,10 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from mcontroller.protocol import DataProto
+from mcontroller.data.protocol import DataProto
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, RolloutConfig
-from workers.hf_config import model_config_from_hf
+from workers.weights.hf.config import model_config_from_hf
 
 VOCAB = 8192
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

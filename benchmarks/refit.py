@@ -22,9 +22,9 @@ import torch.multiprocessing
 from parallel_state import ParallelLayout
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ModelConfig, ParallelConfig
-from workers.model import build_model
-from workers.refit import Refit, RefitReport
-from workers.shards import named_shards
+from workers.model.build import build_model
+from workers.weights.refit import Refit, RefitReport
+from workers.weights.shards import named_shards
 
 WORLD_SIZE = 8
 TRAINING: dict[str, Any] = {"tp": 2, "pp": 2}

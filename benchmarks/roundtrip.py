@@ -248,7 +248,7 @@ def report_failure(group: Any) -> None:
 
 def report_start() -> None:
     """A group of 4 beside 4 bare actors that import what its processes import, each started once to warm the files."""
-    code = "import torch, tensordict, mcontroller.protocol"
+    code = "import torch, tensordict, mcontroller.data.protocol"
     pool = RayResourcePool([4], use_gpu=False)
 
     def ours() -> None:

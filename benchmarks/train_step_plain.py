@@ -28,8 +28,8 @@ from torch import Tensor  # noqa: E402
 from parallel_state import ParallelLayout  # noqa: E402
 from parallel_state.megatron import MegatronContext, initialize_distributed  # noqa: E402
 from workers.config import ModelConfig, OptimConfig, ParallelConfig  # noqa: E402
-from workers.model import build_model  # noqa: E402
-from workers.optimizer import make_optimizer, make_scheduler, wrap_for_training  # noqa: E402
+from workers.model.build import build_model  # noqa: E402
+from workers.train.optimizer import make_optimizer, make_scheduler, wrap_for_training  # noqa: E402
 
 WORLD_SIZE = 8
 PARALLEL = ParallelConfig(tp=2, pp=2)

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from workers import ActorConfig, ActorRolloutRefWorker, ParallelConfig, RolloutConfig
-from workers.hf import model_config_from_hf
-from workers.hf_gguf import gguf_to_hf
+from workers.weights.hf.gguf import gguf_to_hf
+from workers.weights.hf.model import model_config_from_hf
 
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.")
 PROMPT, RESPONSE = 64, 32

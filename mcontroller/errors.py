@@ -1,11 +1,11 @@
-"""The error tree of the controller: one root, each type with its fields.
+"""The errors of the controller, each with its fields; those of ``parallel_state`` are exported here too.
 
-The errors of ``parallel_state`` are of the same family and are re-exported, so that one import serves.
+``MControllerError`` is the root of all.
 """
 
 from __future__ import annotations
 
-from parallel_state.errors import LayoutError, ParallelStateError, TopologyError
+from parallel_state.errors import LayoutError, MControllerError, ParallelStateError, TopologyError
 
 __all__ = [
     "CallTimeout",
@@ -22,10 +22,6 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
 ]
-
-
-class MControllerError(ParallelStateError):
-    """Root of the controller's errors; every keyword field is an attribute and survives pickling."""
 
 
 class ConfigError(MControllerError, ValueError):

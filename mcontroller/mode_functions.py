@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from mcontroller.dispatch import Dispatch, DispatchSpec, ExecuteMode, Plan, RowRule, mode_of_functions, plan
-from mcontroller.dispatch_data import dispatch
-from mcontroller.dispatched import Call, Dispatched
+from mcontroller.dispatch.arguments import dispatch
+from mcontroller.dispatch.dispatched import Call, Dispatched
+from mcontroller.dispatch.modes import Dispatch, DispatchSpec, ExecuteMode, Plan, RowRule, mode_of_functions, plan
 from mcontroller.errors import DispatchError
-from mcontroller.worker_group import WorkerGroup
+from mcontroller.group import WorkerGroup
 
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",

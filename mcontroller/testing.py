@@ -21,18 +21,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
-from mcontroller.executor import Arguments, Deferred, Outcome, RankCall
+from mcontroller.group import WorkerGroup
 from mcontroller.local.copies import private_copy
 from mcontroller.local.executor import LocalExecutor, LocalPending
+from mcontroller.transport import Arguments, Deferred, Outcome, RankCall
 from mcontroller.worker import ClassWithInitArgs
-from mcontroller.worker_group import WorkerGroup
 from parallel_state.axes import ranks_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.mocked import MockedRanks
 from parallel_state.topology import Topology
 
 __all__ = [
-    "Failure",
+    "InjectedFailure",
     "MockWorkerGroup",
     "RecordedCall",
     "dies",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Failure:
+class InjectedFailure:
     """What is to happen on a rank instead of a method's run; ``method`` None: of whichever method is called first."""
 
     error: Exception | None = None
@@ -53,19 +53,19 @@ class Failure:
     method: str | None = None
 
 
-def raises(error: Exception | str, *, method: str | None = None) -> Failure:
+def raises(error: Exception | str, *, method: str | None = None) -> InjectedFailure:
     """The rank raises this exception (a text: a RuntimeError); the caller gets a WorkerError."""
-    return Failure(error=RuntimeError(error) if isinstance(error, str) else error, method=method)
+    return InjectedFailure(error=RuntimeError(error) if isinstance(error, str) else error, method=method)
 
 
-def dies(exit_cause: str = "killed by signal 9 (SIGKILL)", *, method: str | None = None) -> Failure:
+def dies(exit_cause: str = "killed by signal 9 (SIGKILL)", *, method: str | None = None) -> InjectedFailure:
     """The rank's process ends; the caller gets a WorkerDied with this exit cause."""
-    return Failure(exit_cause=exit_cause, method=method)
+    return InjectedFailure(exit_cause=exit_cause, method=method)
 
 
-def is_late(seconds: float, *, method: str | None = None) -> Failure:
+def is_late(seconds: float, *, method: str | None = None) -> InjectedFailure:
     """The rank answers that much later, without anybody waiting: a call with a shorter deadline gets a CallTimeout."""
-    return Failure(late_by=seconds, method=method)
+    return InjectedFailure(late_by=seconds, method=method)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class MockExecutor(LocalExecutor):
         cls_with_init: ClassWithInitArgs[Any],
         topology: Topology,
         role: str,
-        failures: Mapping[int, Failure],
+        failures: Mapping[int, InjectedFailure],
     ) -> None:
         self.failures = dict(failures)
         self.calls: list[list[RecordedCall]] = [[] for _ in range(topology.world_size)]
@@ -131,7 +131,7 @@ class MockExecutor(LocalExecutor):
         kwargs = {key: read(value) for key, value in arguments.kwargs.items()}
         return Arguments(tuple(map(read, arguments.args)), kwargs)
 
-    def _failure_of(self, rank: int, method: str) -> Failure | None:
+    def _failure_of(self, rank: int, method: str) -> InjectedFailure | None:
         failure = self.failures.get(rank)
         return failure if failure is not None and failure.method in (None, method) else None
 
@@ -181,7 +181,7 @@ class MockWorkerGroup(WorkerGroup):
         return self.executor.calls
 
     @property
-    def failures(self) -> dict[int, Failure]:
+    def failures(self) -> dict[int, InjectedFailure]:
         """What is to go wrong, by rank; entries may be added and taken out between calls."""
         return self.executor.failures
 
@@ -191,7 +191,7 @@ def mock_worker_group(
     layout: int | ParallelLayout | Topology,
     *args: Any,
     name: str = "mock",
-    failures: Mapping[int, Failure] | None = None,
+    failures: Mapping[int, InjectedFailure] | None = None,
     timeout: float | None = None,
     **kwargs: Any,
 ) -> MockWorkerGroup:
@@ -209,7 +209,7 @@ def mock_worker_group(
     """
     topology = as_topology(layout)
     for rank, failure in (failures or {}).items():
-        if not isinstance(failure, Failure):
+        if not isinstance(failure, InjectedFailure):
             raise DispatchError(
                 f"failures[{rank!r}] is {failure!r}; expected raises(...), dies(...) or is_late(...)", failure=failure
             )

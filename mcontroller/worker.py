@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch, Execute
+from mcontroller.dispatch.modes import Dispatch, Execute
+from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 
 __all__ = ["ClassWithInitArgs", "RankEnvironment", "Worker"]

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from parallel_state.errors import LayoutError, ParallelStateError, TopologyError
-    from parallel_state.layout import ParallelLayout
-    from parallel_state.topology import DistGlobalInfo, DistRankInfo, Topology
-
-_HOME = {
-    "ParallelLayout": "layout",
-    "Topology": "topology",
-    "DistRankInfo": "topology",
-    "DistGlobalInfo": "topology",
-    "ParallelStateError": "errors",
-    "LayoutError": "errors",
-    "TopologyError": "errors",
-}
-__all__ = [
-    "DistGlobalInfo",
-    "DistRankInfo",
-    "LayoutError",
-    "ParallelLayout",
-    "ParallelStateError",
-    "Topology",
-    "TopologyError",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    from parallel_state.errors import LayoutError as LayoutError
+    from parallel_state.errors import MControllerError as MControllerError
+    from parallel_state.errors import ParallelStateError as ParallelStateError
+    from parallel_state.errors import TopologyError as TopologyError
+    from parallel_state.layout import ParallelLayout as ParallelLayout
+    from parallel_state.topology import DistGlobalInfo as DistGlobalInfo
+    from parallel_state.topology import DistRankInfo as DistRankInfo
+    from parallel_state.topology import Topology as Topology
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

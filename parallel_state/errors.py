@@ -1,4 +1,4 @@
-"""Errors of the parallel_state package.
+"""The root of the project's errors, and the errors of rank arithmetic.
 
 Every error carries its facts as attributes beside the message, and keeps both through pickling.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["LayoutError", "MControllerError", "ParallelStateError", "TopologyError"]
 
-class ParallelStateError(Exception):
-    """An error with a message for people and fields for programs.
 
-    Every keyword becomes an attribute: ``LayoutError("...", world_size=12, tp=4).world_size == 12``.
+class MControllerError(Exception):
+    """Root of every error of this project: a message for people, and fields for programs.
+
+    Every keyword becomes an attribute: ``LayoutError("...", world_size=12, tp=4).world_size == 12``. Message and
+    fields survive pickling.
     """
 
     def __init__(self, message: str, **fields: Any) -> None:
@@ -24,8 +27,12 @@ class ParallelStateError(Exception):
         return _rebuild, (type(self), self.message, self.fields)
 
 
-def _rebuild(cls: type[ParallelStateError], message: str, fields: dict[str, Any]) -> ParallelStateError:
+def _rebuild(cls: type[MControllerError], message: str, fields: dict[str, Any]) -> MControllerError:
     return cls(message, **fields)
+
+
+class ParallelStateError(MControllerError):
+    """Root of the errors of rank arithmetic and of Megatron's global state."""
 
 
 class LayoutError(ParallelStateError, ValueError):

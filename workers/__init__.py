@@ -5,46 +5,36 @@ Importing the package makes Megatron-Core importable on a machine without a GPU.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from parallel_state import cpu
+from parallel_state.lazy import lazy_exports
 
 cpu.install()
 
-_HOME = {
-    "ActorConfig": "config",
-    "ActorRolloutRefWorker": "actor",
-    "CriticConfig": "config",
-    "CriticWorker": "critic",
-    "MegatronWorker": "megatron_worker",
-    "ModelConfig": "config",
-    "ModelWorker": "model_worker",
-    "OptimConfig": "config",
-    "ParallelConfig": "config",
-    "Generated": "rollout",
-    "PolicyWeights": "rollout",
-    "Prompts": "rollout",
-    "RewardConfig": "config",
-    "RewardModelWorker": "reward",
-    "Rollout": "rollout",
-    "RolloutConfig": "config",
-    "Sampling": "sampling",
-    "build_model": "model",
-    "export_hf": "hf",
-    "hf_tensors": "hf",
-    "load_config": "config",
-    "load_hf": "hf",
-    "model_config_from_hf": "hf_config",
-}
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from workers.actor import ActorRolloutRefWorker as ActorRolloutRefWorker
+    from workers.config import ActorConfig as ActorConfig
+    from workers.config import CriticConfig as CriticConfig
+    from workers.config import ModelConfig as ModelConfig
+    from workers.config import OptimConfig as OptimConfig
+    from workers.config import ParallelConfig as ParallelConfig
+    from workers.config import RewardConfig as RewardConfig
+    from workers.config import RolloutConfig as RolloutConfig
+    from workers.config import load_config as load_config
+    from workers.critic import CriticWorker as CriticWorker
+    from workers.generate.rollout import Generated as Generated
+    from workers.generate.rollout import PolicyWeights as PolicyWeights
+    from workers.generate.rollout import Prompts as Prompts
+    from workers.generate.rollout import Rollout as Rollout
+    from workers.generate.sampling import Sampling as Sampling
+    from workers.megatron_worker import MegatronWorker as MegatronWorker
+    from workers.model.build import build_model as build_model
+    from workers.model_worker import ModelWorker as ModelWorker
+    from workers.reward import RewardModelWorker as RewardModelWorker
+    from workers.weights.hf.config import model_config_from_hf as model_config_from_hf
+    from workers.weights.hf.model import export_hf as export_hf
+    from workers.weights.hf.model import hf_tensors as hf_tensors
+    from workers.weights.hf.model import load_hf as load_hf
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -10,27 +10,27 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.kl import estimate_kl
-from mcontroller.protocol import DataProto
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
-from workers.batches import Rows, require_columns, response_rows, supervised_rows, tensor_columns
-from workers.checkpoint import Training
+from workers.checkpoint.checkpoint import Training
 from workers.config import ActorConfig, ParallelConfig
 from workers.fit import check_generation, divided_for
-from workers.forward import forward_hidden, token_scores
-from workers.generation import generate_batch
-from workers.losses import masked_sum, policy_loss
-from workers.megatron_rollout import MegatronRollout, RefitRollout
-from workers.metrics import TOKENS, Rule
-from workers.micro_batches import MicroBatchSize
-from workers.model import build_model
+from workers.generate.generation import generate_batch
+from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
+from workers.generate.rollout import PolicyWeights, Rollout
+from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
-from workers.offload import Sleeper
-from workers.rollout import PolicyWeights, Rollout
+from workers.train.batches import TokenBatch, require_columns, response_rows, supervised_rows, tensor_columns
+from workers.train.forward import forward_hidden, token_scores
+from workers.train.losses import masked_sum, policy_loss
+from workers.train.metrics import TOKENS, Rule
+from workers.train.micro_batches import MicroBatchSize
+from workers.weights.offload import Sleeper
 
 __all__ = ["ActorRolloutRefWorker"]
 
@@ -103,7 +103,7 @@ class ActorRolloutRefWorker(ModelWorker):
         model = divided_for(self.config.model, parallel, self.config.parallel)
         return build_model(model, parallel, context, initialize=False)
 
-    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+    def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Hidden states, or on the last stage ``[2, rows, targets]``: log-probabilities and entropies."""
         hidden = forward_hidden(model, rows, self.context.pg)
         if not unwrap_model(model).post_process:
@@ -118,7 +118,7 @@ class ActorRolloutRefWorker(ModelWorker):
             chunk_tokens=self.config.log_prob_chunk_tokens,
         )
 
-    def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """PPO's clipped loss, with an entropy bonus and a KL penalty where the configuration has them."""
         config = self.config
         log_probs, entropy = output
@@ -152,7 +152,7 @@ class ActorRolloutRefWorker(ModelWorker):
         means = ["pg_loss", "pg_clipfrac", "ppo_kl", "entropy"] + ["kl_loss"] * self.config.use_kl_loss
         return dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
 
-    def sft_loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def sft_loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Cross entropy of the targets."""
         log_probs, entropy = output
         mask = rows.mask
@@ -246,7 +246,7 @@ class ActorRolloutRefWorker(ModelWorker):
         Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
         ``batches.mini_batch_rows``. Where every step was skipped, means and largest values are no metrics, but for the
         learning rate and sums. Router losses that the model has are among the metrics (``moe_aux_loss``,
-        ``moe_seq_aux_loss``, ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.router_losses``.
+        ``moe_seq_aux_loss``, ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.train.router_losses``.
         """
         self._need("actor", "update_actor")
         config = self.config
@@ -348,7 +348,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 value="_".join(sorted(self.roles)),
             )
 
-    def _response_rows(self, data: DataProto, method: str, columns: list[str]) -> Rows:
+    def _response_rows(self, data: DataProto, method: str, columns: list[str]) -> TokenBatch:
         temperature = data.meta_info.get("temperature", self.config.rollout.temperature)
         if not isinstance(temperature, numbers.Real) or not float(temperature) > 0:
             raise ConfigError(
@@ -359,7 +359,9 @@ class ActorRolloutRefWorker(ModelWorker):
         divisor = float(temperature)
         return self.rows_of_every_rank(lambda: self._checked_rows(tensor_columns(data), method, columns, divisor))
 
-    def _checked_rows(self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float) -> Rows:
+    def _checked_rows(
+        self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float
+    ) -> TokenBatch:
         longest = self.config.rollout.response_length
         require_columns(batch, ("input_ids", "responses"), method)
         if batch["responses"].size(1) > longest:

@@ -57,7 +57,7 @@ class ModelConfig:
     quick_gelu. ``rope_scaling_factor`` turns Llama 3's scaling of rotary positions on. ``dtype`` is float32, bfloat16
     or float16. ``transformer_impl`` is auto, transformer_engine or local. ``seed`` alone decides the initial weights,
     whatever the layout, unless they are read from ``hf_path``, a directory in Hugging Face's format (see
-    ``workers.hf.model_config_from_hf``). ``load_config`` takes every field that is not given from there too, unless all
+    ``workers.model_config_from_hf``). ``load_config`` takes every field that is not given from there too, unless all
     sizes are given. ``transformer`` holds any further field of Megatron's TransformerConfig by its own name.
     """
 
@@ -96,7 +96,7 @@ class ModelConfig:
     @staticmethod
     def find_fields(fields: Mapping[str, Any], missing: Sequence[str], key: str) -> dict[str, Any]:
         """What the checkpoint says of the model, where sizes are ``missing`` (see ``load_config``)."""
-        from workers.hf_config import model_fields_from_hf  # which imports this file
+        from workers.weights.hf.config import model_fields_from_hf  # which imports this file
 
         if fields["hf_path"] is None:
             raise ConfigError(

@@ -7,17 +7,17 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch
-from mcontroller.protocol import DataProto
-from workers.batches import Rows, response_rows, tensor_columns
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from workers.config import CriticConfig
-from workers.forward import forward_values
-from workers.losses import masked_sum, value_loss
-from workers.metrics import TOKENS, Rule
-from workers.micro_batches import MicroBatchSize
-from workers.model import build_model
+from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
+from workers.train.batches import TokenBatch, response_rows, tensor_columns
+from workers.train.forward import forward_values
+from workers.train.losses import masked_sum, value_loss
+from workers.train.metrics import TOKENS, Rule
+from workers.train.micro_batches import MicroBatchSize
 
 __all__ = ["CriticWorker"]
 
@@ -44,11 +44,11 @@ class CriticWorker(ModelWorker):
     def build_model(self) -> list[nn.Module]:
         return build_model(self.config.model, self.config.parallel, self.context, value_head=True)
 
-    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+    def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Hidden states, or on the last stage the values ``[rows, targets]``."""
         return forward_values(model, rows, self.context.pg)
 
-    def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The squared error to the returns, clipped around the old values."""
         mask = rows.mask
         value = value_loss(output, rows.columns["values"], rows.columns["returns"], clip=self.config.cliprange_value)
@@ -104,7 +104,7 @@ class CriticWorker(ModelWorker):
         )
         return reported("critic", metrics)
 
-    def _rows(self, data: DataProto, method: str, *columns: str) -> Rows:
+    def _rows(self, data: DataProto, method: str, *columns: str) -> TokenBatch:
         return self.rows_of_every_rank(
             lambda: response_rows(
                 tensor_columns(data),

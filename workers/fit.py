@@ -49,7 +49,7 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "moe_router_force_load_balancing": (False, "tokens would be routed at random, in scores as well"),
     "flash_decode": (False, "generation rotates keys before it caches them"),
 }
-# Those that only Transformer Engine's layers compute; for attention's see workers.local_attention.
+# Those that only Transformer Engine's layers compute; for attention's see workers.model.local_attention.
 _ENGINE_ONLY: dict[str, object] = {
     "fp8": None,
     "fp4": None,
@@ -120,7 +120,7 @@ def check_local(model: ModelConfig, *, on_gpu: bool) -> None:
     """Return if layers of plain PyTorch compute the model; ConfigError over a field that Transformer Engine does."""
     for name, neutral in _ENGINE_ONLY.items():
         if name == "gradient_accumulation_fusion" and not on_gpu:
-            continue  # parallel_state.cpu_megatron has what it takes
+            continue  # parallel_state.cpu.megatron has what it takes
         value = model.transformer.get(name, neutral)
         if value not in (None, neutral):
             key = f"model.transformer.{name}"
@@ -153,7 +153,8 @@ def _not_packed(name: str, value: object, why: str) -> ConfigError:
 
 def length_multiple_of(model: ModelConfig, parallel: ParallelConfig) -> int:
     """What the length of a sequence must be a multiple of: two pieces a cp rank, whole tokens on every tp rank under
-    sequence parallelism, and on every rank the blocks in which fp8 is multiplied."""
+    sequence parallelism, and on every rank the blocks in which fp8 is multiplied.
+    """
     multiple = 2 * parallel.cp if parallel.cp > 1 else 1
     if parallel.sequence_parallel:
         multiple *= parallel.tp
@@ -294,7 +295,8 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
 
 def _check_capacity(experts: int, model: ModelConfig) -> None:
     """A token that an expert has no room for would be left out by whatever else is in its micro-batch: the sampler,
-    which takes one token of a row at a time, and each of the scores would be other policies."""
+    which takes one token of a row at a time, and each of the scores would be other policies.
+    """
     key = "model.transformer.moe_expert_capacity_factor"
     factor, enough = model.transformer.get("moe_expert_capacity_factor"), experts / model.moe_router_topk
     if isinstance(factor, int | float) and factor < enough:

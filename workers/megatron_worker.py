@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mcontroller.decorator import register, registration_of
-from mcontroller.dispatch import Dispatch
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register, registration_of
 from mcontroller.worker import Worker
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.megatron import MegatronContext, initialize_distributed

@@ -17,21 +17,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.protocol import DataProto
-from workers.agreement import on_every_rank
-from workers.background_saves import BackgroundSaves
-from workers.batches import Rows, mini_batch_rows
-from workers.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
+from parallel_state.agreement import on_every_rank
+from workers.checkpoint.background_saves import BackgroundSaves
+from workers.checkpoint.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.fit import length_multiple_of
-from workers.forward import owned_targets, sum_over_context
-from workers.hf import export_hf
 from workers.megatron_worker import MegatronWorker
-from workers.metrics import Rule, reduce_reports
-from workers.micro_batches import (
+from workers.train.batches import TokenBatch, mini_batch_rows
+from workers.train.forward import owned_targets, sum_over_context
+from workers.train.metrics import Rule, reduce_reports
+from workers.train.micro_batches import (
     MicroBatch,
     MicroBatchSize,
     equal_micro_batches,
@@ -39,11 +38,12 @@ from workers.micro_batches import (
     packed_equal_micro_batches,
     token_micro_batches,
 )
-from workers.nonfinite import all_finite, raise_nonfinite
-from workers.offload import Offload, Sleeper, gradient_tensors, model_tensors, optimizer_tensors
-from workers.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
-from workers.pipeline import Loss, run_for_gradients, run_for_scores
-from workers.router_losses import RouterLosses
+from workers.train.nonfinite import all_finite, raise_nonfinite
+from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
+from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
+from workers.train.router_losses import RouterLosses
+from workers.weights.hf.model import export_hf
+from workers.weights.offload import Offload, Sleeper, gradient_tensors, model_tensors, optimizer_tensors
 
 __all__ = ["ModelWorker"]
 
@@ -55,7 +55,7 @@ class ModelWorker(MegatronWorker):
         model: the model chunks of this rank, inside DistributedDataParallel where they are trained.
         optimizer, scheduler: Megatron's, where the model is trained.
         phases: the ways in which it can be trained, by name; ``phase`` is the one that the optimizer belongs to.
-        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.packing``).
+        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.train.packing``).
         updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
         weights_version: another number whenever the weights may have changed.
     """
@@ -92,14 +92,14 @@ class ModelWorker(MegatronWorker):
         optimizer = make_optimizer(model, config)
         return optimizer, make_scheduler(optimizer, config)
 
-    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+    def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """One micro-batch through one chunk: hidden states, or on the last stage what ``loss`` and scoring take.
 
-        Where ``rows.packing`` is set the chunk is to take the rows as one sequence, as ``workers.forward`` does.
+        Where ``rows.packing`` is set the chunk is to take the rows as one sequence, as ``workers.train.forward`` does.
         """
         raise NotImplementedError(f"{type(self).__name__} must say what its model computes: override forward_step")
 
-    def loss(self, rows: Rows, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``.
 
         Valid is where ``rows.mask`` is not 0: targets that another context-parallel rank has are left to its own loss.
@@ -138,13 +138,13 @@ class ModelWorker(MegatronWorker):
         """What the length of sequences must be a multiple of, for cp, sequence parallelism and fp8."""
         return length_multiple_of(self.model_config, self.parallel)
 
-    def rows_of_every_rank(self, make: Callable[[], Rows]) -> Rows:
+    def rows_of_every_rank(self, make: Callable[[], TokenBatch]) -> TokenBatch:
         """What ``make`` reads from this rank's shard; a DataError over any shard is raised on every rank."""
         return on_every_rank(make, self.context.pg.dp)
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
-    def score(self, model: Sequence[nn.Module], rows: Rows, size: MicroBatchSize) -> Tensor | None:
+    def score(self, model: Sequence[nn.Module], rows: TokenBatch, size: MicroBatchSize) -> Tensor | None:
         """``forward_step``'s output of all rows, in their order, on the last stage; None elsewhere.
 
         The rows' dim is the one before the last. What context-parallel ranks hold of it is summed.
@@ -164,7 +164,7 @@ class ModelWorker(MegatronWorker):
     def train(
         self,
         method: str,
-        rows: Rows,
+        rows: TokenBatch,
         *,
         loss: Loss,
         rules: Mapping[str, Rule],
@@ -222,7 +222,7 @@ class ModelWorker(MegatronWorker):
         )
 
     def _step(
-        self, method: str, batches: Sequence[Rows], loss: Loss, routers: RouterLosses
+        self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses
     ) -> tuple[float | None, list[dict[str, Tensor]]]:
         """One mini-batch: its gradient norm (None if the step was skipped) and its reports (kept if it was made)."""
         assert self.optimizer is not None and self.scheduler is not None
@@ -252,7 +252,7 @@ class ModelWorker(MegatronWorker):
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
-    def _micro_batches(self, rows: Rows, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
+    def _micro_batches(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
         """The rows at ``index`` in as many micro-batches as every data-parallel rank makes of its own (a collective).
 
         Args:
@@ -339,7 +339,7 @@ class ModelWorker(MegatronWorker):
     ) -> str:
         """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep ``max_to_keep`` in all.
 
-        Returns the directory. See ``workers.checkpoint`` for what is in it.
+        Returns the directory. See ``workers.checkpoint.checkpoint`` for what is in it.
 
         Args:
             asynchronous: return once the state is set aside; a process beside each worker writes it. The directory
@@ -368,7 +368,7 @@ class ModelWorker(MegatronWorker):
         """Write the model as a new Hugging Face directory, with the tokenizer of the one that it started from, if any.
 
         Raises:
-            DataError, ConfigError: see ``workers.hf.export_hf``.
+            DataError, ConfigError: see ``workers.weights.hf.model.export_hf``.
         """
         export_hf(self.model, self.context, path, self.model_config, companions_from=self.model_config.hf_path)
 
@@ -402,7 +402,7 @@ class ModelWorker(MegatronWorker):
         return manifest["step"]
 
 
-def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: Rows, output: Any) -> Any:
+def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
     return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg)), output)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch
-from mcontroller.protocol import DataProto
-from workers.batches import Rows, response_rows, tensor_columns
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from workers.config import RewardConfig
-from workers.forward import forward_values
-from workers.micro_batches import MicroBatchSize
-from workers.model import build_model
+from workers.model.build import build_model
 from workers.model_worker import ModelWorker
+from workers.train.batches import TokenBatch, response_rows, tensor_columns
+from workers.train.forward import forward_values
+from workers.train.micro_batches import MicroBatchSize
 
 __all__ = ["RewardModelWorker"]
 
@@ -32,7 +32,7 @@ class RewardModelWorker(ModelWorker):
     def build_model(self) -> list[nn.Module]:
         return build_model(self.config.model, self.config.parallel, self.context, value_head=True)
 
-    def forward_step(self, model: nn.Module, rows: Rows) -> Tensor:
+    def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Hidden states, or on the last stage the head's output ``[rows, targets]``."""
         return forward_values(model, rows, self.context.pg)
 

@@ -25,7 +25,7 @@ from examples.ppo.report import write_report
 from examples.ppo.reward import ReasoningGymReward
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller import ResourcePoolManager, Role
-from mcontroller.errors import ConfigError, ParallelStateError
+from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo import ProgressDisplay, RayPPOTrainer
 from mcontroller.trackers import Run, make_trackers
 from workers import ActorRolloutRefWorker, CriticWorker
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], console: Console) -> int:
         tokenizer = _tokenizer(problems)
         check_vocabulary(config, tokenizer.vocab_size)
         run(config, problems, tokenizer, console)
-    except ParallelStateError as error:
+    except MControllerError as error:
         console.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from examples.ppo.tokenizer import CharTokenizer
+from mcontroller.data.protocol import DataProto
 from mcontroller.ppo import Reward, outcome_scores
 from mcontroller.ppo.data import columns
-from mcontroller.protocol import DataProto
 
 __all__ = ["ReasoningGymReward"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcontroller.executor import Arguments, Deferred
+from mcontroller.transport import Arguments, Deferred
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mcontroller.errors import GroupBroken, GroupError, WorkerError
-from mcontroller.executor import Handle, Outcome, RankCall, finish, run_method
 from mcontroller.local.copies import private_arguments, private_copy
+from mcontroller.transport import Handle, Outcome, RankCall, finish, run_method
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
 __all__ = ["LocalExecutor", "LocalPending"]
@@ -96,7 +96,7 @@ class LocalExecutor:
                 else:
                     os.environ[name] = value
 
-    def place(self, coordinates: Sequence[Mapping[str, int]]) -> None:
+    def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
         self.coordinates = coordinates
 
     def share(self, value: Any, readers: int) -> Any:

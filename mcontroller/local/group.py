@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcontroller.group import WorkerGroup
 from mcontroller.local.executor import LocalExecutor
 from mcontroller.worker import ClassWithInitArgs
-from mcontroller.worker_group import WorkerGroup
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_NAMES = {
-    "advantages": (
-        "ADVANTAGE_ESTIMATORS",
-        "AdvantageEstimator",
-        "compute_advantage",
-        "compute_gae",
-        "register_advantage_estimator",
-    ),
-    "config": ("AlgorithmConfig", "DataConfig", "KLControlConfig", "PPOConfig", "TrainerConfig", "WarmUpConfig"),
-    "data": ("BatchStream", "collate"),
-    "display": ("Display",),
-    "kl": (
-        "KL_CONTROLLERS",
-        "KL_ESTIMATORS",
-        "AdaptiveKLController",
-        "FixedKLController",
-        "apply_kl_penalty",
-        "estimate_kl",
-    ),
-    "progress": ("ProgressDisplay",),
-    "rewards": ("Reward", "RewardFunction", "outcome_scores"),
-    "stages": ("Stages",),
-    "trainer": ("RayPPOTrainer",),
-}
-_HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_HOME)
+from parallel_state.lazy import lazy_exports
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
+    from mcontroller.ppo.advantages import AdvantageEstimator as AdvantageEstimator
+    from mcontroller.ppo.advantages import compute_advantage as compute_advantage
+    from mcontroller.ppo.advantages import compute_gae as compute_gae
+    from mcontroller.ppo.advantages import register_advantage_estimator as register_advantage_estimator
+    from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
+    from mcontroller.ppo.config import DataConfig as DataConfig
+    from mcontroller.ppo.config import KLControlConfig as KLControlConfig
+    from mcontroller.ppo.config import PPOConfig as PPOConfig
+    from mcontroller.ppo.config import TrainerConfig as TrainerConfig
+    from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
+    from mcontroller.ppo.data import BatchStream as BatchStream
+    from mcontroller.ppo.data import collate as collate
+    from mcontroller.ppo.display import Display as Display
+    from mcontroller.ppo.kl import KL_CONTROLLERS as KL_CONTROLLERS
+    from mcontroller.ppo.kl import KL_ESTIMATORS as KL_ESTIMATORS
+    from mcontroller.ppo.kl import AdaptiveKLController as AdaptiveKLController
+    from mcontroller.ppo.kl import FixedKLController as FixedKLController
+    from mcontroller.ppo.kl import apply_kl_penalty as apply_kl_penalty
+    from mcontroller.ppo.kl import estimate_kl as estimate_kl
+    from mcontroller.ppo.progress import ProgressDisplay as ProgressDisplay
+    from mcontroller.ppo.rewards import Reward as Reward
+    from mcontroller.ppo.rewards import RewardFunction as RewardFunction
+    from mcontroller.ppo.rewards import outcome_scores as outcome_scores
+    from mcontroller.ppo.stages import Stages as Stages
+    from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.data import columns
-from mcontroller.protocol import DataProto
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.errors import DataError
-from mcontroller.worker_group import WorkerGroup
+from mcontroller.group import WorkerGroup
 
 __all__ = ["RunState", "find_run", "load_run", "save_run"]
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.protocol import DataProto
 
 __all__ = ["BatchStream", "Dataset", "collate", "columns", "in_order"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mcontroller.worker_group import WorkerGroup
+from mcontroller.group import WorkerGroup
 
 __all__ = ["Display"]
 

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.config import KLControlConfig
 from mcontroller.ppo.data import columns
-from mcontroller.protocol import DataProto
 
 __all__ = [
     "KL_CONTROLLERS",

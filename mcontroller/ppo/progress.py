@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from mcontroller.group import WorkerGroup
 from mcontroller.ppo.display import Display
-from mcontroller.worker_group import WorkerGroup
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
 

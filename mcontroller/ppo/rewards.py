@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.protocol import DataProto
 
 __all__ = ["Reward", "RewardFunction", "outcome_scores", "rewarded"]
 

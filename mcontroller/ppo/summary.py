@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.rewards import Reward
-from mcontroller.protocol import DataProto
 
 __all__ = ["experience_metrics", "mean_of_parts", "reward_metrics"]
 

@@ -8,7 +8,9 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
+from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
 from mcontroller.ppo.checkpoints import RunState, find_run, load_run, save_run
 from mcontroller.ppo.config import PPOConfig
@@ -19,12 +21,10 @@ from mcontroller.ppo.rewards import RewardFunction, rewarded
 from mcontroller.ppo.roles import check_roles, role_workers
 from mcontroller.ppo.stages import Stages
 from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics
-from mcontroller.protocol import DataProto
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.manager import ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
-from mcontroller.worker_group import WorkerGroup
 
 __all__ = ["RayPPOTrainer"]
 

@@ -5,30 +5,21 @@ Names are loaded when they are first asked for, so that a worker's process loads
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "MegatronRayWorkerGroup": "mcontroller.ray.worker_group",
-    "RayClassWithInitArgs": "mcontroller.ray.class_with_init",
-    "RayResourcePool": "mcontroller.ray.resource_pool",
-    "RayWorkerGroup": "mcontroller.ray.worker_group",
-    "ResourcePool": "mcontroller.ray.resource_pool",
-    "ResourcePoolManager": "mcontroller.ray.manager",
-    "Role": "mcontroller.ray.manager",
-    "create_colocated_worker_cls": "mcontroller.colocate",
-    "create_colocated_worker_cls_fused": "mcontroller.colocate",
-    "extract_pg_from_exist": "mcontroller.ray.resource_pool",
-    "merge_resource_pool": "mcontroller.ray.resource_pool",
-}
-__all__ = sorted(_HOME)
+from parallel_state.lazy import lazy_exports
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:
+    from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs
+    from mcontroller.ray.colocate import create_colocated_worker_cls as create_colocated_worker_cls
+    from mcontroller.ray.colocate import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
+    from mcontroller.ray.manager import ResourcePoolManager as ResourcePoolManager
+    from mcontroller.ray.manager import Role as Role
+    from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
+    from mcontroller.ray.resource_pool import ResourcePool as ResourcePool
+    from mcontroller.ray.resource_pool import extract_pg_from_exist as extract_pg_from_exist
+    from mcontroller.ray.resource_pool import merge_resource_pool as merge_resource_pool
+    from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup
+    from mcontroller.ray.worker_group import RayWorkerGroup as RayWorkerGroup
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

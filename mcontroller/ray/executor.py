@@ -9,16 +9,16 @@ import ray
 from ray.exceptions import RayTaskError
 
 from mcontroller.errors import GroupError
-from mcontroller.executor import Deferred, Fetch, RankCall
 from mcontroller.ray.host import Order, fetch
 from mcontroller.ray.hosts import Flight, Hosts
 from mcontroller.ray.wire import Packed, pack, unpack
+from mcontroller.transport import Deferred, Fetch, RankCall
 
 __all__ = ["RayExecutor", "RayPending", "Stored"]
 
 
 class RayExecutor:
-    """The ranks of ``role`` in the processes ``hosts``; see ``mcontroller.executor.Executor``."""
+    """The ranks of ``role`` in the processes ``hosts``; see ``mcontroller.transport.Executor``."""
 
     transport = "ray"
 
@@ -34,7 +34,7 @@ class RayExecutor:
     def nodes(self) -> Sequence[str]:
         return self.hosts.nodes
 
-    def place(self, coordinates: Sequence[Mapping[str, int]]) -> None:
+    def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
         self.hosts.coordinates[self.role] = coordinates
 
     def share(self, value: Any, readers: int) -> Any:

@@ -101,7 +101,7 @@ class WorkerHost:
         """Takes on an identity and constructs the workers of ``roles``: role -> index into ``packed``."""
         self._identity, self._running = identity, "__init__"
         os.environ.update(identity.env, MASTER_ADDR=endpoint.address, MASTER_PORT=str(endpoint.port))
-        from mcontroller.executor import run_method  # loads torch, which reads the environment
+        from mcontroller.transport import run_method  # loads torch, which reads the environment
 
         self._run_method = run_method
         for role, index in roles.items():
@@ -136,7 +136,7 @@ class WorkerHost:
 
     def finish(self) -> None:
         """Has every role finish what it has under way."""
-        from mcontroller.executor import finish
+        from mcontroller.transport import finish
 
         for role, worker in self._roles.items():
             self._running = "before_shutdown"

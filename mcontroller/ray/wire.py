@@ -21,8 +21,8 @@ import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
 
+from mcontroller.data.tensordicts import is_tensordict_itself
 from mcontroller.ray.memory import private_copies
-from mcontroller.tensordicts import is_tensordict_itself
 
 __all__ = ["INLINE_BYTES", "IN_BAND_BYTES", "Packed", "carried", "opened", "pack", "unpack"]
 
@@ -143,7 +143,7 @@ class _Pickler(cloudpickle.Pickler):
             self.held.append(obj)
             return _handle_at, (len(self.held) - 1,)
         if _holds_tensors(obj):
-            from mcontroller import serialization  # loads torch, which whoever holds a tensor has loaded
+            from mcontroller.data import serialization  # loads torch, which whoever holds a tensor has loaded
 
             return serialization.reduce(obj)
         return super().reducer_override(obj)

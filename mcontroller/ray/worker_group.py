@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-from mcontroller.colocate import Colocated
 from mcontroller.errors import ConfigError
+from mcontroller.group import WorkerGroup
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
+from mcontroller.ray.colocate import Colocated
 from mcontroller.ray.detached import attach, find
 from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.hosts import Hosts
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
-from mcontroller.worker_group import WorkerGroup
 from parallel_state.topology import Topology
 
 __all__ = ["MegatronRayWorkerGroup", "RayWorkerGroup"]
@@ -168,7 +168,7 @@ class MegatronRayWorkerGroup(RayWorkerGroup):
     ) -> None:
         super()._join(hosts, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
-            self._place(self._collect_topology())
+            self._set_topology(self._collect_topology())
 
     @property
     def tp_size(self) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from workers import ActorRolloutRefWorker, CriticWorker
 
 

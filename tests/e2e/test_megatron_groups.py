@@ -58,7 +58,7 @@ def test_each_group_stands_where_megatron_says(
 
 
 def test_rank_zero_listens_on_the_port_that_was_kept_for_it(critic: MegatronRayWorkerGroup) -> None:
-    """torch's own store has been bound to it: without it there would be no world."""
+    """Torch's own store has been bound to it: without it there would be no world."""
     met = critic.rendezvous()
     assert [(each["rank"], each["world_size"]) for each in met] == [(rank, 4) for rank in range(4)]
     assert len({each["pid"] for each in met}) == 4

@@ -7,7 +7,7 @@ import torch
 from examples.ppo.data import ProblemConfig, make_problems
 from examples.ppo.reward import ReasoningGymReward
 from examples.ppo.tokenizer import CharTokenizer
-from mcontroller.protocol import DataProto
+from mcontroller.data.protocol import DataProto
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mcontroller.decorator import Registration
-from mcontroller.dispatch import DispatchSpec, Execute, RowRule
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import DispatchSpec, Execute, RowRule
+from mcontroller.dispatch.registration import Registration
+from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.local import LocalExecutor
-from mcontroller.protocol import DataProto
 from mcontroller.worker import ClassWithInitArgs, Worker
-from mcontroller.worker_group import GroupMethod, WorkerGroup
 from parallel_state.axes import FrozenMap
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology

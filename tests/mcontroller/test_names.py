@@ -53,5 +53,5 @@ def test_every_name_loads_and_is_declared_for_type_checkers() -> None:
     }
     assert sorted(declared) == mcontroller.__all__
     assert all(getattr(mcontroller, name) is not None for name in declared)
-    with pytest.raises(AttributeError, match=r"has no attribute 'DataPorto'; it has .*DataProto"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'DataPorto'; did you mean DataProto"):
         _ = mcontroller.DataPorto

@@ -24,7 +24,7 @@ from mcontroller import (
     Worker,
     register,
 )
-from mcontroller.dispatch import plan
+from mcontroller.dispatch.modes import plan
 from mcontroller.testing import mock_worker_group
 from parallel_state.layout import ParallelLayout
 from tests.mcontroller.batches import numbered, numbers

@@ -17,15 +17,15 @@ from mcontroller import (
     DistGlobalInfo,
     DistRankInfo,
     Execute,
-    ParallelStateError,
+    MControllerError,
     TopologyError,
     Worker,
     WorkerGroup,
     register,
 )
-from mcontroller.executor import RankCall
 from mcontroller.local import LocalExecutor
 from mcontroller.local.executor import LocalPending
+from mcontroller.transport import RankCall
 from parallel_state.topology import Topology
 from tests.mcontroller.batches import numbered, numbers
 from tests.mcontroller.groups import topology_of
@@ -427,6 +427,6 @@ def test_explain_says_which_rows_are_padding() -> None:
 
 
 def test_the_callers_errors_have_one_root() -> None:
-    with pytest.raises(ParallelStateError) as raised:
+    with pytest.raises(MControllerError) as raised:
         group_of().each(3)
     assert (raised.value.role, raised.value.method, raised.value.mode) == ("actor", "each", "ALL_TO_ALL")

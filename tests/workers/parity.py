@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from tests.forking import run_ranks
 from tests.workers.roles import VOCAB, actor, critic, experience, own_shard, weights
-from workers.shards import named_shards
+from workers.weights.shards import named_shards
 
 ROWS, STEPS, EXPERTS = 16, 3, 4
 QUANTITIES = ("log-probs", "values", "loss", "gradient norm", "weights")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcontroller.protocol import DataProto
+from mcontroller.data.protocol import DataProto
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 from workers.critic import CriticWorker
-from workers.full_state import full_state_dict
+from workers.weights.full_state import full_state_dict
 
 PROMPT, RESPONSE = 10, 6
 EOS, PAD, VOCAB = 1, 0, 61  # a vocabulary that tp does not divide

@@ -13,8 +13,8 @@ from tests.workers.roles import MODEL, RESPONSE, actor, critic, experience, larg
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, RewardConfig, load_config
 from workers.critic import CriticWorker
-from workers.nonfinite import NonFiniteGradient
 from workers.reward import RewardModelWorker
+from workers.train.nonfinite import NonFiniteGradient
 
 
 def refused(role: str, without: str) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from tests.forking import run_ranks
 from tests.workers.roles import SAMPLED, actor, critic, experience, largest_difference, own_shard, prompts, weights
-from workers.full_state import full_state_dict
+from workers.weights.full_state import full_state_dict
 
 TOLERANCE = 1e-5
 ROWS = 16

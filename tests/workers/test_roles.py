@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.protocol import DataProto
+from mcontroller.data.protocol import DataProto
 from parallel_state import DistGlobalInfo, DistRankInfo
 from tests.forking import run_ranks
 from tests.workers.roles import (
@@ -24,8 +24,8 @@ from tests.workers.roles import (
 )
 from workers.actor import ActorRolloutRefWorker
 from workers.config import RewardConfig, load_config
-from workers.metrics import Rule
 from workers.reward import RewardModelWorker
+from workers.train.metrics import Rule
 
 
 def demonstrations(rows: int) -> DataProto:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import ADVANTAGE_ESTIMATORS, compute_advantage, compute_gae, register_advantage_estimator
 from mcontroller.ppo.advantages import whiten
-from mcontroller.protocol import DataProto
 
 
 def gae_by_double_loop(rewards, values, mask, gamma, lam):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.ppo import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, KLControlConfig, apply_kl_penalty
 from mcontroller.ppo.kl import estimate_kl, make_kl_controller
-from mcontroller.protocol import DataProto
 
 
 def test_the_estimators_of_a_log_ratio_reckoned_by_hand():

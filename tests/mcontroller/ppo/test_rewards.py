@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ppo import Reward, outcome_scores
 from mcontroller.ppo.rewards import rewarded
-from mcontroller.protocol import DataProto
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
 BATCH = DataProto.from_dict({"response_mask": MASK})

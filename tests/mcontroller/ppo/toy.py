@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo import (
     AlgorithmConfig,
@@ -21,7 +22,6 @@ from mcontroller.ppo import (
     TrainerConfig,
 )
 from mcontroller.ppo.rewards import outcome_scores
-from mcontroller.protocol import DataProto
 from mcontroller.ray import ResourcePoolManager, Role
 from mcontroller.worker import Worker
 

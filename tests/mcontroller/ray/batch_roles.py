@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch
-from mcontroller.protocol import DataProto
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from mcontroller.ray import host
 from mcontroller.worker import Worker
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mcontroller.decorator import register
-from mcontroller.dispatch import Dispatch, Execute
+from mcontroller.dispatch.modes import Dispatch, Execute
+from mcontroller.dispatch.registration import register
 from mcontroller.worker import Worker
 from parallel_state import DistGlobalInfo, DistRankInfo, ParallelLayout
 
@@ -186,7 +186,7 @@ class Neighbour(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def through_the_wall(self, role: str) -> Any:
-        from mcontroller.colocate import sibling
+        from mcontroller.ray.colocate import sibling
 
         return sibling(role).value, self.fused_worker_dict[role] is sibling(role)
 

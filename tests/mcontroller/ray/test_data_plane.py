@@ -16,8 +16,8 @@ import ray
 import torch
 from ray._private import internal_api
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
-from mcontroller.protocol import DataProto
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout, Topology
 from tests.mcontroller.ray.batch_roles import Batches, Chained

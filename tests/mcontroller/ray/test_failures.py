@@ -56,7 +56,7 @@ def test_an_exception_arrives_at_once_and_says_who_and_where(start: Start) -> No
 
 def test_coordinates_are_told_once_they_are_known(start: Start) -> None:
     group = start("actor")
-    group.executor.place([{"tp": 0, "pp": 0}, {"tp": 1, "pp": 0}])
+    group.executor.set_coordinates([{"tp": 0, "pp": 0}, {"tp": 1, "pp": 0}])
     with pytest.raises(WorkerError, match=r"actor rank 1 \(tp=1 pp=0\)") as caught:
         group.fail_on({1: "x"})
     assert caught.value.coordinates == {"tp": 1, "pp": 0}

@@ -8,8 +8,8 @@ import ray
 import torch
 from tensordict import TensorDict
 
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.protocol import DataProto
 from mcontroller.ray.wire import IN_BAND_BYTES, Packed, pack, unpack
 
 

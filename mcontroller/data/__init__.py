@@ -1,0 +1,1 @@
+"""The batch: `DataProto`, its columns, how it is pickled and how it is stored."""

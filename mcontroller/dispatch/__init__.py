@@ -1,0 +1,1 @@
+"""Dispatch modes, and what a call sends to and collects from each rank."""

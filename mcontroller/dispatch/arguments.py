@@ -1,0 +1,285 @@
+"""The executing half of dispatch: from a call's arguments to what each shard is sent."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.dispatched import Call, Dispatched
+from mcontroller.dispatch.future import DataProtoFuture, Future, LazyBatch
+from mcontroller.dispatch.modes import RowRule
+from mcontroller.dispatch.remote_batch import Part, RemoteBatch, ResultBatch, Split, Window, take_shard
+from mcontroller.partition import Partition, split_rows
+from mcontroller.transport import Arguments, Executor
+
+__all__ = ["dispatch"]
+
+Key = int | str
+"""Names an argument: its position or its keyword."""
+
+
+def dispatch(
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rule: RowRule,
+    *,
+    materialize: bool = True,
+    share: bool = True,
+) -> Dispatched:
+    """What each shard of the call's plan is sent; the caller's arguments are left as they are.
+
+    Futures are made into batches before the method runs where ``materialize`` says so. ``share=False`` leaves plain
+    values in place of what the transport would store once: nothing is sent at all.
+    Raises DispatchError where the arguments do not fit the mode.
+    """
+    plan, group = call.plan, call.group
+    if plan.spec.functions is not None:
+        args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
+    _check_leading_function(call, args)
+    _check_signature(call, args, kwargs)
+    named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
+    given = {key: _carried(value, group.executor) for key, value in named}
+    if plan.spec.arguments == "entries":
+        return Dispatched(call, _entries(call, given, materialize), None)
+    if plan.spec.arguments == "whole":
+        whole = {key: _passed(value, materialize) for key, value in given.items()}
+        return Dispatched(call, [_arguments(whole)], None)
+    shards, origin = _split(call, given, rule)
+    plain = {key: value for key, value in given.items() if key not in shards}
+    if share and plan.shard_count > 1:
+        plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
+    columns = [_in_place(given, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
+    return Dispatched(call, [_arguments(column) for column in columns], origin)
+
+
+def _check_signature(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises DispatchError for arguments that the method does not take, before they can fail on every rank.
+
+    A method under a decorator that takes any arguments is not looked into: the decorator may change them.
+    """
+    signature = _signature(call.group.worker_cls, call.method)
+    if signature is None:
+        return  # a method that is there on the workers alone, or a callable that does not tell what it takes
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        taken = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
+        raise call.error(f"{error}; it takes ({taken})", taken=tuple(signature.parameters)) from error
+
+
+@lru_cache(maxsize=1024)
+def _signature(worker_cls: type, name: str) -> inspect.Signature | None:
+    method = inspect.getattr_static(worker_cls, name, None)
+    if not isinstance(method, FunctionType | staticmethod | classmethod):
+        return None
+    return inspect.signature(method.__get__(_ANYBODY, worker_cls), follow_wrapped=False)
+
+
+_ANYBODY: Any = object()
+
+
+def _arguments(values: Mapping[Key, Any]) -> Arguments:
+    return Arguments(
+        tuple(value for key, value in values.items() if isinstance(key, int)),
+        {key: value for key, value in values.items() if isinstance(key, str)},
+    )
+
+
+def _in_place(
+    given: Iterable[Key], plain: Mapping[Key, Any], shards: Mapping[Key, Sequence[Any]], shard: int, materialize: bool
+) -> dict[Key, Any]:
+    return {key: _passed(shards[key][shard], materialize) if key in shards else plain[key] for key in given}
+
+
+def _carried(value: Any, executor: Executor) -> Any:
+    """The value itself, or the result of a future that the group's transport cannot carry."""
+    if not isinstance(value, Future) or (isinstance(value, DataProtoFuture) and value.transport == executor.transport):
+        return value
+    return value.get()
+
+
+def _passed(value: Any, materialize: bool) -> Any:
+    """What stands for a future on its way; everything else as it is."""
+    rows = value.rows if isinstance(value, DataProtoFuture) else value
+    return rows if materialize or not isinstance(rows, RemoteBatch | Part) else LazyBatch(rows)
+
+
+def _from_function(call: Call, returned: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if isinstance(returned, tuple) and len(returned) == 2:
+        args, kwargs = returned
+        if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
+            return args, kwargs
+    raise call.error(
+        f"its dispatch_fn returned {type(returned).__name__}; expected (args, kwargs), with one list entry per rank"
+    )
+
+
+def _entries(call: Call, given: Mapping[Key, Any], materialize: bool) -> list[Arguments]:
+    """One ``Arguments`` per shard; shards whose entries are the same objects share theirs."""
+    count = call.plan.shard_count
+    for key, value in given.items():
+        if not isinstance(value, list | tuple):
+            raise call.error(
+                f"{_name(key)} is {type(value).__name__}; expected a list of {count} entries, one per "
+                f"{_shard_name(call)}{_entries_hint(value)}",
+                argument=key,
+                expected=count,
+            )
+        if len(value) != count:
+            raise call.error(
+                f"{_name(key)} has {len(value)} entries; expected {count}, one per {_shard_name(call)}",
+                argument=key,
+                given=len(value),
+                expected=count,
+            )
+    made: dict[tuple[int, ...], Arguments] = {}
+    shards = []
+    for shard in range(count):
+        entries = {key: value[shard] for key, value in given.items()}
+        identity = tuple(map(id, entries.values()))
+        if identity not in made:
+            executor = call.group.executor
+            made[identity] = _arguments(
+                {key: _passed(_carried(value, executor), materialize) for key, value in entries.items()}
+            )
+        shards.append(made[identity])
+    return shards
+
+
+def _entries_hint(value: Any) -> str:
+    if isinstance(value, DataProto | DataProtoFuture):
+        return ": split it with chunk(), or register the method with a mode whose name ends in PROTO"
+    return ": to give every rank the same value, register the method with Dispatch.ONE_TO_ALL"
+
+
+def _check_leading_function(call: Call, args: Sequence[Any]) -> None:
+    first = args[0] if args else None
+    if call.plan.spec.leading_function and not callable(first):
+        raise call.error(
+            f"the first argument is {type(first).__name__}; expected a function, which goes to every rank",
+            argument=0,
+        )
+
+
+def _split(
+    call: Call, given: Mapping[Key, Any], rule: RowRule
+) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
+    """The shards of every argument that has rows, and how the rows were split."""
+    batches = {key: value for key, value in given.items() if isinstance(value, DataProto)}
+    futures = {key: value.rows for key, value in given.items() if isinstance(value, DataProtoFuture)}
+    rows = _same_rows(call, batches)
+    if given and not (batches or futures or call.plan.spec.leading_function):
+        told = ", ".join(f"{_name(key)} is {type(value).__name__}" for key, value in given.items())
+        raise call.error(
+            f"none of its arguments has rows to split: {told}; give a DataProto (from_dict and from_tensordict make "
+            "one), or register the method with Dispatch.ONE_TO_ALL"
+        )
+    if futures:
+        return _split_futures(call, batches, futures, rows, rule)
+    if not batches:
+        return {}, None
+    partition = _partition(call, batches, rows, rule)
+    return {key: _take(batch, partition) for key, batch in batches.items()}, partition
+
+
+def _take(batch: DataProto, partition: Partition) -> list[DataProto]:
+    return [take_shard(batch, partition, shard) for shard in range(len(partition.shards))]
+
+
+def _same_rows(call: Call, batches: Mapping[Key, DataProto]) -> int | None:
+    """The number of rows of all batches; None where there are none."""
+    lengths = {key: len(batch) for key, batch in batches.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{_name(key)} has {length}" for key, length in lengths.items())
+        raise call.error(f"batches of one call must have the same number of rows: {told}", lengths=lengths)
+    return next(iter(lengths.values()), None)
+
+
+def _partition(call: Call, batches: Mapping[Key, DataProto], rows: int | None, rule: RowRule) -> Partition:
+    lengths = groups = None
+    if rule.balance is not None:
+        lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
+    if rule.group_by is not None:
+        groups = _labels(call, _with_column(call, batches, rule.group_by), rule.group_by)
+    padding = rule.padding
+    if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
+        padding = "repeat"
+    return split_rows(rows or 0, call.plan.shard_count, padding=padding, lengths=lengths, groups=groups)
+
+
+def _with_column(call: Call, batches: Mapping[Key, DataProto], column: str) -> DataProto:
+    for batch in batches.values():
+        if column in batch.non_tensor_batch or column in batch.tensors():
+            return batch
+    raise call.error(
+        f"rows are split by column {column!r}, which no batch of the call has: add it, or call with "
+        f".options(balance=None, group_by=None)",
+        column=column,
+    )
+
+
+def _labels(call: Call, batch: DataProto, column: str) -> list[Hashable]:
+    held: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.tensors()[column]
+    labels: list[Any] = held.tolist()
+    wrong = next((label for label in labels if not isinstance(label, Hashable)), None)
+    if wrong is not None:
+        raise call.error(
+            f"column {column!r} has {wrong!r} as the label of a row; expected one text or number for each row",
+            column=column,
+        )
+    return labels
+
+
+def _split_futures(
+    call: Call, batches: Mapping[Key, DataProto], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
+) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
+    """Part by part where every future has one part per shard and was split alike; otherwise by overlapping rows.
+
+    The rows of futures are not balanced: they stay as their own call has split them.
+    """
+    count = call.plan.shard_count
+    first, *others = futures.values()
+    aligned = all(isinstance(future, ResultBatch) and len(future.parts) == count for future in futures.values())
+    if aligned and all(future.origin == first.origin for future in others):
+        origin = first.origin
+        if not batches:
+            return {key: _parts(futures, key) for key in futures}, origin
+        if isinstance(origin, Partition) and origin.size == rows:
+            taken = {key: _take(batch, origin) for key, batch in batches.items()}
+            lengths = {_name(key): [len(shard) for shard in shards] for key, shards in taken.items()}
+            return {**taken, **{key: _parts(futures, key, lengths) for key in futures}}, origin
+    expected = first.counts_only() if rows is None and others else rows
+    shards: dict[Key, Sequence[Any]] = {
+        key: [Window(future, shard, count, rule.padding, expected) for shard in range(count)]
+        for key, future in futures.items()
+    }
+    if rows is None:
+        return shards, Split(first.counts_only(), count, rule.padding)
+    partition = split_rows(rows, count, padding=rule.padding)
+    return {**shards, **{key: _take(batch, partition) for key, batch in batches.items()}}, partition
+
+
+def _parts(
+    futures: Mapping[Key, ResultBatch], key: Key, batch_lengths: Mapping[str, Sequence[int]] | None = None
+) -> list[Part]:
+    """The parts of one future, each to be as long as its shard of the other arguments."""
+    lengths: dict[str, Sequence[Any]] = {_name(other): rows.lengths for other, rows in futures.items() if other != key}
+    lengths.update(batch_lengths or {})
+    return [
+        Part(part, futures[key].lengths[shard], tuple((name, of[shard]) for name, of in lengths.items()))
+        for shard, part in enumerate(futures[key].parts)
+    ]
+
+
+def _name(key: Key) -> str:
+    return f"argument {key}" if isinstance(key, int) else f"argument {key!r}"
+
+
+def _shard_name(call: Call) -> str:
+    axes = call.plan.spec.axes
+    return "rank" if axes == ("rank",) else f"shard of {' x '.join(axes)}"

@@ -1,0 +1,56 @@
+"""Load a package's public names when they are first asked for.
+
+A package lists its public names once, in the form that type checkers read, and hands the rest to ``lazy_exports``::
+
+    if TYPE_CHECKING:
+        from package.module import Name as Name
+    else:
+        __getattr__, __dir__, __all__ = lazy_exports(__name__)
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import linecache
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["lazy_exports"]
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__`` of ``package``.
+
+    The names are those that the ``__init__`` imports under ``if TYPE_CHECKING:``, each from the module named there.
+    """
+    homes = _type_checking_imports(package)
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            close = difflib.get_close_matches(name, homes, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+        module, original = homes[name]
+        value = getattr(importlib.import_module(module), original)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    names = sorted(homes)
+    return load, lambda: names, names
+
+
+def _type_checking_imports(package: str) -> dict[str, tuple[str, str]]:
+    """Each name that the package's source imports under ``if TYPE_CHECKING:``, with its module and its name there."""
+    module = sys.modules[package]
+    source = "".join(linecache.getlines(module.__file__ or "", vars(module)))  # a package in an archive is read too
+    return {
+        alias.asname or alias.name: (statement.module or "", alias.name)
+        for block in ast.parse(source).body
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }

@@ -1,0 +1,89 @@
+"""meta_info: kept where all agree, metrics gathered from every part, all else a conflict that is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcontroller.data.meta import copy_meta, same_value
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from tests.mcontroller.batches import numbered
+
+
+def joined(*infos: dict[str, Any]) -> dict[str, Any]:
+    return DataProto.concat([numbered(1, **info) for info in infos]).meta_info
+
+
+def test_keys_that_agree_wherever_they_stand_are_kept() -> None:
+    table = {"t": torch.arange(3), "a": [np.ones(2), float("nan")]}
+    again = {"t": torch.arange(3), "a": [np.ones(2), float("nan")]}
+    merged = joined({"x": 1, "table": table}, {"y": "only here"}, {"x": 1, "table": again})
+    assert list(merged) == ["x", "table", "y"]
+    assert same_value(merged["table"], table)
+
+
+def test_metrics_become_flat_lists_of_what_every_part_has() -> None:
+    merged = joined(
+        {"metrics": {"loss": 1.0, "acc": [0.1, 0.2]}},
+        {"metrics": {"loss": 2.0}},
+        {},
+        {"metrics": {"loss": [3.0], "grad_norm": 5}},
+    )
+    assert merged == {"metrics": {"loss": [1.0, 2.0, 3.0], "acc": [0.1, 0.2], "grad_norm": [5]}}
+
+
+def test_batches_that_hold_only_metrics_are_joined() -> None:
+    parts = [DataProto(meta_info={"metrics": {"loss": rank}}) for rank in range(3)]
+    assert DataProto.concat(parts).meta_info == {"metrics": {"loss": [0, 1, 2]}}
+
+
+def test_a_conflict_names_the_key_the_parts_and_the_values() -> None:
+    with pytest.raises(DataError, match=r"meta_info\['step'\] differs in concat: 1 in part 1, 2 in part 2") as raised:
+        joined({}, {"step": 1}, {"step": 2})
+    assert (raised.value.key, raised.value.values) == ("step", (1, 2))
+    with pytest.raises(DataError, match=r"'metrics'.* is 3 in part 0, a dict in others"):
+        joined({"metrics": 3}, {"metrics": {"loss": 1}})
+
+
+def test_union_unites_metrics_by_name_and_refuses_two_values() -> None:
+    first, second = numbered(1, metrics={"actor": 1.0}), numbered(1, metrics={"critic": 2.0})
+    assert first.union(second).meta_info == {"metrics": {"actor": 1.0, "critic": 2.0}}
+    with pytest.raises(DataError, match=r"meta_info\['actor'\] differs in union: 1.0 in part 0, 3.0 in part 1"):
+        first.union(numbered(1, metrics={"actor": 3.0}))
+
+
+def test_merging_changes_no_part_and_shares_no_container_with_any() -> None:
+    parts = [numbered(1, names=["a"], metrics={"loss": [1]}) for _ in range(2)]
+    merged = DataProto.concat(parts).meta_info
+    merged["names"].append("b")
+    merged["metrics"]["loss"].append(2)
+    assert [part.meta_info for part in parts] == [{"names": ["a"], "metrics": {"loss": [1]}}] * 2
+
+
+def test_a_copy_has_containers_of_its_own_and_shares_tensors() -> None:
+    info = {"list": [{"deep": [1]}], "tuple": ([1],), "set": {1}, "tensor": torch.zeros(1)}
+    copied = copy_meta(info)
+    copied["list"][0]["deep"].append(2)
+    copied["tuple"][0].append(2)
+    copied["set"].add(2)
+    assert info["list"] == [{"deep": [1]}] and info["tuple"] == ([1],) and info["set"] == {1}
+    assert copied["tensor"] is info["tensor"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (1, 2), ([1], (1,)), ({"a": 1}, {"b": 1}), ([1, 2], [1]), (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), np.zeros(2)), (torch.zeros(2), 0.0), (np.zeros(2), [0.0, 0.0]),
+        (np.zeros(2), np.zeros(2, "f4")),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64)), (None, 0), (float("nan"), 1.0), ("a", "b"),
+    ],
+)  # fmt: skip
+def test_values_that_differ_in_type_shape_or_content_are_not_the_same(left: Any, right: Any) -> None:
+    assert not same_value(left, right)
+    assert not same_value(right, left)
+    assert same_value(left, copy_meta(left))

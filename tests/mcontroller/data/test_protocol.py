@@ -1,0 +1,361 @@
+"""DataProto: what it is made of, what its operations give, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from mcontroller.data.protocol import (
+    DataProto,
+    DataProtoConfig,
+    DataProtoItem,
+    RowIndexError,
+    collate_fn,
+    pad_dataproto_to_divisor,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from mcontroller.errors import DataError
+from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
+
+
+def test_from_dict_makes_object_columns_of_lists_even_when_their_entries_are_of_equal_length() -> None:
+    batch = DataProto.from_dict({"a": torch.zeros(2, 3)}, {"pairs": [[1, 2], [3, 4]]})
+    assert batch.non_tensor_batch["pairs"].shape == (2,)
+    assert batch.non_tensor_batch["pairs"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_batch_of_plain_columns_never_loads_tensordict() -> None:
+    code = (
+        "import pickle, sys, torch; from mcontroller import DataProto; "
+        "batch = DataProto.from_dict({'a': torch.arange(6)}, {'u': list('abcdef')}, {'step': 1}); "
+        "batch = DataProto.concat(pickle.loads(pickle.dumps(batch)).chunk(4)).select_idxs([5, 0]).to('cpu'); "
+        "batch = batch.union(DataProto.from_dict({'b': batch.tensors()['a'] + 1})).rename('b', 'c'); "
+        "print(batch.tensors(), 'tensordict' in sys.modules, type(batch.batch).__name__)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed == "{'a': tensor([5, 0]), 'c': tensor([6, 1])} False TensorDict\n"
+
+
+def test_from_single_dict_tells_tensors_from_arrays_and_keeps_numeric_arrays() -> None:
+    batch = DataProto.from_single_dict(
+        {"a": torch.arange(3), "n": np.arange(3), "s": ["x", "y", "z"]}, meta_info={"step": 1}, auto_padding=True
+    )
+    assert list(batch.batch.keys()) == ["a"]
+    assert batch.non_tensor_batch["n"].dtype == np.int64
+    assert batch.meta_info == {"step": 1, DataProtoConfig.auto_padding_key: True}
+    assert batch.is_padding_enabled()
+
+
+def test_auto_padding_for_the_whole_process_is_off_until_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not numbered(2).is_padding_enabled()
+    monkeypatch.setattr(DataProtoConfig, "auto_padding", True)
+    assert numbered(2).is_padding_enabled()
+
+
+def test_from_tensordict_sorts_stacks_and_single_values_out() -> None:
+    source = TensorDict({"a": torch.arange(2)}, [2])
+    source["uid"] = NonTensorStack("x", "y")
+    source["temperature"] = NonTensorData(0.7, batch_size=[2])
+    batch = DataProto.from_tensordict(source, meta_info={"step": 1})
+    assert batch.batch["a"].tolist() == [0, 1]
+    assert batch.non_tensor_batch["uid"].tolist() == ["x", "y"]
+    assert batch.meta_info == {"step": 1, "temperature": 0.7}
+
+
+def test_num_batch_dims_counts_leading_dims_of_the_batch() -> None:
+    batch = DataProto.from_dict({"a": torch.zeros(4, 2, 3), "b": torch.zeros(4, 2)}, num_batch_dims=2)
+    assert batch.batch.batch_size == (4, 2)
+    assert [part.batch.batch_size for part in batch.chunk(2)] == [(2, 2), (2, 2)]
+
+
+def test_the_number_of_rows_is_that_of_the_columns() -> None:
+    assert len(numbered(5)) == 5
+    assert len(DataProto(non_tensor_batch={"a": np.arange(3)})) == 3
+    assert len(DataProto(meta_info={"step": 1})) == 0
+    assert len(numbered(5).select([], [])) == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), r"'b'.* \[3\], .*'a'.* \[2\]"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"u": ["x"]}), r"'u'.* shape \(1,\): .* 2 rows"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(())}), "'a'.* 0 dims: give at least 1"),
+        (lambda: DataProto.from_dict({"a": [1, 2]}), "'a'.* is list: give a torch.Tensor"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), "num_batch_dims=0"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, {"u": [1, 2]}, None, 2), "with 1 non-tensor columns"),
+        (lambda: DataProto.from_single_dict({"a": "text"}), "'a' is str"),
+        (lambda: DataProto(batch={"a": torch.zeros(2)}), "batch is dict"),
+        (
+            lambda: DataProto(batch=TensorDict({"a": torch.zeros(2)}, [])),
+            r"TensorDict of batch dims \[\]: .* one batch dim",
+        ),
+        (lambda: DataProto(non_tensor_batch={"u": ["x"]}), "'u'.* is list: give a numpy array"),
+        (lambda: DataProto.from_dict({"s": torch.eye(2).to_sparse()}), "'s'.* layout torch.sparse_coo"),
+        (lambda: DataProto(TensorDict({"a": NonTensorData(1, batch_size=[2])}, [2])), "'a'.* into non_tensor_batch"),
+    ],
+)
+def test_what_is_no_batch_is_refused_with_its_column_and_numbers(make, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make()
+
+
+def test_an_item_is_one_row_without_its_row_dim() -> None:
+    item = every_kind(5)[-2]
+    assert isinstance(item, DataProtoItem)
+    assert item.batch["ids"].tolist() == [30, 31, 32, 33]
+    assert item.batch["jagged"].tolist() == [3.0, 4.0, 5.0]
+    assert item.non_tensor_batch["uid"] == "row 3"
+    assert item.meta_info["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("wrong", [5, -6, [0, 5], torch.tensor([-6])])
+def test_a_row_that_is_not_there_is_an_index_error_with_the_numbers(wrong) -> None:
+    with pytest.raises(RowIndexError, match="of a batch of 5 rows") as raised:
+        numbered(5)[wrong]
+    assert isinstance(raised.value, IndexError) and raised.value.rows == 5
+    assert [item.batch["n"].item() for item in numbered(5)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [([True], r"mask of shape \(1,\) for 5 rows"), ([0.5], "float64"), ([[0]], r"\(1, 1\)"), ("ab", "named by number")],
+)
+def test_what_does_not_name_rows_is_refused(wrong, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        numbered(5).select_idxs(wrong)
+
+
+def test_slices_chunks_and_selections_of_columns_share_memory_and_index_lists_copy() -> None:
+    batch = numbered(6)
+    memory = batch.batch["n"].untyped_storage().data_ptr()
+    views = [batch[1:3], *batch.chunk(2), *batch.split(4), batch.select("n"), DataProto.concat([batch])]
+    for view in views:
+        assert view.batch["n"].untyped_storage().data_ptr() == memory
+    assert batch[[1, 2]].batch["n"].untyped_storage().data_ptr() != memory
+
+
+def test_chunks_share_no_part_of_meta_info() -> None:
+    first, second = numbered(2, nested={"list": [1]}).chunk(2)
+    first.meta_info["nested"]["list"].append(2)
+    assert second.meta_info == {"nested": {"list": [1]}}
+
+
+def test_select_takes_names_or_lists_and_shares_or_copies_memory() -> None:
+    batch = numbered(3, a=1, b=2)
+    selected = batch.select("n", [], "a")
+    assert (selected.batch["n"].tolist(), selected.non_tensor_batch, selected.meta_info) == ([0, 1, 2], {}, {"a": 1})
+    batch.select(deepcopy=True).batch["n"][0] = 9
+    assert numbers(batch) == [0, 1, 2]
+    selected.batch["n"][0] = 9
+    assert batch.batch["n"][0] == 9
+
+
+def test_pop_takes_columns_out_of_the_batch_and_of_no_other() -> None:
+    batch = numbered(3, a=1)
+    other = batch.select()
+    popped = batch.pop(batch_keys=["n"], non_tensor_batch_keys="name", meta_info_keys=["a"])
+    assert numbers(popped) == [0, 1, 2] and popped.meta_info == {"a": 1}
+    assert (batch._column_keys(), batch.meta_info, len(batch)) == ([], {}, 3)
+    assert numbers(other) == [0, 1, 2]
+
+
+def test_rename_keeps_the_order_of_columns_and_gives_the_batch_itself() -> None:
+    batch = DataProto.from_dict({"a": torch.zeros(1), "b": torch.ones(1)}, {"u": ["x"]})
+    assert batch.rename(["a", "u"], ["c", "v"]) is batch
+    assert batch._column_keys() == ["c", "b", "v"]
+    assert batch.rename("b", "a").batch["a"].item() == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda batch: batch.select("x"), r"no batch column \['x'\]; there are \['n'\]"),
+        (lambda batch: batch.select(non_tensor_batch_keys="x"), r"no non-tensor column \['x'\]; there are \['name'\]"),
+        (lambda batch: batch.pop(meta_info_keys=["x"]), r"no meta_info key \['x'\]; there are \[\]"),
+        (lambda batch: batch.rename("x", "y"), r"no column \['x'\]; there are \['n', 'name'\]"),
+        (lambda batch: batch.rename("n", "name"), "one new name that no other column has"),
+        (lambda batch: batch.rename(["n", "name"], "a"), "one new name"),
+        (lambda batch: batch.row_lengths("x"), r"no tensor column \['x'\]"),
+        (lambda batch: batch.chunk(0), "5 rows over 0 shards"),
+        (lambda batch: batch.split(0), "split_size 0"),
+        (lambda batch: batch.repeat(-1), "repeat_times -1"),
+        (lambda batch: batch.sample_level_repeat([1, 2]), r"shape \(2,\) for 5 rows"),
+        (lambda batch: batch.reorder([0, 0, 1, 2, 3]), "5 rows .* 5 indices, 4 of them different"),
+        (lambda batch: batch.reorder([0, 1]), "5 rows .* 2 indices"),
+        (lambda batch: batch.padding(1, "middle"), "give 'first' or 'last'"),
+        (lambda batch: batch.select_idxs([]).padding(1), "1 rows of padding for a batch of 0 rows"),
+        (lambda batch: batch.unpad(6), "6 rows of padding in a batch of 5 rows"),
+        (lambda batch: batch.fold_batch_dim(2), "5 rows do not fold into 2"),
+        (lambda batch: batch.unfold_batch_dim(2), "first 2 dims"),
+        (lambda batch: batch.make_iterator(0, 1), "mini_batch_size 0"),
+        (lambda batch: batch.union(numbered(4)), "5 rows with 4"),
+        (lambda batch: pad_dataproto_to_divisor(batch, 0), "size_divisor 0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_changes_nothing(call, message: str) -> None:
+    batch = numbered(5)
+    with pytest.raises(DataError, match=message):
+        call(batch)
+    assert batch == numbered(5)
+
+
+def test_union_adds_columns_and_takes_equal_ones_once() -> None:
+    batch = numbered(2, a=1)
+    other = DataProto.from_dict({"n": torch.arange(2), "m": torch.ones(2)}, {"v": ["x", "y"]}, {"b": 2})
+    united = batch.union(other)
+    assert united._column_keys() == ["n", "m", "name", "v"]
+    assert united.meta_info == {"a": 1, "b": 2}
+    assert batch == numbered(2, a=1)
+    assert batch.union(DataProto(meta_info={"b": 2})) == numbered(2, a=1, b=2)
+    assert DataProto().union(batch) == batch
+
+
+def test_union_refuses_a_column_or_key_with_two_values() -> None:
+    left = TensorDict({"a": torch.zeros(2)}, [2])
+    with pytest.raises(DataError, match="column 'a' is in both and differs") as raised:
+        union_tensor_dict(left, TensorDict({"a": torch.ones(2)}, [2]))
+    assert raised.value.column == "a"
+    with pytest.raises(DataError, match=r"batch dims \[2\] and \[3\]"):
+        union_tensor_dict(left, TensorDict({"b": torch.ones(3)}, [3]))
+    with pytest.raises(DataError, match="column 'u' is in both"):
+        union_numpy_dict({"u": np.array(["x"], object)}, {"u": np.array(["y"], object)})
+    with pytest.raises(DataError, match=r"meta_info\['a'\] differs in union: 1 in part 0, 2 in part 1"):
+        numbered(2, a=1).union(numbered(2, a=2))
+
+
+def test_concat_refuses_parts_that_differ_in_columns_shape_or_dtype() -> None:
+    part = DataProto.from_dict({"a": torch.zeros(2, 3)}, {"u": [1, 2]})
+    with pytest.raises(DataError, match=r"batch of part 1 has columns \['b'\], of part 0 \['a'\]"):
+        DataProto.concat([part, DataProto.from_dict({"b": torch.zeros(2, 3)}, {"u": [1, 2]})])
+    with pytest.raises(DataError, match="non_tensor_batch of part 1"):
+        DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 3)})])
+    with pytest.raises(DataError, match=r"column 'a' of part 1 is float32\[2, 4\], of part 0 float32\[2, 3\]"):
+        DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 4)}, {"u": [1, 2]})])
+    with pytest.raises(DataError, match=r"column 'a' of part 1 is int64\[2, 3\]"):
+        DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 3, dtype=torch.int64)}, {"u": [1, 2]})])
+    with pytest.raises(DataError, match="no parts"):
+        DataProto.concat([])
+
+
+def test_jagged_columns_that_shared_their_offsets_still_do_after_rows_have_moved() -> None:
+    ids = jagged([3, 0, 2, 1])
+    weights = torch.nested.nested_tensor_from_jagged(ids.values() * 0.5, ids.offsets())
+    batch = DataProto.from_dict({"ids": ids, "weights": weights})
+    for moved in (batch[1:3], batch[[2, 0, 2]], DataProto.concat(batch.chunk(3)), batch.chunk(2)[1]):
+        product = moved.batch["ids"] * moved.batch["weights"]
+        assert product.values().tolist() == [value**2 / 2 for value in moved.batch["ids"].values().tolist()]
+
+
+def test_jagged_columns_with_holes_and_with_their_ragged_dim_last_move_by_rows() -> None:
+    holes = torch.nested.nested_tensor_from_jagged(
+        torch.arange(10.0), torch.tensor([0, 3, 5, 10]), lengths=torch.tensor([2, 1, 4])
+    )
+    last = jagged([1, 3, 2], trailing=2).transpose(1, 2)
+    batch = DataProto.from_dict({"holes": holes, "last": last})
+    chosen = batch[[2, 0]].batch
+    assert [row.tolist() for row in chosen["holes"].unbind()] == [[5.0, 6.0, 7.0, 8.0], [0.0, 1.0]]
+    assert [list(row.shape) for row in chosen["last"].unbind()] == [[2, 2], [2, 1]]
+    assert chosen["last"].unbind()[1].flatten().tolist() == [0.0, 1.0]
+    assert DataProto.concat(batch.chunk(2)).difference(batch) is None
+
+
+def test_large_columns_are_joined_and_chosen_as_small_ones_are() -> None:
+    column = torch.arange(3 << 20).reshape(-1, 1024)
+    batch = DataProto.from_dict(
+        {"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]}
+    )
+    assert DataProto.concat(batch.chunk(5)) == batch
+    order = torch.randperm(len(column), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(batch[order].batch["ids"], column[order])
+
+
+def test_padding_repeats_the_first_or_last_row_and_pads_in_a_cycle_to_a_divisor() -> None:
+    assert numbers(numbered(3).padding(2)) == [0, 1, 2, 2, 2]
+    assert numbers(numbered(3).padding(2, "first")) == [0, 1, 2, 0, 0]
+    padded, pad_size = pad_dataproto_to_divisor(numbered(3), 8)
+    assert (numbers(padded), pad_size) == ([0, 1, 2, 0, 1, 2, 0, 1], 5)
+    assert pad_dataproto_to_divisor(numbered(0), 8)[1] == 0
+
+
+def test_row_lengths_are_sums_of_a_mask_or_lengths_of_jagged_rows() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    batch = DataProto.from_dict(
+        {"attention_mask": mask, "bool": mask.bool(), "jagged": jagged([4, 0]), "n": mask[:, 2]}
+    )
+    assert batch.row_lengths() == [2, 3]
+    assert batch.row_lengths("bool") == [2, 3]
+    assert batch.row_lengths("jagged") == [4, 0]
+    assert batch.row_lengths("n") == [0, 1]
+    assert batch[:0].row_lengths() == []
+
+
+def test_mini_batches_are_views_in_order_unless_shuffled_and_may_drop_the_last() -> None:
+    batch = numbered(5)
+    parts = list(batch.make_iterator(2, 1, dataloader_kwargs={"drop_last": True}))
+    assert [numbers(part) for part in parts] == [[0, 1], [2, 3]]
+    parts[0].batch["n"][0] = 7
+    assert batch.batch["n"][0] == 7
+    orders = {
+        tuple(numbers(part)) for seed in range(5) for part in numbered(5).make_iterator(5, 1, seed, {"shuffle": True})
+    }
+    assert len(orders) > 1
+
+
+def test_items_of_different_shapes_are_not_collated() -> None:
+    items = [DataProtoItem(TensorDict({"a": torch.zeros(n)}, [])) for n in (2, 3)]
+    with pytest.raises(DataError, match=r"column 'a' of row 1 is float32\[3\], of row 0 float32\[2\]"):
+        collate_fn(items)
+    with pytest.raises(DataError, match="no rows"):
+        collate_fn([])
+
+
+def test_to_moves_tensors_and_leaves_the_batch_where_it_was() -> None:
+    batch = numbered(2)
+    moved = batch.to("meta")
+    assert moved.batch["n"].device.type == "meta"
+    assert moved.non_tensor_batch["name"].tolist() == ["0", "1"]
+    assert numbers(batch) == [0, 1]
+
+
+def test_equality_is_of_values_dtypes_keys_and_meta_info_and_the_difference_is_told() -> None:
+    batch = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
+    same = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
+    assert batch == same
+    assert batch != batch[:1] and batch != "a batch"
+    assert batch.difference(batch[:1]) == "2 rows, other has 1"
+    assert batch.difference(batch.select([])) == "batch has keys ['a'], other has []"
+    for field, key, value in (("batch", "a", torch.tensor([1.0, 2.0])), ("batch", "a", torch.ones(2).double())):
+        getattr(same, field)[key] = value
+        assert batch.difference(same).startswith("batch['a'] differs")
+    same = batch.select()
+    same.meta_info["t"] = True + 1
+    assert batch.difference(same) == "meta_info['t'] differs: 1 and 2"
+
+
+def test_the_summary_and_the_printed_size_tell_shapes_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = DataProto.from_dict({"ids": torch.zeros(8, 16), "j": jagged([1] * 8)}, {"uid": list("abcdefgh")}, {"t": 1})
+    assert repr(batch) == (
+        "DataProto(8 rows, batch {ids: float32[8, 16], j: float32[8, *]}, non_tensor_batch {uid: object[8]}, "
+        "meta_info ['t'], 680 B)"
+    )
+    batch.print_size("after rollout")
+    assert capsys.readouterr().out == "after rollout, batch: 616 B, non_tensor_batch: 64 B\n"
+
+
+def test_a_column_added_to_a_batch_or_to_its_copy_is_seen_in_that_one_alone() -> None:
+    first = DataProto.from_dict({"a": torch.arange(4)}).slice(0, 3)
+    second = copy.copy(first)
+    first.batch["b"] = torch.zeros(3)
+    second.batch["c"] = torch.ones(3)
+    assert set(first.batch.keys()) == {"a", "b"}
+    assert set(second.batch.keys()) == {"a", "c"}
+    assert first.batch["a"].data_ptr() == second.batch["a"].data_ptr()
+    assert DataProto.concat(first.chunk(3)).batch["b"].tolist() == [0.0] * 3

@@ -1,0 +1,303 @@
+"""Pickling: what travels comes back as it was, in memory of its own, and only its own elements travel."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from tensordict import MemoryMappedTensor, TensorDict
+
+from mcontroller.data import meta
+from mcontroller.data.protocol import DataProto
+from mcontroller.data.serialization import pack, reduce
+from mcontroller.errors import DataError
+from tests.mcontroller.batches import every_kind, jagged, numbered, row_counts
+from tests.parallel_state.layouts import unhurried
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+]  # fmt: skip
+
+
+def sent(value: Any) -> tuple[bytes, list[memoryview]]:
+    """A value as Ray takes it: the pickle stream, and its buffers beside it."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return stream, [buffer.raw() for buffer in buffers]
+
+
+def received(value: Any) -> Any:
+    """A value as it comes out of Ray's shared memory: its buffers can be read only."""
+    stream, buffers = sent(value)
+    return pickle.loads(stream, buffers=[bytes(buffer) for buffer in buffers])
+
+
+@unhurried
+@given(row_counts)
+def test_a_batch_of_every_kind_of_column_comes_back_as_it_was(rows: int) -> None:
+    batch = every_kind(rows)
+    assert received(batch).difference(batch) is None
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_every_pickle_protocol_keeps_the_batch(protocol: int) -> None:
+    assert pickle.loads(pickle.dumps(every_kind(5), protocol)).difference(every_kind(5)) is None
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (0, 4), (3, 0), (0,), ()])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    count = int(np.prod(shape)) * dtype.itemsize
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
+    tensor = bits.view(dtype).reshape(shape)
+    back = received(pack([tensor]))[0]
+    assert (back.dtype, back.shape) == (dtype, shape)
+    assert torch.equal(back.reshape(-1).view(torch.uint8), bits)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(24).reshape(4, 6).T,
+        torch.arange(24).reshape(4, 6)[::2, 1::3],
+        torch.tensor([7]).expand(5),
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([1 + 2j, 3j]).conj().imag,
+        torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+    ],
+)
+def test_views_that_are_not_contiguous_keep_their_values(view: torch.Tensor) -> None:
+    assert received(pack((view,)))[0].tolist() == view.tolist()
+
+
+def test_a_sliced_view_brings_its_own_rows_and_nothing_of_the_rest() -> None:
+    batch = DataProto.from_dict({"ids": torch.zeros(100_000, 8, dtype=torch.int64)}, {"level": np.arange(100_000)})
+    stream, buffers = sent(batch[10:20])
+    assert sorted(buffer.nbytes for buffer in buffers) == [80, 640]
+    assert len(stream) < 1500
+    stream, buffers = sent(batch[3])
+    assert [buffer.nbytes for buffer in buffers] == [64]
+
+
+def test_a_contiguous_tensor_is_handed_out_without_a_copy() -> None:
+    column = torch.arange(1000)
+    _, (buffer,) = sent(pack(column))
+    column[0] = 5
+    assert np.frombuffer(buffer, np.int64)[0] == 5
+
+
+def test_what_comes_back_can_be_written_and_is_seen_by_nobody_else() -> None:
+    batch = DataProto.from_dict(
+        {"n": torch.arange(3)}, {"level": np.arange(3), "px": [np.zeros(2), None, torch.zeros(2)]}
+    )
+    stream, buffers = sent(batch)
+    read_only = [bytes(buffer) for buffer in buffers]
+    first, second = (pickle.loads(stream, buffers=read_only) for _ in range(2))
+    first.batch["n"][0] = 9
+    first.non_tensor_batch["level"][0] = 9
+    first.non_tensor_batch["px"][0][0] = 9
+    first.non_tensor_batch["px"][2][0] = 9
+    assert second == batch
+    in_band = pickle.loads(pickle.dumps(batch, protocol=5))
+    in_band.batch["n"][0] = 9
+    assert batch.batch["n"].tolist() == [0, 1, 2]
+
+
+def test_columns_that_arrive_read_only_are_joined_as_they_lie_and_copied_when_they_are_asked_for() -> None:
+    batch = DataProto.from_dict(
+        {"n": torch.arange(12).view(6, 2), "flag": torch.arange(6) > 2, "half": torch.ones(6, 2, dtype=torch.bfloat16)},
+        {"level": np.arange(6)},
+    )
+    parts = [received(part) for part in batch.split(4)]
+    assert [part._batch.has_unread for part in parts] == [True, True]
+    joined = DataProto.concat(parts)
+    assert [part._batch.has_unread for part in parts] == [True, True]
+    assert joined == batch
+    joined.batch["n"][0] = 9
+    parts[0].batch["n"][0] = 7
+    assert parts[0].batch["n"][0].tolist() == [7, 7]
+    assert DataProto.concat(parts).batch["n"][:, 0].tolist() == [7, 2, 4, 6, 8, 10]
+    assert parts[1].select_idxs([1]).batch["n"].tolist() == [[10, 11]]
+
+
+def test_a_part_that_has_been_written_is_joined_with_parts_that_nobody_has_read() -> None:
+    batch = DataProto.from_dict({"n": torch.arange(12).view(6, 2), "flag": torch.arange(6) > 2})
+    parts = [received(part) for part in batch.split(2)]
+    parts[1].tensors()["n"][0] = 9
+    assert [part._batch.has_unread for part in parts] == [True, False, True]
+    assert len({id(part._batch.schema) for part in parts}) == 1
+    for spare_cores in (False, True):
+        joined = DataProto.concat(parts, spare_cores=spare_cores)
+        assert joined.tensors()["n"][:, 0].tolist() == [0, 2, 9, 6, 8, 10]
+        assert joined.tensors()["flag"].tolist() == (torch.arange(6) > 2).tolist()
+
+
+def test_columns_that_arrive_read_only_and_do_not_fit_are_refused_by_name() -> None:
+    wide, narrow = (received(DataProto.from_dict({"n": torch.zeros(2, width)})) for width in (3, 4))
+    with pytest.raises(DataError, match=r"column 'n' of part 1 is float32\[2, 4\], of part 0 float32\[2, 3\]"):
+        DataProto.concat([wide, narrow])
+    whole = received(DataProto.from_dict({"n": torch.zeros(2, 3, dtype=torch.int64)}))
+    with pytest.raises(DataError, match=r"column 'n' of part 1 is int64"):
+        DataProto.concat([wide, whole])
+
+
+def test_a_tensor_under_two_names_travels_once_and_stays_one() -> None:
+    shared = torch.arange(1000)
+    batch = DataProto.from_dict({"a": shared, "b": shared})
+    assert len(sent(batch)[1]) == 1
+    back = received(batch)
+    back.batch["a"][0] = 7
+    assert back.batch["b"][0] == 7
+
+
+def test_writable_buffers_are_adopted_without_another_copy() -> None:
+    stream, (buffer,) = sent(pack(torch.arange(4)))
+    private = bytearray(buffer)
+    tensor = pickle.loads(stream, buffers=[private])
+    tensor[0] = 9
+    assert np.frombuffer(private, np.int64)[0] == 9
+
+
+def test_jagged_columns_with_one_set_of_offsets_still_multiply_on_the_other_side() -> None:
+    ids = jagged([2, 0, 3])
+    other = torch.nested.nested_tensor_from_jagged(ids.values() + 1, ids.offsets())
+    batch = received(DataProto.from_dict({"a": ids, "b": other})).batch
+    assert (batch["a"] * batch["b"]).values().tolist() == [0.0, 2.0, 6.0, 12.0, 20.0]
+
+
+def test_tensors_in_meta_info_and_deep_in_objects_travel_out_of_band() -> None:
+    image = torch.zeros(1000, 100)
+    batch = DataProto.from_dict(
+        {},
+        {"multi_modal": [{"pixels": [image[:10]]}, None]},
+        {"kl": torch.tensor(0.5), "table": (np.ones(500), image[:2])},
+    )
+    stream, buffers = sent(batch)
+    assert sorted(buffer.nbytes for buffer in buffers) == [4, 800, 4000, 4000]
+    assert len(stream) < 2000
+    assert received(batch).difference(batch) is None
+
+
+def test_a_value_met_twice_is_sent_once_and_is_one_again() -> None:
+    column = torch.arange(1000)
+    stream, buffers = sent(pack({"a": column, "b": [column]}))
+    assert len(buffers) == 1
+    back = pickle.loads(stream, buffers=[bytes(buffers[0])])
+    assert back["a"] is back["b"][0]
+
+
+def test_a_container_that_holds_itself_comes_back() -> None:
+    loop: dict[str, Any] = {"x": 1}
+    loop["self"] = loop
+    assert received(pack(loop))["self"]["self"]["x"] == 1
+
+
+def test_arrays_of_strings_dates_and_records_come_back() -> None:
+    arrays = [
+        np.array(["a", "bcd"]), np.array(["2020-01-01"], "M8[s]"), np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+        np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(10)[::3], np.zeros((2, 0)), np.array(3.5),
+        np.array([], dtype=object), np.array([["x", None]], dtype=object),
+    ]  # fmt: skip
+    for array, back in zip(arrays, received(pack(arrays)), strict=True):
+        assert (back.dtype, back.shape, back.tolist()) == (array.dtype, array.shape, array.tolist())
+        assert back.flags.writeable
+
+
+def test_gradients_stay_behind_and_parameters_stay_parameters() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    leaf = torch.ones(2, requires_grad=True)
+    back = received(pack([parameter, leaf, leaf * 2]))
+    assert isinstance(back[0], torch.nn.Parameter) and back[0].requires_grad
+    assert back[1].requires_grad and back[1].is_leaf
+    assert not back[2].requires_grad and back[2].tolist() == [2.0, 2.0]
+
+
+def test_a_memory_mapped_tensor_arrives_as_a_tensor() -> None:
+    back = received(pack(MemoryMappedTensor.from_tensor(torch.arange(3))))
+    assert type(back) is torch.Tensor and back.tolist() == [0, 1, 2]
+
+
+class Wrapper(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
+        (torch.zeros(3, device="meta"), "meta device"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided), "nested tensor of strided layout"),
+        (torch.ones(3).as_subclass(Wrapper), "Wrapper"),
+        (torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8), "quantized"),
+    ],
+    ids=["sparse", "meta", "strided nested", "subclass", "quantized"],
+)
+def test_a_tensor_that_cannot_travel_is_named_with_its_place(tensor: torch.Tensor, kind: str) -> None:
+    with pytest.raises(DataError, match=kind) as raised:
+        pack({"args": [1, {"x": tensor}]})
+    assert raised.value.place == "value['args'][1]['x']"
+    with pytest.raises(DataError, match=kind):
+        pickle.dumps(DataProto(meta_info={"x": tensor}))
+
+
+def test_a_reduction_can_serve_a_picklers_override() -> None:
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return reduce(value) if isinstance(value, torch.Tensor | TensorDict) else NotImplemented
+
+    import io
+
+    sink = io.BytesIO()
+    value = {"t": torch.arange(3).bfloat16(), "td": TensorDict({"j": jagged([1, 2])}, [2])}
+    Pickler(sink, protocol=5).dump(value)
+    assert meta.same_value(pickle.loads(sink.getvalue()), value)
+
+
+def test_copies_share_memory_and_deep_copies_do_not() -> None:
+    batch = every_kind(4)
+    shallow, deep = copy.copy(batch), copy.deepcopy(batch)
+    assert shallow == batch and deep == batch
+    shallow.batch["new"] = torch.zeros(4)
+    assert "new" not in batch._column_keys()
+    deep.batch["ids"][0] = -1
+    deep.non_tensor_batch["turns"][1].clear()
+    assert batch == every_kind(4)
+    item = copy.copy(batch[2])
+    assert item.batch["ids"].tolist() == [20, 21, 22, 23]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors_come_back_on_a_cuda_device() -> None:
+    batch = every_kind(5).to("cuda")
+    back = received(batch)
+    assert {value.device.type for value in back.batch.values()} == {"cuda"}
+    assert back.batch.device.type == "cuda"
+    assert back.difference(batch) is None
+
+
+def test_a_device_the_receiver_does_not_have_becomes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcontroller.data import serialization
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert serialization._here("cuda") == torch.device("cpu")
+    assert serialization._here("cpu") == torch.device("cpu")
+
+
+def test_subclasses_keep_their_type_and_their_own_attributes() -> None:
+    batch = Labelled.from_dict({"n": torch.arange(2)})
+    batch.label = "x"
+    assert (type(batch[:1]), batch[:1].label) == (Labelled, "x")
+    back = received(batch)
+    assert (type(back), back.label, back.difference(batch)) == (Labelled, "x", None)
+    assert type(received(numbered(1))) is DataProto
+
+
+class Labelled(DataProto):
+    label: str

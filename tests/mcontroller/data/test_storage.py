@@ -1,0 +1,140 @@
+"""A batch in a file: it comes back as it was, and a file runs no code and holds nothing unnamed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from tests.mcontroller.batches import every_kind, numbered, row_counts
+from tests.parallel_state.layouts import unhurried
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=4) | st.sampled_from(["$tuple", "$dict"]) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def back_from(path: Path, batch: DataProto) -> DataProto:
+    batch.save_to_disk(path)
+    return DataProto.load_from_disk(path)
+
+
+@given(row_counts)
+@settings(unhurried, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_batch_of_every_kind_of_column_comes_back_from_disk(tmp_path: Path, rows: int) -> None:
+    batch = every_kind(rows)
+    assert back_from(tmp_path / "batch", batch).difference(batch) is None
+
+
+@given(json_values)
+@settings(unhurried, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_plain_value_comes_back_with_its_types(tmp_path: Path, value: object) -> None:
+    batch = DataProto.from_dict({}, {"objects": [value, value]}, {"value": value})
+    back = back_from(tmp_path / "batch", batch)
+    assert back.difference(batch) is None
+    assert repr(back.meta_info) == repr(batch.meta_info)
+
+
+def test_numpy_numbers_arrays_and_tensors_in_meta_info_keep_their_dtypes(tmp_path: Path) -> None:
+    info = {
+        "lr": np.float32(0.1), "flag": np.bool_(True), "table": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "names": np.array(["a", "bcd"]), "kl": torch.tensor(0.5, dtype=torch.bfloat16),
+        "objects": np.array([None, "x"], object),
+    }  # fmt: skip
+    back = back_from(tmp_path / "batch", DataProto(meta_info=info))
+    assert back.difference(DataProto(meta_info=info)) is None
+    assert type(back.meta_info["lr"]) is np.float32 and back.meta_info["names"].dtype == np.dtype("<U3")
+
+
+def test_columns_that_share_memory_and_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
+    base = torch.arange(40).reshape(10, 4)
+    batch = DataProto.from_dict({"a": base[2:5], "b": base[2:5], "c": base.T[:3], "d": base[3:6].flip(0)})
+    assert back_from(tmp_path / "batch", batch) == batch
+    assert (tmp_path / "batch").stat().st_size < 3000
+
+
+def test_a_batch_without_tensors_or_without_anything_can_be_saved(tmp_path: Path) -> None:
+    for batch in (DataProto(), DataProto(meta_info={"a": 1}), numbered(3).select([], []), numbered(0)):
+        back = back_from(tmp_path / "batch", batch)
+        assert back == batch and (back.batch is None) == (batch.batch is None)
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (DataProto.from_dict({}, {"uid": ["a", Opaque()]}), r"non_tensor_batch\['uid'\]\[1\] is Opaque"),
+        (DataProto.from_dict({}, {"s": [{1, 2}]}), r"non_tensor_batch\['s'\]\[0\] is set"),
+        (DataProto(meta_info={"a": {"f": len}}), r"meta_info\['a'\]\['f'\] is builtin_function"),
+        (DataProto(meta_info={"b": b"x"}), r"meta_info\['b'\] is bytes"),
+        (DataProto(meta_info={"d": np.array(["2020"], "M8[s]")}), r"meta_info\['d'\] is an array of datetime64"),
+        (DataProto.from_dict({"c": torch.zeros(2, dtype=torch.complex128)}), r"batch\['c'\] is torch.complex128"),
+    ],
+)
+def test_what_has_no_place_in_the_file_is_named_and_leaves_no_file(
+    batch: DataProto, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        batch.save_to_disk(tmp_path / "batch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_replaces_the_file_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    numbered(1000).save_to_disk(tmp_path / "batch")
+    assert back_from(tmp_path / "batch", numbered(2)) == numbered(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["batch"]
+
+
+class Bomb:
+    def __reduce__(self) -> tuple:
+        return (Path("exploded").touch, ())
+
+
+def test_a_pickle_in_place_of_the_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("batch").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(DataError, match="batch is no safetensors file"):
+        DataProto.load_from_disk("batch")
+    assert not Path("exploded").exists()
+
+
+def described(path: Path, description: object) -> Path:
+    text = bytearray(json.dumps(description).encode())
+    save_file({"description": torch.frombuffer(text, dtype=torch.uint8)}, path)
+    return path
+
+
+def test_files_of_another_kind_or_version_say_what_they_are(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model")
+    with pytest.raises(DataError, match="holds no saved DataProto"):
+        DataProto.load_from_disk(tmp_path / "model")
+    newer = described(tmp_path / "newer", {"format": "mcontroller.DataProto", "version": 9})
+    with pytest.raises(DataError, match=r"'mcontroller.DataProto' version 9: this reads .* version 1"):
+        DataProto.load_from_disk(newer)
+    unknown = {"format": "mcontroller.DataProto", "version": 1, "batch": None, "non_tensor_batch": {}}
+    odd = described(tmp_path / "odd", {**unknown, "meta_info": {"x": {"$call": ["os.system", "true"]}}})
+    with pytest.raises(DataError, match=r"'\$call'"):
+        DataProto.load_from_disk(odd)
+
+
+def test_the_tensors_of_the_file_are_plain_safetensors(tmp_path: Path) -> None:
+    numbered(3).save_to_disk(tmp_path / "batch")
+    assert load_file(tmp_path / "batch")["0"].tolist() == [0, 1, 2]

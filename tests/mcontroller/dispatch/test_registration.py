@@ -1,0 +1,111 @@
+"""``register``: what it marks, what is inherited, and what it refuses where it stands."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mcontroller import MAGIC_ATTR, Dispatch, Execute, LocalWorkerGroup, Worker, register
+from mcontroller.dispatch.modes import RowRule
+from mcontroller.dispatch.registration import Registration, registration_of, registrations
+from mcontroller.errors import DispatchError
+
+
+class Base(Worker):
+    @register(Dispatch.ONE_TO_ALL, padding="repeat", balance="attention_mask", group_by="uid", timeout=3.0)
+    def compute(self, number: int) -> int:
+        """Doubles."""
+        return 2 * number
+
+    @register(execute_mode=Execute.RANK_ZERO, blocking=False)
+    async def later(self, number: int) -> int:
+        return number + 1
+
+    def unregistered(self) -> None: ...
+
+
+class Overriding(Base):
+    def compute(self, number: int) -> int:
+        return 3 * number
+
+    @register(Dispatch.RANK_ZERO)
+    async def later(self, number: int) -> int:
+        return number
+
+
+class Hiding(Base):
+    compute = None  # type: ignore[assignment]
+
+
+def test_a_registered_method_stays_callable_as_it_is() -> None:
+    worker = Base()
+    assert worker.compute(4) == 8
+    assert asyncio.run(worker.later(4)) == 5
+    assert Base.compute.__name__ == "compute" and Base.compute.__doc__ == "Doubles."
+
+
+def test_the_mark_holds_what_register_was_told() -> None:
+    assert MAGIC_ATTR == "attrs_3141562937"
+    assert getattr(Base.compute, MAGIC_ATTR) == Registration(
+        Dispatch.ONE_TO_ALL, Execute.ALL, rows=RowRule("repeat", "attention_mask", "uid"), timeout=3.0
+    )
+
+
+def test_the_defaults_are_a_list_entry_per_rank_on_all_ranks_and_waited_for() -> None:
+    @register()
+    def method(self: Any) -> None: ...
+
+    assert getattr(method, MAGIC_ATTR) == Registration(Dispatch.ALL_TO_ALL, Execute.ALL, True, True, RowRule(), None)
+
+
+def test_an_overriding_method_is_registered_as_what_it_overrides_unless_decorated_itself() -> None:
+    assert registration_of(Overriding, "compute") == registration_of(Base, "compute")
+    assert registration_of(Overriding, "later") == Registration(Dispatch.RANK_ZERO, Execute.ALL)
+
+
+def test_registrations_lists_inherited_methods_and_no_others() -> None:
+    own = {"execute_with_func_generator", "execute_func_rank_zero"}
+    assert set(registrations(Overriding)) == {"compute", "later"} | own
+    assert set(registrations(Hiding)) == {"later"} | own
+    assert registration_of(Base, "unregistered") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dispatch_mode": "DP_COMPUTE"}, "expected one of Dispatch's modes"),
+        ({"dispatch_mode": {"dispatch_fn": print}}, "two functions, dispatch_fn and collect_fn"),
+        ({"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}}, "two functions, dispatch_fn and collect_fn"),
+        ({"execute_mode": Dispatch.RANK_ZERO}, "expected Execute.ALL or Execute.RANK_ZERO"),
+        ({"padding": "left"}, "spread, repeat, zero_loss, none"),
+    ],
+)
+def test_what_is_no_mode_is_refused_at_the_decorator(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DispatchError, match=message):
+        register(**arguments)
+
+
+def test_register_without_parentheses_is_told_apart() -> None:
+    with pytest.raises(DispatchError, match=r"write @register\(\) with its parentheses"):
+
+        @register
+        def method(self: Any) -> None: ...
+
+
+def test_register_on_something_else_than_a_function_is_refused() -> None:
+    with pytest.raises(DispatchError, match="put it below any decorator"):
+        register()(property(lambda self: 1))  # type: ignore[type-var]
+
+
+def test_inherited_overridden_and_async_methods_are_called_through_a_group_as_they_are_on_the_worker() -> None:
+    class AsyncOverride(Overriding):
+        async def compute(self, number: int) -> int:  # type: ignore[override]
+            return 5 * number
+
+    base, overriding, mixed = (LocalWorkerGroup(cls, 2) for cls in (Base, Overriding, AsyncOverride))
+    assert base.compute(4) == [8, 8] and base.later(4).get() == 5
+    assert overriding.compute(4) == [12, 12] and overriding.later(4) == 4
+    assert mixed.compute(4) == [20, 20]
+    assert asyncio.run(mixed.workers[0].compute(4)) == 20

@@ -1,0 +1,253 @@
+"""A checkpoint goes on where it was saved, in the same layout or another, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError, DataError
+from tests.forking import run_ranks
+from tests.workers.roles import (
+    MODEL,
+    SAMPLED,
+    actor,
+    critic,
+    experience,
+    largest_difference,
+    own_shard,
+    prompts,
+    weights,
+)
+from workers.checkpoint.files import directory_of, find_checkpoint, new_partial, publish, read_manifest
+
+ROWS = 16
+SAVED_IN = {"tp": 2, "pp": 2}  # over 8 ranks: dp 2
+
+
+def save_and_go_on(
+    parallel: dict[str, Any], path: str, optim: dict[str, Any], model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A checkpoint after one update, and the weights after another."""
+    worker = actor(parallel, "actor_rollout_ref", optim=optim, model=model or {})
+    batch = own_shard(experience(ROWS), worker)
+    worker.sync_reference()
+    worker.update_actor(batch)
+    worker.generate_sequences(own_shard(prompts(ROWS, SAMPLED), worker))
+    directory = worker.save_checkpoint(path, global_step=7)
+    saved = weights(worker)
+    worker.update_actor(batch)
+    return {"directory": directory, "saved": saved, "later": weights(worker)}
+
+
+def load_and_go_on(
+    parallel: dict[str, Any], path: str, optim: dict[str, Any], model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    worker = actor(parallel, "actor_rollout_ref", optim=optim, model={"seed": 99} | (model or {}))
+    step = worker.load_checkpoint(path)
+    loaded = weights(worker)
+    counters = worker.training().counters
+    worker.update_actor(own_shard(experience(ROWS), worker))
+    return {"step": step, "loaded": loaded, "counters": counters, "later": weights(worker)}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["optimizer", "distributed-optimizer"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    optim = {"distributed_optimizer": request.param}
+    path = str(tmp_path_factory.mktemp("run"))
+    saved = run_ranks(save_and_go_on, 8, SAVED_IN, path, optim)[0]
+    return saved | {"path": path, "optim": optim}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"), [(8, SAVED_IN), (4, {"pp": 4}), (1, {})], ids=["same", "pp4", "one-process"]
+)
+def test_training_goes_on_in_any_layout(checkpoint: dict[str, Any], world_size: int, parallel: dict[str, Any]) -> None:
+    loaded = run_ranks(load_and_go_on, world_size, parallel, checkpoint["path"], checkpoint["optim"])[0]
+    assert loaded["step"] == 7
+    assert loaded["counters"] == {"phase": "ppo", "updates": 1, "optimizer_steps": 4, "sampled_batches": 1}
+    assert largest_difference(checkpoint["saved"], loaded["loaded"]) == 0
+    assert largest_difference(checkpoint["saved"], checkpoint["later"]) > 1e-3
+    assert largest_difference(checkpoint["later"], loaded["later"]) < 1e-5
+
+
+def test_a_bucket_that_is_padded_does_not_shift_what_follows_it(tmp_path: Path) -> None:
+    """Tied weights have a bucket of their own, which 61 x 32 numbers do not fill."""
+    tied, optim = {"tie_embeddings": True}, {"distributed_optimizer": True}
+    saved = run_ranks(save_and_go_on, 2, {"pp": 2}, str(tmp_path), optim, tied)[0]
+    for world_size, parallel in ((2, {"pp": 2}), (1, {})):
+        loaded = run_ranks(load_and_go_on, world_size, parallel, str(tmp_path), optim, tied)[0]
+        assert largest_difference(saved["saved"], loaded["loaded"]) == 0
+        assert largest_difference(saved["later"], loaded["later"]) < 1e-5
+
+
+def test_the_manifest_says_what_was_saved(checkpoint: dict[str, Any]) -> None:
+    directory = Path(checkpoint["directory"])
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert directory.name == (directory.parent / "latest").read_text() == "global_step_7"
+    assert manifest["parts"] == ["model", "reference", "optimizer"]
+    assert manifest["layout"]["tp"] == 2 and manifest["layout"]["world_size"] == 8
+    assert manifest["weights"]["model"]["embedding.word_embeddings.weight"] == [MODEL["vocab_size"], 32]
+    assert [found.name for found in directory.parent.iterdir() if found.name.startswith(".")] == []
+
+
+def scores_of_reference(parallel: dict[str, Any], path: str) -> torch.Tensor | None:
+    worker = actor(parallel, "ref", model={"seed": 99})
+    worker.load_checkpoint(path)
+    scores = worker.compute_ref_log_prob(own_shard(experience(ROWS), worker))
+    return None if scores is None else scores.batch["ref_log_prob"]
+
+
+def scores_of_first_model(parallel: dict[str, Any]) -> torch.Tensor:
+    return actor(parallel, "ref").compute_ref_log_prob(experience(ROWS)).batch["ref_log_prob"]
+
+
+def test_a_reference_alone_is_read_from_the_reference_of_the_checkpoint(checkpoint: dict[str, Any]) -> None:
+    expected = run_ranks(scores_of_first_model, 1, {})[0]
+    found = run_ranks(scores_of_reference, 2, {"pp": 2}, checkpoint["path"])[-1]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def keep_two(path: str) -> None:
+    worker = critic({})
+    for step in (1, 2, 10):
+        worker.save_checkpoint(path, global_step=step, max_to_keep=2)
+    worker.save_checkpoint(path, global_step=10)
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    run_ranks(keep_two, 1, str(tmp_path))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
+
+
+def test_what_an_interrupted_save_has_left_is_dropped_with_the_old(tmp_path: Path) -> None:
+    for left in (".global_step_1.partial", ".global_step_3.replaced"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "__0_0.distcp").touch()
+    run_ranks(keep_two, 1, str(tmp_path))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
+
+
+def test_a_save_of_the_same_step_leaves_a_whole_checkpoint_wherever_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = directory_of(tmp_path, 5)
+
+    def save(number: int) -> None:
+        new_partial(target)
+        publish(target, {"save": number}, keep=None)
+
+    save(0)
+    rename, stops = Path.rename, []
+
+    def stopped(self: Path, to: Path) -> Path:
+        if len(stops) == stop_at:
+            raise KeyboardInterrupt
+        stops.append(to)
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    for stop_at in (0, 1):
+        stops.clear()
+        with pytest.raises(KeyboardInterrupt):
+            save(stop_at + 1)
+        assert (
+            read_manifest(find_checkpoint(tmp_path)) == read_manifest(find_checkpoint(target)) == {"save": 2 * stop_at}
+        )
+    monkeypatch.undo()
+    save(3)
+    assert read_manifest(find_checkpoint(tmp_path)) == {"save": 3}
+
+
+def begin_again(path: str) -> int:
+    """A second run writes where a longer one has been."""
+    worker = critic({})
+    for step in (90, 100, 5):
+        worker.save_checkpoint(path, global_step=step, max_to_keep=2)
+    with pytest.raises(ConfigError, match="max_to_keep is 0; it must be at least 1"):
+        worker.save_checkpoint(path, global_step=6, max_to_keep=0)
+    return worker.load_checkpoint(path)
+
+
+def test_what_was_just_written_is_never_dropped(tmp_path: Path) -> None:
+    assert run_ranks(begin_again, 1, str(tmp_path)) == [5]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_100", "global_step_5", "latest"]
+
+
+def unwritable_and_unreadable(path: str) -> list[str]:
+    """Rank 0 cannot make the directory; rank 1 finds no checkpoint."""
+    worker = critic({})
+    messages = []
+    with pytest.raises(DataError) as caught:
+        worker.save_checkpoint(f"{path}/file/run")
+    messages.append(str(caught.value))
+    worker.save_checkpoint(path, global_step=3)
+    with pytest.raises(DataError) as caught:
+        worker.load_checkpoint(path if worker.rank == 0 else f"{path}/elsewhere")
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_a_place_that_one_rank_cannot_use_is_told_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for cannot_write, not_there in run_ranks(unwritable_and_unreadable, 2, str(tmp_path), timeout_s=60):
+        assert "cannot write a checkpoint to " in cannot_write and "Not a directory" in cannot_write
+        assert "there is no checkpoint at " in not_there and "elsewhere" in not_there
+
+
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+FALLING = {"decay_style": "cosine", "warmup_steps": 2, "total_steps": 12, "min_lr": 1e-3}
+
+
+def interrupted(path: str, resume: bool) -> dict[str, Any]:
+    """Two updates with dropout, the second of them in a new worker where ``resume``."""
+    worker = actor({"tp": 2}, "actor", model=DROPOUT, optim=FALLING)
+    batch = own_shard(experience(ROWS), worker)
+    if resume:
+        worker.load_checkpoint(path)
+    else:
+        worker.update_actor(batch)
+        worker.save_checkpoint(path)
+    metrics = worker.update_actor(batch).meta_info["metrics"]
+    return {"metrics": metrics, "weights": weights(worker)}
+
+
+def test_random_numbers_and_the_learning_rate_go_on_where_they_were(tmp_path: Path) -> None:
+    whole, resumed = (run_ranks(interrupted, 2, str(tmp_path), resume)[0] for resume in (False, True))
+    assert resumed["metrics"] == whole["metrics"]
+    assert 1e-3 < whole["metrics"]["actor/lr"] < 1e-2
+    assert largest_difference(whole["weights"], resumed["weights"]) == 0
+
+
+def refused(path: str, how: str) -> str:
+    with pytest.raises(DataError) as caught:
+        match how:
+            case "critic":
+                critic({}).load_checkpoint(path)
+            case "larger":
+                actor({}, "rollout", model={"num_layers": 5, "ffn_hidden_size": 96}).load_checkpoint(path)
+            case "optimizer":
+                actor({}, "actor", optim={"distributed_optimizer": True}).load_checkpoint(path)
+            case "nothing":
+                actor({}, "rollout").load_checkpoint(f"{path}/elsewhere")
+    return str(caught.value)
+
+
+def save_actor(path: str) -> None:
+    worker = actor({}, "actor")
+    worker.update_actor(experience(ROWS))
+    worker.save_checkpoint(path)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    run_ranks(save_actor, 1, path)
+    assert "output_layer.weight is [61, 32], the model's is [1, 32]" in run_ranks(refused, 1, path, "critic")[0]
+    larger = run_ranks(refused, 1, path, "larger")[0]
+    assert re.search(r"linear_fc1.weight is \[4, 128, 32\], the model's is \[5, 192, 32\]", larger), larger
+    assert "distributed_optimizer=False, this run has True" in run_ranks(refused, 1, path, "optimizer")[0]
+    assert "there is no checkpoint" in run_ranks(refused, 1, path, "nothing")[0]

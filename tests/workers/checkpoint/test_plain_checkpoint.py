@@ -1,0 +1,84 @@
+"""What Megatron-LM saved is read into our models: the weights and the step, whatever its padding and layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+
+from mcontroller.errors import DataError
+from tests.forking import run_ranks
+from tests.workers.roles import VOCAB, actor, critic, experience, largest_difference, own_shard, weights
+from workers.model.local_spec import block_spec
+from workers.model.transformer_config import transformer_config
+from workers.weights.full_state import full_state_dict
+
+STEP, PADDED_VOCAB = 40, 96
+
+
+def save_as_megatron_does(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
+    """A model with a vocabulary padded to 96 and an optimizer's state; its weights without the padding."""
+    worker = actor(parallel, "actor")
+    worker.update_actor(own_shard(experience(8), worker))
+    first, last = (worker.context.pg.pp.rank() == stage for stage in (0, worker.parallel.pp - 1))
+    directory = Path(path) / f"iter_{STEP:07d}"
+    directory.mkdir(exist_ok=True)
+    with worker.context.activate():
+        config = transformer_config(worker.config.model, worker.parallel)
+        model = GPTModel(
+            config,
+            block_spec(config, "local", worker.context.pg.pp.rank(), None),
+            PADDED_VOCAB,
+            max_sequence_length=32,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            pg_collection=worker.context.pg,
+        )
+        trained = unwrap_model(worker.model[0]).sharded_state_dict()
+        state = {
+            "model": model.sharded_state_dict(),
+            "optimizer": worker.optimizer.sharded_state_dict(trained),
+            "iteration": STEP,
+            "checkpoint_version": 3.0,
+        }
+        dist_checkpointing.save(state, str(directory))
+        full = full_state_dict([model], worker.context)
+    (Path(path) / "latest_checkpointed_iteration.txt").write_text(str(STEP))
+    return {name: weight[:VOCAB] if len(weight) == PADDED_VOCAB else weight for name, weight in full.items()}
+
+
+def load(parallel: dict[str, Any], path: str) -> dict[str, Any]:
+    worker = actor(parallel, "actor_ref")
+    step = worker.load_checkpoint(path)
+    policy = worker.compute_log_prob(own_shard(experience(8), worker))
+    reference = worker.compute_ref_log_prob(own_shard(experience(8), worker))
+    same = policy is None or torch.equal(policy.batch["old_log_probs"], reference.batch["ref_log_prob"])
+    worker.update_actor(own_shard(experience(8), worker))
+    return {"step": step, "same": same, "updates": worker.updates}
+
+
+def loaded_weights(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
+    worker = actor(parallel, "rollout")
+    worker.load_checkpoint(f"{path}/iter_{STEP:07d}")
+    return weights(worker)
+
+
+def refused(path: str) -> str:
+    with pytest.raises(DataError) as caught:
+        critic({}).load_checkpoint(path)
+    return str(caught.value)
+
+
+def test_the_weights_of_megatrons_own_checkpoint_are_read_in_any_layout(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    saved = run_ranks(save_as_megatron_does, 4, {"tp": 2, "pp": 2}, path)[0]
+    assert largest_difference(saved, run_ranks(loaded_weights, 2, {"tp": 2}, path)[0]) == 0
+    for rank in run_ranks(load, 2, {"pp": 2}, path):
+        assert rank == {"step": STEP, "same": True, "updates": 1}
+    assert "output_layer.weight is [61, 32], the model's is [1, 32]" in run_ranks(refused, 1, path)[0]

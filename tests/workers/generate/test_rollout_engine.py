@@ -1,0 +1,141 @@
+"""An outside engine takes Megatron's place: it is handed weights as named tensors, and generates the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import registration_of
+from tests.forking import run_ranks
+from tests.workers.roles import GREEDY, actor, experience, own_shard, prompts
+from workers import Generated, Prompts, Rollout, Sampling
+from workers.actor import ActorRolloutRefWorker
+from workers.weights.hf.config import hf_config_of
+
+transformers = pytest.importorskip("transformers")
+
+ROWS = 6
+DENSE = {"num_query_groups": 4, "add_qkv_bias": True, "tie_embeddings": True}
+
+
+class TransformersRollout:
+    """A model of transformers in the worker's process; greedy."""
+
+    holds_weights = True
+
+    def __init__(self, worker: ActorRolloutRefWorker) -> None:
+        config = hf_config_of(worker.config.model)
+        self.model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config), dtype=torch.float32
+        ).eval()
+        self.slept = 0
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
+        held = dict(self.model.named_parameters())
+        count = len(held)
+        for name, tensor in weights:
+            held.pop(name).data.copy_(tensor)
+        assert not held  # the stream has every tensor once
+        return {"tensors": float(count)}
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generated:
+        assert not sampling.do_sample
+        samples = prompts.samples()
+        done = self.model.generate(
+            samples.ids,
+            attention_mask=samples.attention_mask,
+            do_sample=False,
+            max_new_tokens=sampling.response_length,
+            eos_token_id=list(sampling.eos_token_ids),
+            pad_token_id=sampling.pad_token_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        width = samples.ids.size(1)
+        short = width + sampling.response_length - done.sequences.size(1)
+        responses = torch.nn.functional.pad(done.sequences[:, width:], (0, short), value=sampling.pad_token_id)
+        stopped = torch.isin(responses, torch.tensor(sampling.eos_token_ids)).long()
+        mask = (stopped.cumsum(1) - stopped == 0).long()
+        steps = torch.stack(done.logits, 1).log_softmax(-1).gather(-1, responses[:, : len(done.logits), None])
+        log_probs = torch.nn.functional.pad(steps.squeeze(-1), (0, short)) * mask
+        return Generated(responses, mask, log_probs)
+
+    def sleep(self) -> int:
+        self.slept += 1
+        for parameter in self.model.parameters():
+            parameter.data.zero_()
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def wake_up(self) -> None:
+        self.slept -= 1
+
+
+class OutsideWorker(ActorRolloutRefWorker):
+    def build_rollout(self) -> Rollout:
+        return TransformersRollout(self)
+
+
+def generations(worker: ActorRolloutRefWorker) -> list[dict[str, Any] | None]:
+    """Greedy generations of this rank's prompts: first, again, after an update, and after a sleep."""
+    batch = own_shard(prompts(ROWS, GREEDY), worker)
+    outputs = [worker.generate_sequences(batch), worker.generate_sequences(batch)]
+    for _ in range(2):
+        worker.update_actor(own_shard(experience(16), worker))
+    outputs.append(worker.generate_sequences(batch))
+    worker.offload()
+    outputs.append(worker.generate_sequences(batch))
+    return [output and dict(output.batch) | {"meta_info": output.meta_info} for output in outputs]
+
+
+def inside(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
+    return generations(actor(parallel, "actor_rollout", model=model))
+
+
+def outside(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
+    worker = actor(parallel, "actor_rollout", OutsideWorker, model=model)
+    found = generations(worker)
+    engine = worker.rollout
+    pulled = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
+    ours = dict(engine.model.named_parameters())
+    return {
+        "generations": found,
+        "pulled": all(torch.equal(ours[name], tensor) for name, tensor in pulled.items()) and len(pulled) == len(ours),
+        "asleep": engine.slept,
+        "parts": tuple(worker.parts()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "model"),
+    [(1, {}, DENSE), (4, {"tp": 2, "pp": 2}, DENSE), (2, {"cp": 2}, DENSE)],
+    ids=["one", "tp2-pp2", "cp2"],
+)
+def test_an_outside_engine_gives_the_tokens_of_megatron_before_and_after_an_update(
+    ranks: int, parallel: dict[str, Any], model: dict[str, Any]
+) -> None:
+    expected = run_ranks(inside, 1, {}, model)[0]
+    rows_each = ROWS // (ranks if "ep" in parallel else 1)
+    for rank, found in enumerate(run_ranks(outside, ranks, parallel, model)):
+        start = rank * rows_each if "ep" in parallel else 0
+        for ours, reference in zip(found["generations"], expected, strict=True):
+            wanted = {
+                name: column[start : start + rows_each] for name, column in reference.items() if name != "meta_info"
+            }
+            for name in ("responses", "response_mask", "input_ids", "position_ids"):
+                assert torch.equal(ours[name], wanted[name])
+            assert (ours["rollout_log_probs"] - wanted["rollout_log_probs"]).abs().max() < 1e-4
+        handed_over = ["metrics" in ours["meta_info"] for ours in found["generations"]]
+        assert handed_over == [True, False, True, True]
+        assert found["pulled"] and found["asleep"] == 0
+        assert found["parts"] == ("params", "grads", "optimizer", "rollout")
+    assert not torch.equal(expected[0]["responses"], expected[2]["responses"])
+
+
+def test_the_engine_and_nobody_else_pulls_weights() -> None:
+    """See tests/mcontroller/test_worker_group.py for what a group says to a method of this mode."""
+    registration = registration_of(OutsideWorker, "rollout_weights")
+    assert registration is not None and registration.dispatch_mode == Dispatch.DIRECT_ROLLOUT_METHOD

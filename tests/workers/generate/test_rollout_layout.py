@@ -1,0 +1,331 @@
+"""Generation in a layout of its own: the samples are those of one process, and the weights are the policy's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, DataError, LayoutError
+from parallel_state.megatron import MegatronContext
+from tests.forking import run_ranks
+from tests.workers.roles import (
+    EOS,
+    GREEDY,
+    MODEL,
+    PROMPT,
+    RESPONSE,
+    SAMPLED,
+    VOCAB,
+    actor,
+    experience,
+    own_shard,
+    prompts,
+)
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, ParallelConfig, load_config
+from workers.fit import padded_vocab_size
+from workers.model.build import build_model
+from workers.model.initialize import initialize_weights
+from workers.model.local_spec import block_spec
+from workers.model.transformer_config import transformer_config
+from workers.model.vocab_padding import mask_padded_vocabulary
+from workers.weights.offload import Offload
+
+ROWS, N = 12, 2
+Axes = dict[str, Any]
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"num_query_groups": 4},
+    "tied": {"num_query_groups": 4, "tie_embeddings": True},
+    "uneven stages": {"num_query_groups": 4, "transformer": {"num_layers_in_first_pipeline_stage": 1}},
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 32,
+        "transformer": {"moe_router_load_balancing_type": "none"},
+    },
+}
+TP2_PP2 = {"tp": 2, "pp": 2}
+
+
+def policy(parallel: Axes, rollout: Axes | None, model: str = "dense", **changes: Any) -> ActorRolloutRefWorker:
+    return actor(parallel, "actor_rollout", model=MODELS[model], rollout={"parallel": rollout} | changes)
+
+
+def before_and_after(
+    parallel: Axes, rollout: Axes | None, model: str, rows: int, changes: dict[str, Any]
+) -> list[dict[str, Any]] | None:
+    """Samples, greedy responses, and greedy responses after an update; None off the last stage."""
+    worker = policy(parallel, rollout, model, **changes)
+    batch = prompts(rows, SAMPLED | {"n": N})
+    batch.batch["place"] = torch.arange(rows)
+    mine = own_shard(batch, worker)
+    greedy = DataProto(mine.batch, {}, GREEDY)
+    outputs = [worker.generate_sequences(mine), worker.generate_sequences(greedy)]
+    worker.update_actor(own_shard(experience(16), worker))
+    outputs += [worker.generate_sequences(mine), worker.generate_sequences(greedy)]
+    found = []
+    for output in outputs:
+        if output is not None:
+            place = mine.batch["place"].repeat_interleave(len(output) // len(mine))
+            found.append({"place": place, "metrics": output.meta_info.get("metrics")} | dict(output.batch))
+    return found or None
+
+
+@functools.cache
+def alone(model: str, rows: int) -> list[dict[str, Any]]:
+    whole = "dense" if model == "uneven stages" else model
+    return run_ranks(before_and_after, 1, {}, None, whole, rows, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "rollout", "model", "rows", "changes"),
+    [
+        (8, TP2_PP2, {}, "dense", ROWS, {}),
+        (8, TP2_PP2, {"tp": 4}, "tied", ROWS, {}),
+        (8, {"cp": 2, "tp": 2}, {}, "dense", 3, {}),  # fewer samples, with and without n, than ranks
+        (4, {"cp": 4, "order": "cp-tp-ep-dp-pp"}, {"tp": 2}, "dense", ROWS, {}),
+        (4, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, "tied", ROWS, {}),
+        (4, {"tp": 2}, {"pp": 2, "order": "tp-cp-ep-pp-dp"}, "dense", ROWS, {"max_rows": 5}),
+        (2, {"pp": 2}, {"tp": 2}, "uneven stages", ROWS, {}),
+        (4, {"ep": 2, "pp": 2}, {"ep": 4}, "experts", 3, {"max_rows": 1}),
+        (4, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", ROWS, {}),
+    ],
+    ids=["dp8", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "uneven", "ep4-few", "etp"],
+)
+def test_responses_are_those_of_one_process_before_and_after_an_update(
+    ranks: int, parallel: Axes, rollout: Axes, model: str, rows: int, changes: dict[str, Any]
+) -> None:
+    expected = alone(model, rows)
+    everyone = run_ranks(before_and_after, ranks, parallel, rollout, model, rows, changes)
+    returned = [outputs for outputs in everyone if outputs is not None]
+    assert len(returned) == ranks // parallel.get("pp", 1)
+    for call, reference in enumerate(expected):
+        parts = [outputs[call] for outputs in returned]
+        assert {int(place) for part in parts for place in part["place"]} == set(range(rows))
+        for part in parts:
+            wanted = torch.isin(reference["place"], part["place"])
+            for name in ("responses", "response_mask", "input_ids", "position_ids"):
+                assert torch.equal(part[name], reference[name][wanted])
+            gap = (part["rollout_log_probs"] - reference["rollout_log_probs"][wanted]).abs().max()
+            assert gap < 1e-4
+    moved = expected[1]["rollout_log_probs"] - expected[3]["rollout_log_probs"]
+    assert moved.abs().max() > 0.05  # the update is seen
+
+
+def test_weights_are_refit_after_a_change_only_and_what_it_costs_is_reported() -> None:
+    for outputs in run_ranks(before_and_after, 4, {"tp": 2}, {}, "dense", ROWS, {}):
+        first, again, updated, updated_again = (output["metrics"] for output in outputs)
+        assert again is updated_again is None
+        for metrics in (first, updated):
+            assert metrics["rollout/refit_bytes_sent"] == metrics["rollout/refit_least_bytes"] > 0
+            assert metrics["rollout/refit_seconds"] > 0
+    results = [DataProto(None, {}, {"metrics": outputs[0]["metrics"]}) for outputs in [outputs, outputs]]
+    assert len(DataProto.concat(results).meta_info["metrics"]["rollout/refit_bytes_sent"]) == 2
+
+
+class Provided(ActorRolloutRefWorker):
+    """A model of the user's own, which the configuration does not describe: its layers are not silu's."""
+
+    def build_model(self) -> list[Any]:
+        return self.provided(self.config.parallel, self.context)
+
+    def provided(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
+        model = dataclasses.replace(self.config.model, activation="relu", gated_linear_unit=False)
+        config = transformer_config(model, parallel)
+
+        def provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+            spec = block_spec(config, "local", context.pg.pp.rank(), vp_stage)
+            vocabulary = padded_vocab_size(VOCAB, parallel.tp)
+            chunk = GPTModel(config, spec, vocabulary, 32, pre_process, post_process, vp_stage=vp_stage)
+            mask_padded_vocabulary(chunk, VOCAB)
+            return chunk
+
+        chunks = build_model(self.config.model, parallel, context, model_provider=provider)
+        initialize_weights(chunks, context, seed=8)
+        return chunks
+
+
+class ProvidedTwice(Provided):
+    def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
+        with context.activate():
+            return self.provided(parallel, context)
+
+
+def of_own_model(parallel: Axes, rollout: Axes | None) -> list[torch.Tensor] | None:
+    """Greedy responses before and after an update."""
+    worker = actor(parallel, "actor_rollout", ProvidedTwice, rollout={"parallel": rollout})
+    batch = own_shard(prompts(ROWS, GREEDY), worker)
+    outputs = [worker.generate_sequences(batch)]
+    for _ in range(2):
+        worker.update_actor(own_shard(experience(16), worker))
+    outputs.append(worker.generate_sequences(batch))
+    return None if outputs[0] is None else [output.batch["responses"] for output in outputs]
+
+
+def test_a_model_of_the_users_own_generates_in_another_layout() -> None:
+    expected = run_ranks(of_own_model, 1, {}, None)[0]
+    assert not torch.equal(*expected)
+    returned = [found for found in run_ranks(of_own_model, 4, TP2_PP2, {"tp": 2}) if found is not None]
+    assert len(returned) == 2
+    for found in returned:
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def own_model_refused() -> str:
+    with pytest.raises(ConfigError) as caught:
+        actor({}, "actor_rollout", Provided, rollout={"parallel": {"tp": 2}})
+    assert caught.value.fields["key"] == "rollout.parallel"
+    return str(caught.value)
+
+
+def test_a_model_of_the_users_own_that_cannot_be_built_for_generation_is_refused_by_name() -> None:
+    for message in run_ranks(own_model_refused, 2, timeout_s=30):
+        assert message.startswith("Provided builds a model of its own") and "override build_rollout_model" in message
+
+
+def stops_at_different_steps(max_rows: int) -> tuple[int, ...]:
+    """Experts are divided over ranks with rows of their own, of which one has none left after its first token."""
+    worker = actor({"etp": 2}, "rollout", model=MODELS["experts"], rollout={"max_rows": max_rows})
+    first = worker.generate_sequences(own_shard(prompts(8, GREEDY), worker)).batch["responses"][:, 0]
+    dist.broadcast(first, 0)
+    rows = own_shard(prompts(8, GREEDY | {"eos_token_id": first.tolist()}), worker)
+    return tuple(worker.generate_sequences(rows[: 4 - dist.get_rank()]).batch["response_mask"].sum(1).tolist())
+
+
+@pytest.mark.parametrize("max_rows", [0, 1])
+def test_no_rank_waits_for_experts_of_one_that_is_done(max_rows: int) -> None:
+    done, other = run_ranks(stops_at_different_steps, 2, max_rows, timeout_s=60)
+    assert done == (1, 1, 1, 1)
+    assert len(other) == 3 and max(other) > 1
+
+
+def greedy_of(parallel: Axes, shares: list[int], stops: list[int], max_rows: int) -> list[list[int]]:
+    """This rank's responses, up to where each ends; data-parallel rank ``i`` has ``shares[i]`` of the rows."""
+    worker = policy(parallel, None, "experts", max_rows=max_rows)
+    rank = worker.context.pg.dp.rank()
+    first = sum(shares[:rank])
+    rows = prompts(sum(shares), GREEDY | {"eos_token_id": stops})[first : first + shares[rank]]
+    made = worker.generate_sequences(rows).batch
+    return [ids[mask == 1].tolist() for ids, mask in zip(made["responses"], made["response_mask"], strict=True)]
+
+
+@functools.cache
+def greedy_alone(rows: int, stops: tuple[int, ...]) -> list[list[int]]:
+    return run_ranks(greedy_of, 1, {}, [rows], list(stops), 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shares", "max_rows"),
+    [
+        ({"ep": 2}, [2, 4, 3, 1], 0),
+        ({"ep": 4}, [2, 4, 3, 1], 2),
+        ({"tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}, [2, 8], 0),
+    ],
+    ids=["ep2", "ep4-in-passes", "over-tp-and-dp"],
+)
+def test_ranks_that_share_experts_and_end_at_different_steps_generate_what_one_process_does(
+    parallel: Axes, shares: list[int], max_rows: int
+) -> None:
+    stops = tuple(response[0] for response in greedy_alone(10, (EOS,))[: shares[0]])
+    expected = greedy_alone(10, stops)
+    longest = [
+        max(map(len, expected[end - share : end])) for share, end in zip(shares, accumulate(shares), strict=True)
+    ]
+    assert longest[0] == 1 and longest[1] > 2  # what the first rank has ends while others go on
+    found = run_ranks(greedy_of, 4, parallel, shares, list(stops), max_rows, timeout_s=60)
+    copies = 4 // len(shares)  # tensor-parallel ranks hold the same rows
+    assert [response for rank in found[::copies] for response in rank] == expected
+    assert found[::copies] == found[copies - 1 :: copies]
+
+
+def one_bad_row() -> str:
+    worker = policy({}, {"tp": 2})
+    batch = prompts(4, GREEDY)
+    batch.batch["attention_mask"][3] = 0
+    with pytest.raises(DataError) as caught:
+        worker.generate_sequences(own_shard(batch, worker))
+    return str(caught.value)
+
+
+def test_a_prompt_that_one_rank_refuses_leaves_no_other_waiting() -> None:
+    for message in run_ranks(one_bad_row, 4, timeout_s=30):
+        assert "generate_sequences: row 0, of 0 tokens, is padding only" in message
+
+
+def moves(path: str) -> dict[str, Any]:
+    """What is away at every point, greedy responses at some, and what a checkpoint holds."""
+    worker = policy({"tp": 2}, {})
+    batch = own_shard(prompts(ROWS, GREEDY), worker)
+
+    def responses() -> torch.Tensor:
+        return worker.generate_sequences(batch).batch["responses"]
+
+    away = worker._offload
+    assert isinstance(away, Offload)
+    first, copy = responses(), sum(parameter.nbytes for parameter in worker.rollout.rollout.chunks[0].parameters())
+    freed = [worker.offload(["rollout"]), worker.offload(["rollout"])]
+    second = responses()
+    worker.offload(["params", "grads", "optimizer"])
+    third, away_while_generating = responses(), away.away
+    worker.save_checkpoint(path)
+    for _ in range(2):
+        worker.update_actor(own_shard(experience(16), worker))
+    worker.offload()
+    worker.reload(["rollout"])
+    updated = responses()
+    worker.load_checkpoint(path)
+    return {
+        "same": [torch.equal(first, other) for other in (second, third, responses())],
+        "updated": torch.equal(first, updated),
+        "freed": freed,
+        "copy": copy,
+        "away": away_while_generating,
+    }
+
+
+def test_the_rollouts_weights_leave_and_come_back_and_are_in_no_checkpoint(tmp_path: Path) -> None:
+    for rank in run_ranks(moves, 4, str(tmp_path)):
+        assert rank["same"] == [True, True, True] and not rank["updated"]
+        assert rank["freed"] == [rank["copy"], 0]
+        assert rank["away"] == ("params", "grads", "optimizer")  # generation needs none of them
+    manifest = json.loads((tmp_path / "global_step_0" / "manifest.json").read_text())
+    assert manifest["parts"] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key", "says"),
+    [
+        ({"tp": 3}, "rollout.parallel.tp", "model.num_attention_heads is 4, which does not divide by rollout.parallel"),
+        ({"pp": 3}, "rollout.parallel.pp", "take 6 layers or another rollout.parallel.pp"),
+        ({"cp": 2}, "rollout.parallel.cp", "rollout.parallel.cp is 2: generation runs with cp=1"),
+        ({"ep": 2}, "rollout.parallel.ep", "rollout.parallel.ep is 2, but the model has no experts"),
+        ({"tpp": 2}, "rollout.parallel.tpp", "tpp"),
+    ],
+)
+def test_a_rollout_layout_that_does_not_fit_the_model_is_refused_by_its_key(rollout: Axes, key: str, says: str) -> None:
+    config = {"model": MODEL, "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE, "parallel": rollout}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(ActorConfig, config)
+    assert caught.value.fields["key"] == key
+    assert says in str(caught.value)
+
+
+def layout_refused() -> tuple[str, str]:
+    with pytest.raises(LayoutError) as caught:
+        policy({}, TP2_PP2)
+    return str(caught.value), caught.value.key
+
+
+def test_a_rollout_layout_that_does_not_divide_the_ranks_is_refused_with_the_numbers() -> None:
+    for message, key in run_ranks(layout_refused, 2, timeout_s=30):
+        assert message.startswith("rollout.parallel: ") and "= 4 does not divide world_size 2" in message
+        assert key == "rollout.parallel"

@@ -1,0 +1,199 @@
+"""A model divided over ranks computes what it computes in one process, from the same seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+from mcontroller.errors import ConfigError
+from parallel_state.layout import ParallelLayout
+from parallel_state.megatron import MegatronContext
+from tests.forking import run_ranks
+from tests.training import SMALL_GPT, Role, largest_difference, new_context
+from workers.config import ModelConfig, ParallelConfig
+from workers.model.build import build_model
+from workers.model.local_spec import block_spec
+from workers.model.transformer_config import transformer_config
+
+ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+OF_EXPERTS = dataclasses.replace(SMALL_GPT, num_moe_experts=4, moe_ffn_hidden_size=64, transformer=ROUTER_LOSSES)
+TIED = dataclasses.replace(SMALL_GPT, tie_embeddings=True)
+OF_2019 = dataclasses.replace(
+    SMALL_GPT,
+    normalization="LayerNorm",
+    gated_linear_unit=False,
+    activation="gelu",
+    add_bias_linear=True,
+    qk_layernorm=True,
+    position_embedding_type="learned_absolute",
+)
+
+CASES: list[tuple[str, ModelConfig, int, dict[str, Any]]] = [
+    ("tp2-pp2", SMALL_GPT, 4, {"tp": 2, "pp": 2}),
+    ("tp2-pp2-dp2", SMALL_GPT, 8, {"tp": 2, "pp": 2}),
+    ("tp4", SMALL_GPT, 4, {"tp": 4}),
+    ("pp4", SMALL_GPT, 4, {"pp": 4}),
+    ("pp2-vpp2", SMALL_GPT, 2, {"pp": 2, "vpp": 2}),
+    ("tp2-sp", SMALL_GPT, 2, {"tp": 2, "sequence_parallel": True}),
+    ("cp2", SMALL_GPT, 2, {"cp": 2}),
+    ("tp2-cp2-pp2-sp", SMALL_GPT, 8, {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True}),
+    ("experts ep2", OF_EXPERTS, 2, {"ep": 2}),
+    ("experts tp2-pp2-ep2-etp1-sp", OF_EXPERTS, 8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
+    ("experts tp2-ep2-etp2-sp", OF_EXPERTS, 4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
+    ("experts tp2-etp1-sp", OF_EXPERTS, 2, {"tp": 2, "etp": 1, "sequence_parallel": True}),
+    ("tied tp2-pp2", TIED, 4, {"tp": 2, "pp": 2}),
+    ("tied pp2-vpp2", TIED, 2, {"pp": 2, "vpp": 2}),
+    ("layer norm, biases, learned positions tp2-pp2-sp", OF_2019, 4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+]
+
+VALUE_CASES = ("tp2-pp2-dp2", "pp2-vpp2", "tp2-sp", "tp2-cp2-pp2-sp", "experts ep2")
+
+
+def computed(model: ModelConfig, parallel: ParallelConfig, value_head: bool) -> tuple[Any, ...]:
+    """Outputs and weights at the start, and the gradient's norm and the weights after one optimizer step."""
+    role = Role(model, parallel, value_head)
+    outputs, weights = role.outputs(), role.weights()
+    return outputs, weights, role.train_step(0), role.weights()
+
+
+_alone: dict[Any, tuple[Any, ...]] = {}
+
+
+def alone(model: ModelConfig, value_head: bool) -> tuple[Any, ...]:
+    key = (repr(model), value_head)
+    if key not in _alone:
+        [_alone[key]] = run_ranks(computed, 1, model, ParallelConfig(), value_head)
+    return _alone[key]
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "axes", "value_head"),
+    [pytest.param(*case, False, id=f"logits {name}") for name, *case in CASES]
+    + [pytest.param(*case, True, id=f"values {name}") for name, *case in CASES if name in VALUE_CASES],
+)
+def test_layouts_compute_what_one_process_does(
+    model: ModelConfig, ranks: int, axes: dict[str, Any], value_head: bool
+) -> None:
+    expected_outputs, expected_weights, expected_norm, expected_after = alone(model, value_head)
+    results = run_ranks(computed, ranks, model, ParallelConfig(**axes), value_head)
+    of_last_stage = [outputs for outputs, *_ in results if outputs is not None]
+    width = expected_outputs.size(-1)
+    assert of_last_stage
+    for outputs in of_last_stage:
+        torch.testing.assert_close(outputs[..., :width], expected_outputs, rtol=0, atol=1e-5)
+    _, weights, norm, after = results[0]
+    assert largest_difference(weights, expected_weights) == 0.0
+    assert norm == pytest.approx(expected_norm, abs=1e-5)
+    assert largest_difference(after, expected_after) < 1e-5
+
+
+def test_a_seed_decides_the_weights() -> None:
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        return Role(dataclasses.replace(SMALL_GPT, seed=seed), ParallelConfig()).weights()
+
+    one, again, other = (run_ranks(weights, 1, seed)[0] for seed in (1, 1, 2))
+    assert largest_difference(one, again) == 0.0
+    assert largest_difference(one, other) > 0.01
+
+
+def test_weights_are_spread_as_megatron_spreads_them() -> None:
+    [weights] = run_ranks(lambda: Role(OF_EXPERTS, ParallelConfig()).weights(), 1)
+    std, layers = OF_EXPERTS.init_method_std, OF_EXPERTS.num_layers
+    for name, expected in {
+        "embedding.word_embeddings.weight": std,
+        "decoder.layers.2.self_attention.linear_qkv.weight": std,
+        "decoder.layers.2.self_attention.linear_proj.weight": std / (2 * layers) ** 0.5,
+        "decoder.layers.3.mlp.experts.linear_fc1.weight3": std,
+        "decoder.layers.3.mlp.experts.linear_fc2.weight3": std / (2 * layers) ** 0.5,
+        "output_layer.weight": std,
+    }.items():
+        assert float(weights[name].std()) == pytest.approx(expected, rel=0.05), name
+        assert abs(float(weights[name].mean())) < expected / 10, name
+    assert weights["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].unique().tolist() == [1.0]
+
+
+def test_each_stage_holds_its_own_layers() -> None:
+    def held() -> list[tuple[bool, bool, list[int]]]:
+        parallel = ParallelConfig(pp=2, vpp=2)
+        chunks: list[Any] = build_model(SMALL_GPT, parallel, new_context(parallel))
+        return [
+            (chunk.pre_process, chunk.post_process, [layer.layer_number for layer in chunk.decoder.layers])
+            for chunk in chunks
+        ]
+
+    first_rank, second_rank = run_ranks(held, 2)
+    assert first_rank == [(True, False, [1]), (False, False, [3])]
+    assert second_rank == [(False, False, [2]), (False, True, [4])]
+
+
+def test_a_users_own_provider_builds_the_chunks() -> None:
+    def provided() -> tuple[list[tuple[bool, bool, int | None]], tuple[int, ...], tuple[int, ...]]:
+        parallel, calls = ParallelConfig(pp=2), []
+        context = MegatronContext(ParallelLayout(2, pp=2))
+        config = transformer_config(SMALL_GPT, parallel)
+
+        def provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+            calls.append((pre_process, post_process, vp_stage))
+            spec = block_spec(config, "local", context.pg.pp.rank(), vp_stage)
+            return GPTModel(config, spec, 40, 16, pre_process, post_process, vp_stage=vp_stage)
+
+        [plain] = build_model(SMALL_GPT, parallel, context, model_provider=provider)
+        [critic] = build_model(SMALL_GPT, parallel, context, model_provider=provider, value_head=True)
+        last = context.pg.pp.rank() == 1
+        return calls, *(tuple(c.output_layer.weight.shape) if last else () for c in (plain, critic))  # type: ignore
+
+    first, last = run_ranks(provided, 2)
+    assert first == ([(True, False, None)] * 2, (), ())
+    assert last == ([(False, True, None)] * 2, (40, 64), (1, 64))
+
+
+def test_axes_that_are_not_the_contexts_are_refused() -> None:
+    def refused() -> str:
+        with pytest.raises(ConfigError) as caught:
+            build_model(SMALL_GPT, ParallelConfig(tp=2), new_context(ParallelConfig(pp=2)))
+        return str(caught.value)
+
+    assert run_ranks(refused, 2)[0].startswith("parallel.tp is 2, but the context's layout has tp=1")
+
+
+def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def built_twice() -> None:
+        parallel = ParallelConfig(tp=2)
+        context = new_context(parallel)
+        for _ in range(2):
+            build_model(SMALL_GPT, parallel, context)
+
+    run_ranks(built_twice, 2)
+    chosen = "transformer_engine" if torch.cuda.is_available() and gpt_layer_specs.HAVE_TE else "local"
+    assert capfd.readouterr().out.count(f"model.transformer_impl=auto: layers of {chosen}") == 1
+
+
+def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
+    def refused() -> str:
+        parallel = ParallelConfig()
+        model = dataclasses.replace(OF_EXPERTS, transformer={"moe_token_dispatcher_type": "flex"})
+        with pytest.raises(ConfigError) as caught:
+            build_model(model, parallel, new_context(parallel))
+        return str(caught.value)
+
+    message = run_ranks(refused, 1)[0]
+    assert message.startswith("megatron-core cannot build the model: ")
+    assert "dispatcher requires TPxEP > 1" in message
+
+
+def test_transformer_engine_is_refused_where_it_cannot_run() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+
+    def refused() -> str:
+        parallel = ParallelConfig()
+        model = dataclasses.replace(SMALL_GPT, transformer_impl="transformer_engine")
+        with pytest.raises(ConfigError) as caught:
+            build_model(model, parallel, new_context(parallel))
+        return str(caught.value)
+
+    assert run_ranks(refused, 1)[0].endswith("there is no GPU here: take 'auto' or 'local'")

@@ -1,0 +1,55 @@
+"""The head of a critic: one number a token in place of the logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from mcontroller.errors import ConfigError
+from tests.forking import run_ranks
+from tests.training import SMALL_GPT, new_context
+from workers.config import ParallelConfig
+from workers.model.build import build_model
+from workers.model.local_spec import block_spec
+from workers.model.transformer_config import transformer_config
+from workers.model.value_head import put_value_head
+
+
+def test_values_are_unrounded_float32_and_one_for_each_token_whatever_the_models_dtype() -> None:
+    def described(dtype: str, sequence_parallel: bool) -> tuple[Any, ...]:
+        parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
+        context = new_context(parallel)
+        model = dataclasses.replace(SMALL_GPT, dtype=dtype, tie_embeddings=True)
+        [critic] = build_model(model, parallel, context, value_head=True)
+        tokens = torch.arange(16).view(2, 8)
+        with context.activate():
+            values = critic(tokens, tokens, None)
+        rounded = torch.equal(values, values.bfloat16().float())
+        return tuple(values.shape), values.dtype, critic.get_parameter("output_layer.weight").dtype, rounded
+
+    assert run_ranks(described, 2, "bfloat16", True) == [((2, 8, 1), torch.float32, torch.bfloat16, False)] * 2
+    assert run_ranks(described, 2, "float32", False) == [((2, 8, 1), torch.float32, torch.float32, False)] * 2
+
+
+def test_a_model_without_an_output_layer_of_its_own_is_refused() -> None:
+    def refused() -> tuple[str, str]:
+        parallel = ParallelConfig()
+        context, messages = new_context(parallel), []
+        config = transformer_config(SMALL_GPT, parallel)
+        with context.activate():
+            tied = GPTModel(
+                config, block_spec(config, "local", 0, None), 40, 16, share_embeddings_and_output_weights=True
+            )
+            for chunk in (torch.nn.Linear(2, 2), tied):
+                with pytest.raises(ConfigError) as caught:
+                    put_value_head(chunk, context.pg.tp)
+                messages.append(str(caught.value))
+        return messages[0], messages[1]
+
+    [(without, tied)] = run_ranks(refused, 1)
+    assert without == "Linear has no output_layer whose place a value head could take"
+    assert tied.startswith("GPTModel shares its output layer with the embedding")

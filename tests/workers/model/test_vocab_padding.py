@@ -1,0 +1,44 @@
+"""A vocabulary that tp does not divide: the entries added to it never get probability."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.forking import run_ranks
+from tests.training import SMALL_GPT, new_context
+from workers.config import ParallelConfig
+from workers.model.build import build_model
+
+VOCABULARY = 125  # padded to 128 over tp 4: the last rank holds 29 entries and 3 of padding
+
+
+def logits(tp: int, gathered: bool, tied: bool) -> torch.Tensor:
+    parallel = ParallelConfig(tp=tp)
+    context = new_context(parallel)
+    model = dataclasses.replace(SMALL_GPT, vocab_size=VOCABULARY, tie_embeddings=tied)
+    [chunk] = build_model(model, parallel, context)
+    tokens = torch.arange(VOCABULARY)[None]
+    with context.activate():
+        output = chunk(tokens, torch.zeros_like(tokens), None, runtime_gather_output=gathered)
+        output.logsumexp(-1).sum().backward()
+    assert torch.isfinite(output).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in chunk.parameters())
+    return output.detach()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own output weights", "tied"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["divided", "gathered"])
+def test_padding_has_no_probability_at_any_temperature(gathered: bool, tied: bool) -> None:
+    parts = run_ranks(logits, 4, 4, gathered, tied)
+    whole = parts[0] if gathered else torch.cat(parts, -1)
+    assert whole.size(-1) == 128
+    for temperature in (0.1, 1.0, 20.0):
+        probabilities = (whole / temperature).softmax(-1)
+        assert probabilities[..., VOCABULARY:].abs().max() == 0.0
+        entropy = -(probabilities * (whole / temperature).log_softmax(-1)).sum(-1)
+        assert torch.isfinite(entropy).all()
+    [alone] = run_ranks(logits, 1, 1, gathered, tied)
+    torch.testing.assert_close(whole[..., :VOCABULARY], alone, rtol=0, atol=1e-5)

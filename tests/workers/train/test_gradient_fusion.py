@@ -1,0 +1,88 @@
+"""Weight gradients added where they are summed: the same training as with a gradient of each weight by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import unwrap_model
+
+from tests.forking import run_ranks
+from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, weights
+from workers.actor import ActorRolloutRefWorker
+from workers.train.batches import TokenBatch
+
+MODELS = {
+    "untied": {"add_qkv_bias": True},
+    "tied": {"tie_embeddings": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "recompute": {"transformer": {"recompute_granularity": "full", "recompute_method": "uniform"}},
+    "experts": {"num_moe_experts": 4, "moe_ffn_hidden_size": 32},
+}
+LAYOUTS = {
+    "one process": (1, {}),
+    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+}
+
+
+def trained(parallel: dict[str, Any], model: dict[str, Any], fused: bool) -> tuple[dict[str, torch.Tensor], bool]:
+    """The weights after two epochs of micro-batches, and whether a linear's gradient was ever made by itself."""
+    further = dict(model.get("transformer", {}), recompute_num_layers=1 if "transformer" in model else None)
+    further["gradient_accumulation_fusion"] = fused
+    worker = actor(parallel, "actor", model=MODEL | model | {"transformer": further})
+    linears = [
+        module
+        for chunk in worker.model
+        for module in chunk.modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None
+    ]
+    worker.update_actor(own_shard(experience(8), worker))
+    assert linears
+    return weights(worker), any(getattr(linear.weight, "grad_added_to_main_grad", False) for linear in linears)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_gradients_by_themselves(layout: str, model: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    expected, by_themselves = run_ranks(trained, world_size, parallel, MODELS[model], False)[-1]
+    found, added = run_ranks(trained, world_size, parallel, MODELS[model], True)[-1]
+    assert added and not by_themselves
+    assert largest_difference(found, expected) < (1e-2 if model == "bfloat16" else 2e-6)
+
+
+class PulledToZero(ActorRolloutRefWorker):
+    """A policy whose loss takes a linear's weight itself, beside what the linear computes."""
+
+    def loss(
+        self, rows: TokenBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, count, report = super().loss(rows, output)
+        layer = unwrap_model(self.model[-1]).decoder.layers[-1]
+        return total + 0.05 * count * layer.mlp.linear_fc2.weight.square().sum(), count, report
+
+
+def trained_twofold(optim: dict[str, bool], fused: bool) -> dict[str, torch.Tensor]:
+    """Each logit's chunk goes through the output layer by itself, so that its weight has several gradients too."""
+    model = MODEL | {"transformer": {"gradient_accumulation_fusion": fused}}
+    worker = actor({}, "actor", PulledToZero, model=model, optim=optim, log_prob_chunk_tokens=5)
+    worker.update_actor(own_shard(experience(8), worker))
+    return weights(worker)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_nothing_else_that_contributes_to_a_weight_is_lost(overlap: bool) -> None:
+    optim = {"distributed_optimizer": overlap, "overlap_grad_reduce": overlap}
+    expected, found = (run_ranks(trained_twofold, 2, optim, fused)[0] for fused in (False, True))
+    assert largest_difference(found, expected) < 2e-6
+
+
+def default() -> bool:
+    return bool(actor({}, "actor").model[0].config.gradient_accumulation_fusion)
+
+
+def test_it_is_the_default_on_a_cpu() -> None:
+    assert run_ranks(default, 1) == [True]

@@ -1,0 +1,135 @@
+"""The losses against their formulas, and vocabulary-parallel log-probabilities against the whole vocabulary."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.forking import run_ranks
+from workers.model.vocab_parallel import log_probs_and_entropy
+from workers.train.losses import masked_mean, masked_sum, policy_loss, value_loss
+
+TOKENS, HIDDEN, VOCAB = 12, 8, 10
+
+
+def test_masked_means_do_not_see_what_is_masked() -> None:
+    values = torch.tensor([1.0, math.nan, 3.0, math.inf])
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    assert masked_sum(values, mask) == 4
+    assert masked_mean(values, mask) == 2
+    assert masked_mean(values, torch.zeros(4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.1, 2.0, -2.2, 0),  # within the range
+        (1.5, 2.0, -2.6, 1),  # a good token pays up to 1 + clip_high
+        (0.5, 2.0, -1.0, 0),
+        (1.5, -2.0, 3.0, 0),
+        (0.5, -2.0, 1.6, 1),  # a bad token pays down to 1 - clip_low
+        (9.0, -2.0, 6.0, 1),  # the dual clip
+    ],
+)
+def test_policy_loss_is_clipped_where_it_would_pay(ratio: float, advantage: float, loss: float, clipped: int) -> None:
+    result = policy_loss(
+        torch.tensor([math.log(ratio)]),
+        torch.zeros(1),
+        torch.tensor([advantage]),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=3,
+    )
+    assert result.loss.item() == pytest.approx(loss)
+    assert result.clipped.item() == clipped
+    assert result.ratio.item() == pytest.approx(ratio)
+
+
+def test_a_clipped_token_has_no_gradient() -> None:
+    log_probs = torch.tensor([math.log(1.5), math.log(1.1)], requires_grad=True)
+    policy_loss(log_probs, torch.zeros(2), torch.ones(2), clip_low=0.2, clip_high=0.2).loss.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([0.0, -1.1])
+
+
+@pytest.mark.parametrize(
+    ("value", "clip", "loss", "clipped"),
+    [
+        (0.3, 0.5, 0.5 * 0.7**2, 0),
+        (0.9, 0.5, 0.5 * 0.5**2, 1),
+        (0.9, None, 0.5 * 0.1**2, 0),
+        (-0.9, 0.5, 0.5 * 1.9**2, 0),
+    ],
+)
+def test_value_loss_stays_near_the_old_value(value: float, clip: float | None, loss: float, clipped: int) -> None:
+    result = value_loss(torch.tensor([value]), torch.zeros(1), torch.ones(1), clip=clip)
+    assert result.loss.item() == pytest.approx(loss)
+    assert result.clipped.item() == clipped
+
+
+def whole_vocabulary(temperature: float) -> dict[str, torch.Tensor]:
+    """By log_softmax over all logits at once."""
+    hidden, weight, targets, upstream = tensors()
+    log_probs = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return with_gradients(log_probs.gather(-1, targets[:, None])[:, 0], entropy, hidden, weight, upstream)
+
+
+def divided_vocabulary(temperature: float, chunk_tokens: int) -> dict[str, torch.Tensor]:
+    """On this rank's part of a vocabulary padded to divide, with the gradients that the tp axis would sum."""
+    hidden, weight, targets, upstream = tensors()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    padded = torch.cat((weight.detach(), torch.ones(-VOCAB % size, HIDDEN)))
+    part = padded.chunk(size)[rank].clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        hidden,
+        lambda some: some @ part.T,
+        targets,
+        dist.group.WORLD,
+        vocab_size=VOCAB,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+    result = with_gradients(log_probs, entropy, hidden, part, upstream)
+    dist.all_reduce(result["hidden"])
+    return result
+
+
+def tensors() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).requires_grad_()
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    return hidden, weight, targets, torch.randn(2, TOKENS, generator=generator)
+
+
+def with_gradients(
+    log_probs: torch.Tensor, entropy: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, upstream: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return {
+        "log_probs": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_divided_vocabulary_gives_the_log_probs_entropy_and_gradients_of_the_whole(
+    world_size: int, chunk_tokens: int
+) -> None:
+    expected = whole_vocabulary(0.7)
+    ranks: list[dict[str, Any]] = run_ranks(divided_vocabulary, world_size, 0.7, chunk_tokens)
+    for found in ranks:
+        for name in ("log_probs", "entropy", "hidden"):
+            torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5)
+    weight = torch.cat([found["weight"] for found in ranks])
+    torch.testing.assert_close(weight[:VOCAB], expected["weight"], atol=1e-5, rtol=1e-5)
+    assert (weight[VOCAB:] == 0).all()

@@ -1,0 +1,179 @@
+"""Router losses are means over all tokens: by their definition written out, and however micro-batches and ranks cut."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError
+from tests.forking import run_ranks
+from tests.workers.roles import actor, experience, largest_difference, own_shard
+from workers.train.router_losses import prepare_routers
+from workers.weights.full_state import full_state_dict
+
+ROWS, EXPERTS, TOPK = 16, 4, 2
+Z, BALANCE = 0.01, 0.2
+METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "global_aux_loss": "moe_global_aux_loss"}
+
+
+def routed_actor(parallel: dict[str, Any], kind: str, **changes: Any) -> Any:
+    """An actor with experts whose losses are ``kind`` and z, or without losses where ``kind`` is ``none``."""
+    losses = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z} if kind != "none" else {}
+    model = {
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOPK,
+        "moe_ffn_hidden_size": 32,
+        "transformer": {"moe_router_load_balancing_type": kind, **losses},
+    }
+    optim = {"lr": 0.0, "clip_grad": 0.0}
+    return actor(parallel, "actor", model=model, ppo_mini_batch_size=ROWS, ppo_epochs=1, optim=optim, **changes)
+
+
+def gradients(parallel: dict[str, Any], kind: str, **changes: Any) -> dict[str, Any]:
+    """Gradients of one mini-batch, and the router's metrics."""
+    worker = routed_actor(parallel, kind, **changes)
+    metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
+    with torch.no_grad():
+        for chunk in worker.model:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+    with worker.context.activate():
+        state = full_state_dict(worker.model, worker.context)
+    return {"gradients": state, "metrics": {name: value for name, value in metrics.items() if "/moe_" in name}}
+
+
+def by_definition(kind: str, rows_together: int) -> dict[str, Any]:
+    """The same of the router losses alone, from the logits of rows that go through the model one by one, unpadded."""
+    worker = routed_actor({}, "none")
+    [chunk] = worker.model
+    logits: dict[str, list[torch.Tensor]] = {}
+    for name, module in chunk.module.named_modules():
+        if name.endswith("router"):
+            module.register_forward_hook(
+                lambda router, inputs, output, name=name: logits.setdefault(name, []).append(
+                    (inputs[0] @ router.weight.t()).squeeze(1)
+                )
+            )
+    batch = experience(ROWS).batch
+    with worker.context.activate():
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            tokens = ids[mask != 0][None]
+            chunk.module(tokens, torch.arange(tokens.size(1))[None], None)
+    tokens = int(batch["attention_mask"].sum())
+    z, balance = torch.zeros(()), torch.zeros(())
+    for rows in logits.values():
+        z = z + torch.cat(rows).logsumexp(-1).square().sum()
+        for at in range(0, ROWS, rows_together):
+            together = torch.cat(rows[at : at + rows_together])
+            chosen = together.topk(TOPK).indices
+            fractions = torch.bincount(chosen.flatten(), minlength=EXPERTS) / chosen.numel()
+            balance = balance + EXPERTS * (together.softmax(-1) * fractions).sum()
+    names = [name for name, _ in chunk.module.named_parameters()]
+    found = torch.autograd.grad(
+        (Z * z + BALANCE * balance) / tokens, list(chunk.module.parameters()), allow_unused=True
+    )
+    means = {f"actor/{METRICS[kind]}": float(balance) / tokens / len(logits), "actor/moe_z_loss": float(z) / tokens / 4}
+    return {"gradients": {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}} | {
+        "metrics": means
+    }
+
+
+@functools.cache
+def on_one_process(kind: str, micro_batch: int) -> dict[str, Any]:
+    return run_ranks(functools.partial(gradients, ppo_micro_batch_size=micro_batch), 1, {}, kind)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro_batch", "rows_together"),
+    [("seq_aux_loss", 4, 1), ("aux_loss", 4, 4), ("aux_loss", 16, 16), ("global_aux_loss", 16, 16)],
+)
+def test_router_losses_are_what_their_definition_says(kind: str, micro_batch: int, rows_together: int) -> None:
+    expected = run_ranks(by_definition, 1, kind, rows_together)[0]
+    found, without = on_one_process(kind, micro_batch), on_one_process("none", micro_batch)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert without["metrics"] == {}
+    names = [name for name in expected["gradients"] if "router" in name]
+    assert len(names) == 4
+    for name in names:
+        added = found["gradients"][name] - without["gradients"][name]
+        assert float(added.abs().max()) > 1e-3
+        torch.testing.assert_close(added, expected["gradients"][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"ppo_micro_batch_size": 8}, {"ppo_micro_batch_size": 16}, {"tokens": 40}])
+def test_losses_by_row_do_not_depend_on_the_micro_batches(changes: dict[str, int]) -> None:
+    if "tokens" in changes:
+        changes = {"ppo_max_tokens_per_micro_batch": changes["tokens"]}
+    expected = on_one_process("seq_aux_loss", 4)
+    found = run_ranks(functools.partial(gradients, **changes), 1, {}, "seq_aux_loss")[0]
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert largest_difference(found["gradients"], expected["gradients"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "parallel", "micro_batch"),
+    [
+        ("global_aux_loss", 4, {"ep": 2}, 4),
+        ("seq_aux_loss", 4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, 3),
+        ("aux_loss", 2, {"cp": 2}, 16),
+    ],
+)
+def test_every_layout_adds_the_gradients_of_one_process(
+    kind: str, world_size: int, parallel: dict[str, Any], micro_batch: int
+) -> None:
+    expected = on_one_process(kind, 16)
+    ranks = run_ranks(functools.partial(gradients, ppo_micro_batch_size=micro_batch), world_size, parallel, kind)
+    assert largest_difference(ranks[0]["gradients"], expected["gradients"]) < 1e-6
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+
+
+def packed_gradients(parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return gradients(parallel, "aux_loss", packed=True, **changes)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2}])
+def test_what_rounds_packed_rows_up_is_no_token_of_a_router_loss(parallel: dict[str, int]) -> None:
+    expected = on_one_process("aux_loss", 4)
+    found = run_ranks(functools.partial(packed_gradients, ppo_micro_batch_size=4), parallel.get("cp", 1), parallel)[0]
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert largest_difference(found["gradients"], expected["gradients"]) < 1e-6
+
+
+def biased(packed: bool) -> list[torch.Tensor]:
+    """How often the bias of every expert rose and fell, which goes by where tokens went."""
+    further = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    further |= {"moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 1.0}
+    model = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 32, "transformer": further}
+    worker = actor({}, "actor", model=model, ppo_epochs=1, ppo_mini_batch_size=ROWS, packed=packed)
+    worker.update_actor(own_shard(experience(ROWS), worker))
+    return [module.expert_bias for module in worker.model[0].modules() if hasattr(module, "expert_bias")]
+
+
+def test_padding_does_not_move_the_bias_of_experts() -> None:
+    expected, found = run_ranks(biased, 1, True)[0], run_ranks(biased, 1, False)[0]
+    assert len(expected) == 4
+    assert any(bool(bias.abs().max() > 0) for bias in expected)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def refused() -> str:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    class OwnRouter(TopKRouter):
+        pass
+
+    worker = routed_actor({}, "aux_loss")
+    for module in worker.model[0].modules():
+        if isinstance(module, TopKRouter):
+            module.__class__ = OwnRouter
+    with pytest.raises(ConfigError) as caught:
+        prepare_routers(worker.model)
+    return str(caught.value)
+
+
+def test_a_router_whose_losses_would_be_weighed_otherwise_is_refused() -> None:
+    assert "mlp.router, a OwnRouter, cannot be weighed by tokens" in run_ranks(refused, 1)[0]

@@ -1,0 +1,98 @@
+"""All weights of a model under the names that they have in the whole model, out of one layout and into another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import DataError
+from tests.forking import run_ranks
+from tests.training import SMALL_GPT, new_context
+from workers.config import ModelConfig, ParallelConfig
+from workers.model.build import build_model
+from workers.weights.full_state import full_state_dict, load_full_state_dict
+
+OF_EXPERTS = dataclasses.replace(SMALL_GPT, num_layers=2, num_moe_experts=4, moe_ffn_hidden_size=32)
+LAYER = {
+    "self_attention.linear_proj.weight": (64, 64),
+    "self_attention.linear_qkv.layer_norm_weight": (64,),
+    "self_attention.linear_qkv.weight": (192, 64),
+    "mlp.linear_fc1.layer_norm_weight": (64,),
+    "mlp.linear_fc1.weight": (256, 64),
+    "mlp.linear_fc2.weight": (64, 128),
+}
+
+
+def shapes(model: ModelConfig, axes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    parallel = ParallelConfig(**axes)
+    context = new_context(parallel)
+    state = full_state_dict(build_model(model, parallel, context), context)
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def test_names_and_shapes_are_the_whole_models() -> None:
+    expected: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (125, 64),
+        "decoder.final_layernorm.weight": (64,),
+        "output_layer.weight": (125, 64),
+    }
+    for index in range(4):
+        expected |= {f"decoder.layers.{index}.{name}": shape for name, shape in LAYER.items()}
+    assert run_ranks(shapes, 4, SMALL_GPT, {"tp": 2, "pp": 2, "vpp": 2}) == [expected] * 4
+
+
+def test_tied_output_weights_are_the_embeddings() -> None:
+    names = run_ranks(shapes, 2, dataclasses.replace(SMALL_GPT, tie_embeddings=True), {"pp": 2})[0].keys()
+    assert "output_layer.weight" not in names and "embedding.word_embeddings.weight" in names
+
+
+def test_experts_are_counted_over_all_ranks() -> None:
+    found = run_ranks(shapes, 4, OF_EXPERTS, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True})[0]
+    experts = {name: shape for name, shape in found.items() if name.startswith("decoder.layers.1.mlp.experts")}
+    prefix = "decoder.layers.1.mlp.experts.linear_fc"
+    assert experts == {f"{prefix}1.weight{expert}": (64, 64) for expert in range(4)} | {
+        f"{prefix}2.weight{expert}": (64, 32) for expert in range(4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        (SMALL_GPT, {"tp": 2, "pp": 2}),
+        (SMALL_GPT, {"tp": 4}),
+        (OF_EXPERTS, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
+        (dataclasses.replace(SMALL_GPT, tie_embeddings=True), {"pp": 4}),
+    ],
+    ids=["tp2-pp2", "tp4", "experts", "tied"],
+)
+def test_what_is_loaded_is_what_is_there(model: ModelConfig, axes: dict[str, Any]) -> None:
+    def there_and_back(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parallel = ParallelConfig(**axes)
+        context = new_context(parallel)
+        chunks = build_model(model, parallel, context, initialize=False)
+        load_full_state_dict(chunks, context, state)
+        return full_state_dict(chunks, context)
+
+    [full] = run_ranks(shapes, 1, model, {})
+    state = {name: torch.randn(shape) for name, shape in full.items()}
+    torch.testing.assert_close(run_ranks(there_and_back, 4, state)[0], state, rtol=0, atol=0)
+
+
+def test_weights_of_another_model_are_refused_by_name_on_every_rank() -> None:
+    def refused(state: dict[str, torch.Tensor]) -> tuple[list[str], list[str], list[str]]:
+        parallel = ParallelConfig(pp=2)
+        context = new_context(parallel)
+        chunks = build_model(SMALL_GPT, parallel, context)
+        with pytest.raises(DataError) as caught:
+            load_full_state_dict(chunks, context, state)
+        return caught.value.missing, caught.value.unexpected, caught.value.differing  # type: ignore[attr-defined]
+
+    [full] = run_ranks(shapes, 1, SMALL_GPT, {})
+    state = {name: torch.zeros(shape) for name, shape in full.items()}
+    state["lm_head.weight"] = state.pop("output_layer.weight")
+    state["decoder.final_layernorm.weight"] = torch.zeros(65)
+    differing = ["decoder.final_layernorm.weight is (65,), the model's is (64,)"]
+    assert run_ranks(refused, 2, state) == [(["output_layer.weight"], ["lm_head.weight"], differing)] * 2

@@ -1,0 +1,148 @@
+"""The plan of a refit: who sends what, how little, in which portions; and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcontroller.errors import DataError
+from workers.weights.refit_plan import Held, Move, RefitPlan, Span, plan_refit, spans_of
+
+
+def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[Held]]:
+    """By rank, its part of one matrix [rows, 4] that is cut ``ways`` ways, padded, with replicas."""
+    padded = -(-rows // (ways * pieces)) * ways * pieces
+    whole = Held("weight", (rows, 4), dtype, 4)
+    spans = [spans_of(padded // ways, pieces, ways, rank % ways, rows) for rank in range(ranks)]
+    return [[whole._replace(dim=0, spans=of_rank)] for of_rank in spans]
+
+
+def indices(of_rank: list[Held]) -> set[int]:
+    return {index for span in of_rank[0].spans for index in range(span.start, span.stop)}
+
+
+def check_arrival(plan: RefitPlan, sources: list[list[Held]], targets: list[list[Held]]) -> None:
+    """Carry the plan out on the indices themselves: each must stand where the target has it."""
+
+    def places(held: Held) -> np.ndarray:
+        length = max((span.offset + span.stop - span.start for span in held.spans), default=0)
+        own = np.full(length, -1)
+        for span in held.spans:
+            own[span.offset : span.offset + span.stop - span.start] = range(span.start, span.stop)
+        return own
+
+    have, got = [places(held[0]) for held in sources], [np.full_like(places(held[0]), -1) for held in targets]
+    for move in chain(plan.copies, *plan.buckets):
+        part = have[move.source_rank][move.source_start : move.source_start + move.length]
+        got[move.target_rank][move.target_start : move.target_start + move.length] = part
+    assert [own.tolist() for own in got] == [places(held[0]).tolist() for held in targets]
+
+
+@given(
+    blocks=st.integers(1, 6),
+    missing=st.integers(0, 3),
+    ways=st.sampled_from([(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8)]),
+    pieces=st.sampled_from([1, 2]),
+    limit=st.sampled_from([16, 40, 1 << 20]),
+)
+def test_every_index_arrives_where_it_belongs(
+    blocks: int, missing: int, ways: tuple[int, int], pieces: int, limit: int
+) -> None:
+    rows = blocks * 16 - (missing if pieces == 1 else 0)  # gated units have no padding
+    sources, targets = cut(rows, 8, ways[0], pieces), cut(rows, 8, ways[1], pieces)
+    plan = plan_refit(sources, targets, limit)
+    check_arrival(plan, sources, targets)
+    held, wanted = (
+        [{i for s in of[0].spans for i in range(s.start, s.stop)} for of in model] for model in (sources, targets)
+    )
+    assert plan.least_bytes == sum(16 * len(want - have) for have, want in zip(held, wanted, strict=True))
+    assert sum(map(plan.sent_by, range(8))) == plan.least_bytes
+
+
+def test_nothing_is_sent_to_a_rank_that_has_it() -> None:
+    layout = cut(16, 4, 2)
+    plan = plan_refit(layout, layout, 1 << 20)
+    assert (plan.buckets, plan.least_bytes) == ((), 0)
+    assert [(move.source_rank, move.target_rank, move.length) for move in plan.copies] == [(i, i, 8) for i in range(4)]
+
+
+def test_what_is_whole_on_one_side_only_is_sent_in_parts() -> None:
+    whole = [[Held("weight", (16, 4), "float32", 4)] for _ in range(2)]
+    plan = plan_refit(cut(16, 2, 2), whole, 1 << 20)
+    assert plan.least_bytes == 2 * 8 * 16
+    assert [(move.source_rank, move.target_rank, move.target_start) for move in plan.buckets[0]] == [
+        (1, 0, 8),
+        (0, 1, 0),
+    ]
+
+
+def test_replicas_share_the_sending() -> None:
+    """Rank 0 to 3 have the whole, rank 4 to 7 nothing."""
+    part = Held("weight", (12, 4), "float32", 4, 0, (Span(0, 12, 0),))
+    nothing: list[Held] = []
+    plan = plan_refit([[part]] * 4 + [nothing] * 4, [nothing] * 4 + [[part]] * 4, 1 << 20)
+    assert [plan.sent_by(rank) for rank in range(8)] == [192] * 4 + [0] * 4
+
+
+def test_no_rank_sends_or_receives_more_at_once_than_the_limit() -> None:
+    plan = plan_refit(cut(64, 8, 8), cut(64, 8, 1), 64)  # a row is 16 bytes
+    for bucket in plan.buckets:
+        out, into = Counter[int](), Counter[int]()
+        for move in bucket:
+            out[move.source_rank] += move.nbytes
+            into[move.target_rank] += move.nbytes
+        assert max((out | into).values()) <= 64
+    assert len(plan.buckets) == 14  # 56 rows come to a rank, 4 at a time
+
+
+def test_ranks_receive_side_by_side_and_not_one_after_another() -> None:
+    plan = plan_refit(cut(64, 8, 8), cut(64, 8, 1), 128)
+    assert len(plan.buckets) == 7  # 56 rows to each rank, 8 at a time
+    assert all(len({move.target_rank for move in bucket}) == 8 for bucket in plan.buckets)
+
+
+def test_a_bucket_has_one_dtype() -> None:
+    both: list[list[Held]] = [
+        [*one, *(held._replace(name="bias") for held in two)]
+        for one, two in zip(cut(16, 2, 2), cut(16, 2, 2, dtype="bfloat16"), strict=True)
+    ]
+    whole = [[held._replace(dim=None, spans=()) for held in both[0]] for _ in both]
+    plan = plan_refit(both, whole, 1 << 20)
+    assert [{move.dtype for move in bucket} for bucket in plan.buckets] == [{"bfloat16"}, {"float32"}]
+
+
+def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
+    plan = plan_refit(cut(64, 8, 4, pieces=2), cut(64, 8, 2, pieces=2), 64)
+    for bucket in plan.buckets:
+        seen: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        for move in bucket:
+            seen[move.source_rank, move.target_rank].append(move)
+        going = [m for rank in range(8) for m in sorted(bucket, key=lambda m: m.target_rank) if m.source_rank == rank]
+        coming = [m for rank in range(8) for m in sorted(bucket, key=lambda m: m.source_rank) if m.target_rank == rank]
+        for pair, moves in seen.items():
+            for side in (going, coming):
+                assert [m for m in side if (m.source_rank, m.target_rank) == pair] == moves
+
+
+def test_another_model_is_refused_by_name() -> None:
+    head = Held("head", (8, 4), "float32", 4)
+    with pytest.raises(DataError, match=r"the source lacks \['head'\]") as caught:
+        plan_refit(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
+    assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
+    assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
+
+
+def test_a_part_that_no_rank_holds_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"weight: rank 0 needs indices 0 to 16 of dim 0; .* holds index 8"):
+        plan_refit([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
+
+
+def test_a_tensor_cut_along_two_dims_is_refused_by_name() -> None:
+    across = [[Held("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
+    with pytest.raises(DataError, match=r"weight is cut along dims \[0, 1\]"):
+        plan_refit(cut(16, 2, 2), across, 64)

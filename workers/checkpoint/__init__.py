@@ -1,0 +1,1 @@
+"""Distributed checkpoints: save, load, and what stands beside the weights."""

@@ -1,0 +1,1 @@
+"""Generation: sampling, decoding, and the rollout protocol."""

@@ -1,0 +1,1 @@
+"""Megatron-Core models on one rank: configuration, layers, initial weights."""

@@ -1,0 +1,189 @@
+"""Core attention in plain PyTorch, in the place of Transformer Engine's: padded or packed, cached, over the cp axis.
+
+Under context parallelism each rank keeps its queries and gathers everyone's keys and values: the simplest exact
+scheme, meant for a CPU and for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from mcontroller.errors import ConfigError, DataError
+from workers.model.zigzag import zigzag_positions
+
+# Fields of TransformerConfig that change attention in ways this module does not compute, and their neutral values.
+_NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla", "qk_clip": False, "log_max_attention_logit": False}
+
+
+class TEDotProductAttention(MegatronModule):
+    """softmax(QK^T / sqrt(d)) V by ``torch.nn.functional.scaled_dot_product_attention``; has no parameters.
+
+    Raises:
+        ConfigError: sliding windows, learnt softmax offsets or clipped logits, which need Transformer Engine.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **engine_only: Any,
+    ) -> None:
+        super().__init__(config=config)
+        for name, neutral in _NOT_COMPUTED.items():
+            if getattr(config, name, neutral) != neutral:
+                raise ConfigError(
+                    f"model.transformer.{name}={getattr(config, name)!r} needs Transformer Engine; the local attention "
+                    f"computes {name}={neutral!r} only",
+                    key=f"model.transformer.{name}",
+                    value=getattr(config, name),
+                )
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group = groups.cp
+        self.cp = groups.cp.size()
+        self.cp_rank = groups.cp.rank()
+        self.causal = attn_mask_type != AttnMaskType.no_mask
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """[seq, batch, heads * width] from [seq, batch, heads, width]; packed: without the batch dim.
+
+        Args:
+            query: this rank's positions: the last ones of the keys' when keys come from a cache, its zigzag share
+                under context parallelism.
+            attention_mask: bool, True where attention is not allowed (Megatron's meaning); ``[batch, 1, 1, keys]``
+                hides keys on top of causality, ``[batch or 1, 1, queries, keys]`` is taken as it is. Under context
+                parallelism both dims are the whole sequence's, in its own order. None: causality alone.
+            packed_seq_params: the bounds of packed sequences (THD), each of them divided over cp by itself.
+        """
+        if attention_bias is not None:
+            raise DataError("the local attention takes no attention_bias: it needs Transformer Engine")
+        if self.cp > 1:
+            key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
+            value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        if self.cp == 1 and attention_mask is None and query.size(0) == key.size(0):
+            return self._attend(query, key, value, None, is_causal=self.causal)
+        return self._attend(query, key, value, self._allowed(query.size(0), key.size(0), attention_mask, query.device))
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """Each packed sequence attends to itself."""
+        padded = packed.cu_seqlens_q_padded
+        bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
+        # From [rank's tokens, one rank after another] to [rank, its tokens]: a sequence is a slice of every row.
+        key, value = (tensor.unflatten(0, (self.cp, -1)) for tensor in (key, value))
+        outputs = []
+        for start, end in itertools.pairwise(bounds):
+            local = slice(start // self.cp, end // self.cp)
+            sequence = [query[local], key[:, local].flatten(0, 1), value[:, local].flatten(0, 1)]
+            query_of, key_of, value_of = (tensor.unsqueeze(1) for tensor in sequence)
+            allowed = self._allowed(query_of.size(0), key_of.size(0), None, query.device) if self.cp > 1 else None
+            outputs.append(self._attend(query_of, key_of, value_of, allowed, is_causal=allowed is None and self.causal))
+        return torch.cat(outputs).squeeze(1)
+
+    def _allowed(
+        self, queries: int, keys: int, masked: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor | None:
+        """Which of the keys each query may see: bool [.., queries, keys] in the order in which they are held."""
+        if self.cp == 1 and queries == 1 and (masked is None or masked.size(-2) == 1):
+            return None if masked is None else ~masked  # the last token, before which all keys are
+        if self.cp > 1:
+            query_positions, key_positions = self._zigzag(queries, keys, device)
+        else:
+            query_positions, key_positions = torch.arange(keys - queries, keys, device=device), None
+        if masked is not None and masked.size(-2) > 1:
+            if key_positions is None:
+                return ~masked
+            return ~masked.index_select(-2, query_positions).index_select(-1, key_positions)
+        allowed = None
+        if self.causal and queries > 1:
+            columns = torch.arange(keys, device=device) if key_positions is None else key_positions
+            allowed = query_positions[:, None] >= columns[None, :]
+        if masked is not None:
+            seen = ~(masked if key_positions is None else masked.index_select(-1, key_positions))
+            allowed = seen if allowed is None else seen & allowed
+        return allowed
+
+    def _zigzag(self, queries: int, keys: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if queries % 2 or keys != queries * self.cp:
+            raise DataError(
+                f"context parallelism over {self.cp} ranks gives every rank two equal pieces of each sequence; "
+                f"this rank has {queries} of {keys} tokens: pad sequences to a multiple of {2 * self.cp}",
+                length=keys,
+                multiple=2 * self.cp,
+            )
+        positions = [zigzag_positions(keys, self.cp, rank, device) for rank in range(self.cp)]
+        return positions[self.cp_rank], torch.cat(positions)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        if query.size(0) == 1 and not is_causal and not dropout:
+            return self._attend_once(query, key, value, allowed)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [batch, heads, seq, width]
+        with self._dropout_random_state() if dropout else contextlib.nullcontext():
+            output = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=allowed,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_once(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As ``_attend`` with one query a sequence: two small products, faster than a kernel made for many queries.
+
+        The heads that share keys stand in the place of queries, so that keys are read once for all of them.
+        """
+        _, batch, heads, width = query.shape
+        shared = (query * self.scale).view(batch, key.size(2), heads // key.size(2), width)
+        scores = torch.matmul(shared, key.permute(1, 2, 3, 0))  # [batch, groups, heads of a group, keys]
+        if allowed is not None:
+            scores.masked_fill_(~allowed, -torch.inf)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        return torch.matmul(weights, value.permute(1, 2, 0, 3)).reshape(1, batch, heads * width)
+
+    def _dropout_random_state(self) -> contextlib.AbstractContextManager[Any]:
+        """Heads are divided over tp: each rank draws its own numbers (as Megatron's DotProductAttention does)."""
+        return contextlib.nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork()

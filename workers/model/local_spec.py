@@ -1,0 +1,157 @@
+"""The layers of a GPT model, of Transformer Engine's modules or of plain PyTorch ones under the same names."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from mcontroller.errors import ConfigError
+from workers.model.local_attention import TEDotProductAttention
+from workers.model.local_modules import (
+    TEColumnParallelGroupedLinear,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelGroupedLinear,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_implementation(transformer_impl: str) -> str:
+    """``"transformer_engine"`` or ``"local"``; ``"auto"`` is the former where it is importable and there is a GPU.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for by name and cannot run here.
+    """
+    runs_here = torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
+    if transformer_impl == "transformer_engine" and not runs_here:
+        missing = "package transformer_engine" if torch.cuda.is_available() else "GPU"
+        raise ConfigError(
+            f"model.transformer_impl is 'transformer_engine', but there is no {missing} here: take 'auto' or 'local'",
+            key="model.transformer_impl",
+            value=transformer_impl,
+        )
+    return "transformer_engine" if transformer_impl != "local" and runs_here else "local"
+
+
+def block_spec(
+    config: TransformerConfig, implementation: str, pp_rank: int, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The decoder's layers on one stage of the pipeline, and its final norm."""
+    if implementation == "transformer_engine":
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    specs = [_layer_spec(config, with_experts) for with_experts in _expert_layers(config)]
+    held = [specs[index] for index in _held_layers(config, pp_rank, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=held, layer_norm=TENorm)
+
+
+class _LocalProvider(LocalSpecProvider):
+    """Which module stands for what; in the shape of Megatron's provider for Transformer Engine."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return TELayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **kwargs: Any) -> type:
+        return TENorm
+
+    def core_attention(self) -> type:
+        return TEDotProductAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+        if not moe_use_grouped_gemm:
+            raise ConfigError(
+                "experts computed one by one are wrong over the ep axis: leave model.transformer.moe_grouped_gemm on",
+                key="model.transformer.moe_grouped_gemm",
+                value=False,
+            )
+        linears: dict[str, Any] = {
+            "linear_fc1": TEColumnParallelGroupedLinear,
+            "linear_fc2": TERowParallelGroupedLinear,
+        }
+        if hasattr(experts, "GroupedMLPSubmodules"):  # megatron-core >= 0.17 takes a builder of the experts
+            submodules = experts.GroupedMLPSubmodules(**linears, activation_func=None)
+            return functools.partial(experts.TEGroupedMLP, submodules=submodules)
+        return experts.TEGroupedMLP, MLPSubmodules(**linears)
+
+
+def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
+    provider = _LocalProvider()
+    qk_norm = TENorm if config.qk_layernorm else IdentityOp
+    if config.qk_l2_norm:
+        qk_norm = L2Norm
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_layer_norm_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    mlp = gpt_layer_specs.get_mlp_module_spec_for_backend(
+        backend=provider,
+        num_experts=config.num_moe_experts if with_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=TENorm if with_experts else IdentityOp,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _expert_layers(config: TransformerConfig) -> list[bool]:
+    """For every layer of the model, whether its feed-forward part is a mixture of experts."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        return [index % every == 0 for index in range(config.num_layers)]
+    if len(every) != config.num_layers:
+        raise ConfigError(
+            f"model.transformer.moe_layer_freq lists {len(every)} layers, the model has {config.num_layers}",
+            key="model.transformer.moe_layer_freq",
+            value=every,
+        )
+    return [bool(flag) for flag in every]
+
+
+def _held_layers(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> list[int]:
+    """The layers of one stage, counted from 0 over the whole model."""
+    if config.pipeline_model_parallel_layout is not None:
+        return config.pipeline_model_parallel_layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+        )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)))

@@ -1,0 +1,186 @@
+"""Megatron's TransformerConfig from a ModelConfig and the sizes of the axes, every field checked by name and type."""
+
+from __future__ import annotations
+
+import collections.abc
+import difflib
+import enum
+import types
+import typing
+from typing import Any
+
+import torch
+from megatron.core import activations
+from megatron.core.transformer import TransformerConfig
+
+from mcontroller.errors import ConfigError
+from workers.config import ModelConfig, ParallelConfig
+from workers.fit import check_fit
+
+_ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": activations.fast_gelu,
+    "relu": torch.nn.functional.relu,
+    "squared_relu": activations.squared_relu,
+    "quick_gelu": activations.quick_gelu,
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """The TransformerConfig of the model on these axes; needs no process group.
+
+    Raises:
+        ConfigError: sizes that do not fit the axes; in ``model.transformer`` a field that TransformerConfig does not
+            have, one that is set elsewhere in our configuration, or a value of another type; what TransformerConfig
+            itself refuses.
+    """
+    check_fit(model, parallel)
+    fields = _from_model(model) | _from_parallel(parallel)
+    set_elsewhere = fields.keys() - _CHANGEABLE
+    further = {name: _further_field(name, value, set_elsewhere) for name, value in model.transformer.items()}
+    try:
+        return TransformerConfig(**(fields | further))
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"TransformerConfig refuses the model: {error}", key="model", value=model) from error
+
+
+# Fields of ModelConfig that are TransformerConfig's under the same name.
+_SAME_NAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+)
+
+
+def _from_model(model: ModelConfig) -> dict[str, Any]:
+    dtype = _DTYPES[model.dtype]
+    fields = {name: getattr(model, name) for name in _SAME_NAME}
+    fields |= {
+        "activation_func": _ACTIVATIONS[model.activation],
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "use_cpu_initialization": False,  # each rank fills its own shards, which ``initialize`` fills again
+        "moe_token_dispatcher_type": "alltoall",  # also what lets lengths vary over pp, dense models included
+        # A GPU's needs Apex or Transformer Engine.
+        "gradient_accumulation_fusion": not torch.cuda.is_available(),
+    }
+    if model.num_moe_experts is not None:
+        fields |= {
+            "num_moe_experts": model.num_moe_experts,
+            "moe_router_topk": model.moe_router_topk,
+            "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+            "moe_grouped_gemm": True,
+        }
+    return fields
+
+
+def _from_parallel(parallel: ParallelConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Interleaved stages send both ways between the same two ranks when pp is 2: one by one, never as a batch.
+        "overlap_p2p_comm": parallel.vpp is not None,
+        "batch_p2p_comm": parallel.vpp is None,
+    }
+
+
+# What we set and a user may set otherwise.
+_CHANGEABLE = frozenset(
+    (
+        "moe_token_dispatcher_type",
+        "moe_grouped_gemm",
+        "gradient_accumulation_fusion",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+    )
+)
+
+
+def _further_field(name: str, value: Any, set_elsewhere: collections.abc.Set[str]) -> Any:
+    hints = typing.get_type_hints(TransformerConfig)
+    key = f"model.transformer.{name}"
+    if name not in hints or name.startswith("_"):
+        close = difflib.get_close_matches(name, hints, n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        text = f"{key}: megatron-core's TransformerConfig has no such field{hint}"
+        raise ConfigError(text, key=key, value=value, close_matches=close)
+    if name in set_elsewhere:
+        raise ConfigError(f"{key} follows from model.* and parallel.*: set it there", key=key, value=value)
+    try:
+        return coerced(value, hints[name])
+    except TypeError as error:
+        raise ConfigError(f"{key} is {value!r}; TransformerConfig takes {error}", key=key, value=value) from error
+
+
+def coerced(value: Any, hint: Any) -> Any:
+    """``value`` as the annotation ``hint`` wants it: an enum's member or a dtype by its name, lists as tuples.
+
+    Raises:
+        TypeError: the value is of another type; the message is what the annotation takes.
+    """
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _first_that_fits(value, options, hint)
+    if origin is typing.Literal:
+        return _accept(value, value in options, hint)
+    if origin is list or hint is list:
+        items = _accept(value, isinstance(value, list | tuple), hint)
+        return [coerced(item, options[0]) for item in items] if options else list(items)
+    if origin is tuple:
+        items = _accept(value, isinstance(value, list | tuple) and len(value) == len(options), hint)
+        return tuple(coerced(item, option) for item, option in zip(items, options, strict=True))
+    if hint is collections.abc.Callable or origin is collections.abc.Callable or hint is typing.Callable:
+        return _accept(value, callable(value), hint)
+    if hint is torch.dtype and isinstance(value, str):
+        return _DTYPES[_accept(value, value in _DTYPES, hint)]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum) and isinstance(value, str):
+        return hint[_accept(value, value in hint.__members__, hint)]
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is int:
+        return _accept(value, type(value) is int, hint)
+    return _accept(value, isinstance(value, origin or hint), hint)
+
+
+def _first_that_fits(value: Any, options: tuple[Any, ...], hint: Any) -> Any:
+    for option in options:
+        try:
+            return coerced(value, option)
+        except TypeError:
+            continue
+    raise TypeError(_described(hint))
+
+
+def _accept(value: Any, fits: bool, hint: Any) -> Any:
+    if not fits:
+        raise TypeError(_described(hint))
+    return value
+
+
+def _described(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    if hint is torch.dtype:
+        return f"one of {', '.join(_DTYPES)}"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

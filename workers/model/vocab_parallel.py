@@ -1,0 +1,108 @@
+"""Log-probabilities and entropy of logits that are split over the vocabulary, without gathering them.
+
+A tensor-parallel rank holds ``[tokens, vocab / tp]``. What it needs of its peers are three numbers a token, moved by
+two all-reduces. ``log_probs_and_entropy`` starts from hidden states and makes logits a chunk of tokens at a time, so
+that ``[batch, seq, vocab]`` never exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["log_probs_and_entropy", "vocab_parallel_log_probs"]
+
+_PADDING_LOGIT = -1e30  # finite, so that 0 * logit stays 0 in the entropy
+
+
+def log_probs_and_entropy(
+    hidden: Tensor,
+    project: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk_tokens: int = 4096,
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of every target and the entropy of its distribution, both float32 ``[tokens]``.
+
+    Args:
+        hidden: ``[tokens, hidden]``, what the output layer is applied to; equal on all ranks of ``group``.
+        project: the output layer, ``[tokens, hidden]`` to this rank's logits ``[tokens, vocab / tp]``.
+        targets: ``[tokens]`` int64, global token ids.
+        vocab_size: ids from here up are padding of the vocabulary and have probability 0.
+        temperature: divides the logits, as the sampler does.
+        chunk_tokens: logits exist for this many tokens at once. With more than one chunk the backward pass makes
+            each chunk's logits again.
+    """
+
+    def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = project(hidden).float() / temperature
+        return vocab_parallel_log_probs(logits, targets, group, vocab_size=vocab_size)
+
+    if hidden.size(0) <= chunk_tokens:
+        return one_chunk(hidden, targets)
+    parts = []
+    for some_hidden, some_targets in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(one_chunk, some_hidden, some_targets, use_reentrant=False))
+        else:
+            parts.append(one_chunk(some_hidden, some_targets))
+    log_probs, entropy = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(entropy)
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup, *, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """As ``log_probs_and_entropy``, from this rank's float32 logits ``[tokens, vocab / tp]``; overwrites them."""
+    return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size)
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        width = logits.size(-1)
+        first = group.rank() * width
+        if first + width > vocab_size:
+            logits[:, max(vocab_size - first, 0) :] = _PADDING_LOGIT
+        peak = logits.amax(-1)
+        _all_reduce(peak, dist.ReduceOp.MAX, group)
+        logits.sub_(peak[:, None])
+        exp = logits.exp()
+        local = targets - first
+        mine = (local >= 0) & (local < width)
+        local = local.clamp(0, width - 1)
+        target_logit = torch.where(mine, logits.gather(-1, local[:, None]).squeeze(-1), 0.0)
+        sums = torch.stack((exp.sum(-1), target_logit, (exp * logits).sum(-1)))
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, target_logit, weighted = sums
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        log_probs = target_logit - log_total
+        probs = exp.div_(total[:, None])
+        ctx.save_for_backward(probs, logits, log_total, entropy, local, mine)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """D log p_t / d z = onehot - p;  d H / d z = -p (log p + H)."""
+        log_prob_grad, entropy_grad = grads
+        probs, logits, log_total, entropy, local, mine = ctx.saved_tensors
+        grad = logits - (log_total - entropy)[:, None]
+        grad.mul_(entropy_grad[:, None]).add_(log_prob_grad[:, None]).mul_(probs).neg_()
+        grad.scatter_add_(-1, local[:, None], torch.where(mine, log_prob_grad, 0.0)[:, None])
+        return grad, None, None, None
+
+
+def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)

@@ -1,0 +1,1 @@
+"""Training steps: token batches, micro-batches, losses, the optimizer."""

@@ -1,0 +1,152 @@
+"""Megatron's DistributedDataParallel, optimizer and learning-rate schedule from an ``OptimConfig``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+from torch import nn
+
+from workers.config import OptimConfig
+from workers.train.router_losses import prepare_routers
+
+__all__ = ["Step", "guarded_step", "make_optimizer", "make_scheduler", "wrap_for_training"]
+
+
+def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[DistributedDataParallel]:
+    """The model chunks of this rank inside Megatron's DistributedDataParallel.
+
+    Gradients are sums over all tokens of the mini-batch; ``finalize_model_grads`` divides them by the number of
+    valid tokens that all data-parallel ranks hold together. Router losses are weighed accordingly.
+    """
+    model_config = get_model_config(chunks[0])
+    model_config.calculate_per_token_loss = True
+    prepare_routers(chunks)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        average_in_collective=False,
+    )
+    wrapped = [
+        DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        _count_padding_of_buckets(chunk)
+    if config.overlap_grad_reduce:
+        interleaved = len(wrapped) > 1
+        model_config.no_sync_func = [chunk.no_sync for chunk in wrapped] if interleaved else wrapped[0].no_sync
+        if interleaved:
+            model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+        if interleaved and config.overlap_param_gather:
+            model_config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
+    model_config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:
+    """Let a checkpoint of the distributed optimizer find every parameter's state where it is.
+
+    Megatron joins the buckets of a buffer without the padding at their ends, and cuts the whole by the places that
+    parameters have with it: what follows a padded bucket would be saved shifted, and be other weights when loaded.
+    """
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
+
+
+def make_optimizer(model: Sequence[DistributedDataParallel], config: OptimConfig) -> MegatronOptimizer:
+    """Megatron's AdamW over the parameters of ``model``."""
+    model_config = get_model_config(model[0])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=model_config.bf16,
+            fp16=model_config.fp16,
+            params_dtype=model_config.params_dtype,
+            use_distributed_optimizer=config.distributed_optimizer,
+            overlap_param_gather=config.overlap_param_gather,
+        ),
+        list(model),
+    )
+    model_config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> OptimizerParamScheduler:
+    """Megatron's schedule of the learning rate, one step of it for one step of the optimizer."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if config.warmup_steps else config.lr,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(config.total_steps, config.warmup_steps + 1),
+        lr_decay_style=config.decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        wsd_decay_steps=config.wsd_decay_steps or None,
+        lr_wsd_decay_style="linear",
+    )
+
+
+class Step(NamedTuple):
+    """Whether the weights moved, the norm of the gradients before clipping, and whether float16 overflowed.
+
+    An overflow is no error: the loss scale falls, and the step is left out.
+    """
+
+    made: bool
+    grad_norm: float
+    overflow: bool = False
+
+
+def guarded_step(optimizer: MegatronOptimizer) -> Step:
+    """One step of Megatron's (chained) optimizer, if the gradients are finite.
+
+    Megatron would clip by a norm of NaN and write NaN into every weight: its step is left where it has the norm. The
+    norm is a collective over every rank that shares the model, so that all ranks decide alike.
+    """
+    norm_of = optimizer.get_grad_norm
+
+    def finite_norm() -> float:
+        norm = float(norm_of())
+        if not math.isfinite(norm):
+            raise _NotFinite(norm)
+        return norm
+
+    optimizer.get_grad_norm = finite_norm
+    try:
+        made, norm, _ = optimizer.step()
+    except _NotFinite as found:
+        return Step(made=False, grad_norm=found.norm)
+    finally:
+        del optimizer.get_grad_norm  # the class's own is seen again
+    return Step(made=False, grad_norm=math.inf, overflow=True) if norm is None else Step(bool(made), norm)
+
+
+class _NotFinite(Exception):
+    def __init__(self, norm: float) -> None:
+        super().__init__(norm)
+        self.norm = norm

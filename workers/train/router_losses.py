@@ -1,0 +1,182 @@
+"""The losses of the routers of a mixture of experts, weighed so that micro-batches and ranks do not change them.
+
+Megatron attaches them to the gradient and divides that by the number of valid targets, as the main loss's; what it
+multiplies them with before is, on 0.16, short of a factor tp x cp, and in every version off where ranks hold unequally
+many tokens. Here each loss is a sum over the tokens of the micro-batch, padding left out, times valid targets over all
+tokens of the mini-batch: what remains after the division is its mean over all tokens.
+
+- z loss (``moe_z_loss_coeff``): the square of the log-sum-exp of a token's logits.
+- balance (``moe_aux_loss_coeff``): for a token ``experts * sum_i f_i p_i``, with its probabilities ``p`` and the
+  fractions ``f`` in which tokens went to experts. ``seq_aux_loss`` takes them over the token's own row: the same in
+  every layout and micro-batch. ``aux_loss`` takes them over the micro-batch of one data-parallel rank, and
+  ``global_aux_loss`` over all ranks' micro-batches so far in the step: they depend on which rows these hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from mcontroller.errors import ConfigError
+from workers.train.batches import TokenBatch
+
+__all__ = ["RouterLosses", "padding_matters", "prepare_routers"]
+
+_METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "global_aux_loss": "moe_global_aux_loss"}
+_Z_LOSS = "moe_z_loss"
+
+
+def losses_of(config: Any) -> list[str]:
+    """The metrics of the router losses that a TransformerConfig asks for."""
+    if getattr(config, "num_moe_experts", None) is None:
+        return []
+    kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds, weights = ([kinds], [weights]) if isinstance(kinds, str) else (kinds, weights)
+    found = [_METRICS[kind] for kind, weight in zip(kinds, weights, strict=True) if kind in _METRICS and weight]
+    return found + [_Z_LOSS] * (config.moe_z_loss_coeff is not None)
+
+
+def padding_matters(model: nn.Module) -> bool:
+    """Whether a training pass of the chunk counts tokens, so that it must know which are padding."""
+    config = get_model_config(model)
+    return bool(losses_of(config)) or bool(getattr(config, "moe_router_enable_expert_bias", False))
+
+
+def prepare_routers(chunks: Sequence[nn.Module]) -> None:
+    """Let the routers of a model that is to be trained weigh their losses as this file says.
+
+    Raises:
+        ConfigError: a router of another class than Megatron's has losses.
+    """
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if type(module) is TopKRouter:
+                module.__class__ = _TokenRouter
+                module.share = 1.0
+                module.sums = {}
+            elif isinstance(module, TopKRouter) and losses_of(module.config):
+                raise ConfigError(
+                    f"the losses of {name}, a {type(module).__name__}, cannot be weighed by tokens: give the model "
+                    "Megatron's TopKRouter, or set model.transformer.moe_aux_loss_coeff=0 and no moe_z_loss_coeff",
+                    key="model.transformer.moe_aux_loss_coeff",
+                    value=module.config.moe_aux_loss_coeff,
+                )
+
+
+class _TokenRouter(TopKRouter):
+    """Megatron's router, its losses summed over tokens.
+
+    ``share`` is valid targets over all tokens of the mini-batch. ``sums`` holds each loss's sum since it was last
+    emptied, without its coefficient.
+    """
+
+    share: float
+    sums: dict[str, Tensor]
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        weight = self.config.moe_z_loss_coeff
+        if weight is None or not self.training or not torch.is_grad_enabled():
+            return logits
+        each = torch.logsumexp(logits.float(), dim=-1).square()
+        if padding_mask is not None:
+            each = each * ~padding_mask
+        return self._attached(logits, _Z_LOSS, weight, each.sum())
+
+    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routed: Tensor, **unused: Any) -> Tensor:
+        counts = _summed(routed.sum(0), self.tp_cp_group)
+        return self._balanced(probs, "aux_loss", scores.sum(0), counts)
+
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores: Tensor, routed: Tensor, seq_length: int, bsz: int, **unused: Any
+    ) -> Tensor:
+        each = (seq_length, bsz, self.config.num_moe_experts)
+        counts = _summed(routed.view(each).sum(0), self.tp_cp_group)
+        return self._balanced(probs, "seq_aux_loss", scores.view(each).sum(0), counts)
+
+    def _apply_global_aux_loss(self, probs: Tensor, scores: Tensor, routed: Tensor, **unused: Any) -> Tensor:
+        if not self.get_aux_loss_coeff("global_aux_loss"):
+            return probs
+        self.global_tokens_per_expert += _summed(routed.sum(0), self.tp_dp_cp_group)
+        return self._balanced(probs, "global_aux_loss", scores.sum(0), self.global_tokens_per_expert)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
+
+    def _balanced(self, probs: Tensor, kind: str, scores: Tensor, counts: Tensor) -> Tensor:
+        """From sums over tokens: of this rank's scores, and of where tokens went; ``[.., experts]``."""
+        weight = self.get_aux_loss_coeff(kind)
+        if not weight:
+            return probs
+        fractions = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+        return self._attached(probs, _METRICS[kind], weight, self.config.num_moe_experts * (scores * fractions).sum())
+
+    def _attached(self, activation: Tensor, name: str, weight: float, loss: Tensor) -> Tensor:
+        self.sums[name] = self.sums.get(name, 0.0) + loss.detach().double()
+        return MoEAuxLossAutoScaler.apply(activation, loss * (weight * self.share))
+
+
+def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    counts = counts.float()
+    if group.size() > 1:
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
+class RouterLosses:
+    """The router losses of one update: their weight in every step, and their means in the end.
+
+    Without any nothing is communicated.
+    """
+
+    def __init__(self, model: Sequence[nn.Module], pg: ProcessGroupCollection, device: torch.device) -> None:
+        self.names = losses_of(get_model_config(model[0]))
+        self.routers = [module for chunk in model for module in chunk.modules() if isinstance(module, _TokenRouter)]
+        self.pg, self.device = pg, device
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self.tokens = self._tokens = 0.0
+
+    def begin(self, batches: Sequence[TokenBatch]) -> None:
+        """Weigh the losses of the step on these micro-batches (a collective over dp)."""
+        if not self.names:
+            return
+        numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for rows in batches:
+            numbers += torch.stack(((rows.mask != 0).sum(), (rows.lengths * rows.counted).sum())).to(self.device)
+        if self.pg.dp.size() > 1:
+            dist.all_reduce(numbers, group=self.pg.dp)
+        targets, self._tokens = numbers.tolist()
+        for router in self.routers:
+            router.share = targets / self._tokens
+            router.sums = {}
+
+    def end(self, made: bool) -> None:
+        """The step is over; where it was made, its losses count in the means."""
+        if made and self.names:
+            self.tokens += self._tokens
+            for router in self.routers:
+                self.sums += torch.stack([router.sums[name] for name in self.names])
+
+    def means(self) -> dict[str, float]:
+        """Each loss without its coefficient, averaged over all tokens and over the layers that have experts.
+
+        The same on every rank (a collective over all ranks of the model). None where no step was made.
+        """
+        if not self.tokens:
+            return {}
+        layers = torch.tensor([float(len(self.routers))], dtype=torch.float64, device=self.device)
+        sums = self.sums.clone()
+        if self.pg.tp_dp_cp.size() > 1:
+            dist.all_reduce(sums, group=self.pg.tp_dp_cp)
+        both = torch.cat((sums, layers))
+        if self.pg.pp.size() > 1:
+            dist.all_reduce(both, group=self.pg.pp)
+        *totals, layer_count = both.tolist()
+        return {name: total / (self.tokens * layer_count) for name, total in zip(self.names, totals, strict=True)}

@@ -1,0 +1,1 @@
+"""Where each rank holds which slice of a weight, and how weights move."""

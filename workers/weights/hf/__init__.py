@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: configuration, files and names of weights."""

@@ -1,0 +1,193 @@
+"""Weights move from one layout's model to another's in the same processes, without a whole model on any rank.
+
+Every rank tells which part of which tensor it holds (``workers.weights.shards``), all make the same plan from that
+(``workers.weights.refit_plan``), and the slices travel in all-to-all exchanges of bounded size. Nobody is sent what it
+has.
+
+``megatron.core.resharding`` does this for dense models. It is not used, because in megatron-core 0.16 it moves only the
+first chunk of a source with virtual stages, fails on tied embeddings between PP1 and PP2, and gives wrong weights
+without an error for experts that are not grouped and for gated units under expert tensor parallelism. Here all of these
+are one case, and what cannot be told apart by name is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcontroller.errors import DataError
+from parallel_state.megatron import MegatronContext
+from workers.weights.refit_plan import Held, Move, RefitPlan, plan_refit, spans_of
+from workers.weights.shards import Shard, named_buffers, named_shards
+
+__all__ = ["Refit", "RefitReport"]
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What one refit cost, the same on every rank.
+
+    Attributes:
+        bytes_sent: from one rank to another, counted as it was sent, over all ranks.
+        least_bytes: what ranks need in the target's layout and do not hold in the source's, over all ranks.
+        most_sent_by_a_rank: of ``bytes_sent``, the busiest rank's.
+        exchanges: all-to-all exchanges.
+        seconds: of the slowest rank, on the wall clock.
+    """
+
+    bytes_sent: int
+    least_bytes: int
+    most_sent_by_a_rank: int
+    exchanges: int
+    seconds: float
+
+
+class Refit:
+    """The way from one layout's model to another's: planned once, run whenever the source has changed.
+
+    Building one and running it are collective over all ranks of torch.distributed. The way back is a ``Refit`` with
+    the arguments exchanged; a target that is trained must then take the weights over into its optimizer
+    (``optimizer.reload_model_params()``). Where dtypes differ, a weight becomes the target's as ``copy_`` converts.
+
+    Args:
+        source_chunks, target_chunks: this rank's model chunks in either layout, wrapped or not. Parameters and
+            persistent buffers move.
+        source_context, target_context: the layouts that they were built in.
+        bucket_bytes: the most that a rank sends, and the most that it receives, at once: what a refit takes of memory
+            is at most twice that.
+
+    Raises:
+        DataError: on every rank, with the names: the two are not the same model, or a weight of which the place in the
+            whole model is not known.
+    """
+
+    def __init__(
+        self,
+        source_chunks: Sequence[nn.Module],
+        source_context: MegatronContext,
+        target_chunks: Sequence[nn.Module],
+        target_context: MegatronContext,
+        *,
+        bucket_bytes: int = 64 << 20,
+    ) -> None:
+        self._sources, sources, unknown = _described(source_chunks, source_context)
+        self._targets, targets, unknown_too = _described(target_chunks, target_context)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (sources, targets, unknown + unknown_too))
+        all_sources, all_targets, all_unknown = zip(*everyone, strict=True)
+        _check_known(sorted({name for names in all_unknown for name in names}))
+        self.plan: RefitPlan = plan_refit(all_sources, all_targets, bucket_bytes)
+        self._padding = list(_padding(target_chunks, target_context))
+
+    @torch.no_grad()
+    def run(self) -> RefitReport:
+        """Make the target's weights those of the source as they are now (a collective)."""
+        start = time.perf_counter()
+        rank = dist.get_rank()
+        for move in self.plan.copies:
+            if move.target_rank == rank:
+                self._target(move).copy_(self._source(move))
+        for rows in self._padding:
+            rows.zero_()
+        sent = sum(self._exchange(bucket, rank) for bucket in self.plan.buckets)
+        seconds = time.perf_counter() - start
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (sent, seconds))
+        return RefitReport(
+            bytes_sent=sum(bytes_sent for bytes_sent, _ in everyone),
+            least_bytes=self.plan.least_bytes,
+            most_sent_by_a_rank=max(bytes_sent for bytes_sent, _ in everyone),
+            exchanges=len(self.plan.buckets),
+            seconds=max(taken for _, taken in everyone),
+        )
+
+    def _exchange(self, bucket: Sequence[Move], rank: int) -> int:
+        """All moves of one bucket; how many bytes this rank sent."""
+        # Sorted by the other rank, and in the order of the plan for each: alike on both sides.
+        going = sorted((move for move in bucket if move.source_rank == rank), key=lambda move: move.target_rank)
+        coming = sorted((move for move in bucket if move.target_rank == rank), key=lambda move: move.source_rank)
+        dtype, itemsize = getattr(torch, bucket[0].dtype), getattr(torch, bucket[0].dtype).itemsize
+        out_sizes, in_sizes = ([0] * dist.get_world_size() for _ in range(2))
+        for move in going:
+            out_sizes[move.target_rank] += move.nbytes // itemsize
+        for move in coming:
+            in_sizes[move.source_rank] += move.nbytes // itemsize
+        device = torch.cuda.current_device()
+        outgoing = torch.empty(sum(out_sizes), dtype=dtype, device=device)
+        incoming = torch.empty(sum(in_sizes), dtype=dtype, device=device)
+        for move, part in zip(going, outgoing.split([move.nbytes // itemsize for move in going]), strict=True):
+            source = self._source(move)
+            part.view(source.shape).copy_(source)
+        dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes)
+        for move, part in zip(coming, incoming.split([move.nbytes // itemsize for move in coming]), strict=True):
+            target = self._target(move)
+            target.copy_(part.view(target.shape))
+        return outgoing.nbytes
+
+    def _source(self, move: Move) -> Tensor:
+        return self._sources[move.source_slot].data.narrow(move.dim, move.source_start, move.length)
+
+    def _target(self, move: Move) -> Tensor:
+        return self._targets[move.target_slot].data.narrow(move.dim, move.target_start, move.length)
+
+
+def _described(chunks: Sequence[nn.Module], context: MegatronContext) -> tuple[list[Tensor], list[Held], list[str]]:
+    """This rank's tensors, what each is of the whole model, and the names of those of which that is not known."""
+    tensors: list[Tensor] = []
+    held: list[Held] = []
+    unknown: list[str] = []
+    for shard in named_shards(chunks, context):
+        tensors.append(shard.param)
+        held.append(_held(shard))
+        if _is_unknown(shard):
+            unknown.append(shard.name)
+    for name, buffer in named_buffers(chunks, context):
+        tensors.append(buffer)
+        held.append(Held(name, tuple(buffer.shape), _dtype(buffer), buffer.element_size()))
+        if buffer.dim() == 0:
+            unknown.append(name)
+    return tensors, held, unknown
+
+
+def _held(shard: Shard) -> Held:
+    whole = Held(shard.name, shard.full_shape, _dtype(shard.param), shard.param.element_size())
+    if shard.dim is None:
+        return whole
+    length, limit = shard.param.size(shard.dim), shard.full_shape[shard.dim]
+    spans = spans_of(length, shard.pieces, shard.group.size(), shard.group.rank(), limit)
+    return whole._replace(dim=shard.dim, spans=spans)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_unknown(shard: Shard) -> bool:
+    """Whether a weight is quantised, has no dims, or is divided in a way that its name does not tell."""
+    quantised = type(shard.param.data) is not Tensor
+    uneven = hasattr(shard.param, "partition_sizes")  # several tensors of different sizes stacked, as Mamba's
+    numbered = shard.name.startswith("decoder.layers.") and ".linear_fc" in shard.name
+    return quantised or shard.param.dim() == 0 or uneven or (shard.expert and not numbered)
+
+
+def _check_known(names: Sequence[str]) -> None:
+    if names:
+        raise DataError(
+            f"cannot refit {', '.join(names)}: only plain tensors with a dim move, divided evenly, and of experts only "
+            "those of decoder layers in linear_fc1 and linear_fc2, grouped or one by one",
+            names=names,
+        )
+
+
+def _padding(chunks: Sequence[nn.Module], context: MegatronContext) -> Iterator[Tensor]:
+    """Rows of this rank's tensors that stand for no entry of the vocabulary."""
+    for shard in named_shards(chunks, context):
+        if shard.rows is not None:
+            filled = min(max(shard.rows - shard.group.rank() * shard.param.size(0), 0), shard.param.size(0))
+            yield shard.param.data[filled:]
