@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from workers.generate.sampling import Sampling as Sampling
     from workers.megatron_worker import MegatronWorker as MegatronWorker
     from workers.model.build import build_model as build_model
+    from workers.model.placement import place_chunks as place_chunks
     from workers.model_worker import ModelWorker as ModelWorker
     from workers.reward import RewardModelWorker as RewardModelWorker
     from workers.weights.hf.config import model_config_from_hf as model_config_from_hf
