@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS, dense_grid, expert_grid, product_text
 from parallel_state.errors import TopologyError
 
-__all__ = ["describe", "runs_text"]
+__all__ = ["runs_text", "topology_text"]
 
 Sizes = Mapping[str, int]
-Columns = Mapping[str, Sequence[int]]
+Indices = Mapping[str, Sequence[int]]
 
 WIDTH = 100
 GAP = "   "
 
 
-def describe(
+def topology_text(
     sizes: Sizes,
-    columns: Columns,
+    columns: Indices,
     *,
     vpp: int | None = None,
     nodes: Sequence[str] | None = None,
@@ -69,7 +69,7 @@ def runs_text(values: Sequence[int], limit: int = 3) -> str:
     return ", ".join(texts) if len(texts) <= limit else f"{', '.join(texts[: limit - 1])} .. {texts[-1]}"
 
 
-def _world_size(columns: Columns) -> int:
+def _world_size(columns: Indices) -> int:
     return len(next(iter(columns.values())))
 
 
@@ -84,7 +84,7 @@ def _axes_in_use(sizes: Sizes) -> list[str]:
     return [axis for axis in axes if sizes[axis] > 1]
 
 
-def _headline(sizes: Sizes, columns: Columns, vpp: int | None) -> str:
+def _headline(sizes: Sizes, columns: Indices, vpp: int | None) -> str:
     world_size = _world_size(columns)
     ranks = f"{world_size:,} rank{'s' if world_size > 1 else ''}"
     if RANK_AXIS in sizes:
@@ -97,7 +97,7 @@ def _headline(sizes: Sizes, columns: Columns, vpp: int | None) -> str:
     return "\n".join(lines)
 
 
-def _stage_blocks(sizes: Sizes, columns: Columns, max_rows: int) -> Iterator[str]:
+def _stage_blocks(sizes: Sizes, columns: Indices, max_rows: int) -> Iterator[str]:
     extra = [axis for axis in dense_grid(sizes) if axis not in DENSE_AXES and sizes[axis] > 1]
     yield _stage_block(sizes, columns, rows=(*extra, "dp"), cell=("cp", "tp"), max_rows=max_rows)
     if _uses_experts(sizes):
@@ -105,7 +105,7 @@ def _stage_blocks(sizes: Sizes, columns: Columns, max_rows: int) -> Iterator[str
         yield f"experts\n{experts}"
 
 
-def _stage_block(sizes: Sizes, columns: Columns, rows: Sequence[str], cell: Sequence[str], max_rows: int) -> str:
+def _stage_block(sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequence[str], max_rows: int) -> str:
     """Return a table with replicas down and pipeline stages across.
 
     Each cell lists its ranks in the order of the ``cell`` axes, the last axis fastest.
@@ -124,7 +124,7 @@ def _stage_block(sizes: Sizes, columns: Columns, rows: Sequence[str], cell: Sequ
     return _table(head, body, max_rows) + legend
 
 
-def _node_block(sizes: Sizes, columns: Columns, nodes: Sequence[str], max_rows: int) -> str:
+def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: int) -> str:
     """Return one row per node, in the order of their first ranks: its ranks, and its indices on each axis in use."""
     ranks_on: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
@@ -138,7 +138,7 @@ def _node_block(sizes: Sizes, columns: Columns, nodes: Sequence[str], max_rows: 
     return f"{text}\n({_node_crossings(sizes, columns, nodes, axes)})" if axes and len(ranks_on) > 1 else text
 
 
-def _node_crossings(sizes: Sizes, columns: Columns, nodes: Sequence[str], axes: Sequence[str]) -> str:
+def _node_crossings(sizes: Sizes, columns: Indices, nodes: Sequence[str], axes: Sequence[str]) -> str:
     """Return which axes have each of their groups on one node, and which have groups that span nodes."""
     crossing = {axis for axis in axes if _crosses_nodes(sizes, columns, nodes, axis)}
     inside = [axis for axis in axes if axis not in crossing]
@@ -147,7 +147,7 @@ def _node_crossings(sizes: Sizes, columns: Columns, nodes: Sequence[str], axes: 
     return "; ".join([*parts, *([f"across nodes: {', '.join(across)}"] if across else [])])
 
 
-def _crosses_nodes(sizes: Sizes, columns: Columns, nodes: Sequence[str], axis: str) -> bool:
+def _crosses_nodes(sizes: Sizes, columns: Indices, nodes: Sequence[str], axis: str) -> bool:
     grid = expert_grid(sizes) if axis in EXPERT_AXES else dense_grid(sizes)
     others = [columns[other] for other in grid if other != axis]
     groups = zip(*others, strict=True) if others else [()] * len(nodes)
@@ -155,7 +155,7 @@ def _crosses_nodes(sizes: Sizes, columns: Columns, nodes: Sequence[str], axis: s
     return any(node_of.setdefault(group, node) != node for group, node in zip(groups, nodes, strict=True))
 
 
-def _rank_block(sizes: Sizes, columns: Columns, texts: Mapping[str, Sequence[str]], max_rows: int) -> str:
+def _rank_block(sizes: Sizes, columns: Indices, texts: Mapping[str, Sequence[str]], max_rows: int) -> str:
     """Return one row per rank: its texts, by the title of their column, and its index on each axis in use."""
     axes = _axes_in_use(sizes)
     body = []

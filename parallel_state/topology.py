@@ -25,7 +25,7 @@ from parallel_state.axes import (
     ranks_text,
     span_text,
 )
-from parallel_state.describe import describe
+from parallel_state.describe import topology_text
 from parallel_state.errors import TopologyError
 from parallel_state.infos import (
     DistGlobalInfo,
@@ -266,7 +266,7 @@ class Topology:
         Raises:
             TopologyError: Another value of ``by``, or ``"node"`` if the nodes are not known.
         """
-        return describe(
+        return topology_text(
             self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, names=self.names, by=by, max_rows=max_rows
         )
 

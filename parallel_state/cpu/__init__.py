@@ -44,9 +44,9 @@ def install() -> bool:
                 module="megatron.core",
             )
         _hide_transformer_engine()
-        torch_cuda.redirect()
-        gloo.redirect()
-        literals.hook(megatron.PATCHES)
+        torch_cuda.patch_cuda()
+        gloo.patch_collectives()
+        literals.install_hook(megatron.PATCHES)
         _installed = True
         return True
 

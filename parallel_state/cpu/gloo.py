@@ -29,7 +29,7 @@ class _CompletedWork:
         return True
 
 
-def redirect() -> None:
+def patch_collectives() -> None:
     """Patch ``torch.distributed``, and the module that defines its collectives."""
     for name, patch in _PATCHES.items():
         patched = patch(getattr(dist, name))

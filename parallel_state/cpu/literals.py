@@ -30,7 +30,7 @@ _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w*Tensor[,.]?\s*)")
 _CACHE_TAG = "cpu" + importlib.util.source_hash(Path(__file__).read_bytes()).hex()[:8]
 
 
-def hook(patches: Mapping[str, Patch]) -> None:
+def install_hook(patches: Mapping[str, Patch]) -> None:
     """Rewrite the sources of ``PACKAGES`` when they are imported, and patch their modules.
 
     Args:

@@ -83,7 +83,7 @@ class Event:
         """Return at once."""
 
 
-def redirect() -> None:
+def patch_cuda() -> None:
     """Patch ``torch.cuda``, and make ``Tensor.cuda``, ``Tensor.pin_memory`` and ``Module.cuda`` return their object."""
     for name, replacement in _replacements().items():
         setattr(torch.cuda, name, replacement)
