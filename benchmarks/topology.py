@@ -1,9 +1,9 @@
-"""What topology costs: the import, the validation of collected ranks, and questions to a topology.
+"""Measure the topology: its import, the validation of collected ranks, and queries.
 
     python benchmarks/topology.py [--ranks 16384] [--rounds 7]
 
-Each time stands beside another of the same run: of a bare interpreter, of reading every field once in plain Python
-with nothing checked, of one loop over the ranks, or of Megatron's rank generator where megatron-core is installed.
+Each time is compared with a reference time of the same run: an interpreter that imports nothing, reading every field
+once in plain Python without checks, one loop over the ranks, or Megatron's rank generator if it is installed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
-from parallel_state.topology import DistGlobalInfo, DistRankInfo, Topology
+from parallel_state.topology import Topology
 
-# what, milliseconds, (beside what, its milliseconds), limit in milliseconds
+# name, milliseconds, (reference, its milliseconds), limit in milliseconds
 Row = tuple[str, float, tuple[str, float] | None, float | None]
 
 
 def fastest(work: Callable[[], Any], rounds: int) -> float:
-    """Milliseconds of the fastest of `rounds` runs."""
+    """Return the milliseconds of the fastest of `rounds` runs."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -41,7 +42,7 @@ def layout_of(ranks: int) -> ParallelLayout:
 
 
 def reports(layout: ParallelLayout) -> tuple[list[DistRankInfo], list[DistGlobalInfo]]:
-    """What the ranks send: separate objects, as unpickling gives them."""
+    """Return what the ranks send: separate objects, as unpickling returns them."""
     infos = []
     for rank in range(layout.world_size):
         indices: dict[str, Any] = {f"{axis}_rank": index for axis, index in layout.coordinates(rank).items()}
@@ -68,10 +69,10 @@ def collection_rows(layout: ParallelLayout, rounds: int) -> list[Row]:
     ]
 
 
-def question_rows(layout: ParallelLayout, rounds: int) -> list[Row]:
+def query_rows(layout: ParallelLayout, rounds: int) -> list[Row]:
     topology = Topology.from_layout(layout)
     loop = ("one loop over the ranks", fastest(lambda: [rank + 1 for rank in range(layout.world_size)], rounds))
-    questions: list[tuple[str, Callable[[], Any]]] = [
+    queries: list[tuple[str, Callable[[], Any]]] = [
         ('shard_indices(("dp",))', lambda: topology.shard_indices(("dp",))),
         ('shard_indices(("cp", "dp", "pp"))', lambda: topology.shard_indices(("cp", "dp", "pp"))),
         ('shard_indices(("edp", "ep"))', lambda: topology.shard_indices(("edp", "ep"))),
@@ -79,18 +80,18 @@ def question_rows(layout: ParallelLayout, rounds: int) -> list[Row]:
         ("hash", lambda: hash(topology)),
         ("describe()", topology.describe),
     ]
-    return [(name, fastest(work, rounds), loop, None) for name, work in questions]
+    return [(name, fastest(work, rounds), loop, None) for name, work in queries]
 
 
 def group_rows(layout: ParallelLayout, rounds: int) -> list[Row]:
-    peer = None
+    reference = None
     if importlib.util.find_spec("megatron.core") is not None:
         from megatron.core.parallel_state import RankGenerator
 
         sizes = {"tp": layout.tp, "ep": 1, "dp": layout.dp, "pp": layout.pp, "cp": layout.cp}
         generator = RankGenerator(**sizes, order=layout.order)
-        peer = ("Megatron's RankGenerator", fastest(lambda: generator.get_ranks("dp-cp"), rounds))
-    return [('groups("dp", "cp")', fastest(lambda: layout.groups("dp", "cp"), rounds), peer, None)]
+        reference = ("Megatron's RankGenerator", fastest(lambda: generator.get_ranks("dp-cp"), rounds))
+    return [('groups("dp", "cp")', fastest(lambda: layout.groups("dp", "cp"), rounds), reference, None)]
 
 
 def import_rows(rounds: int) -> list[Row]:
@@ -98,30 +99,31 @@ def import_rows(rounds: int) -> list[Row]:
         return fastest(lambda: subprocess.run([sys.executable, "-c", code], check=True), rounds)
 
     imported = "import sys, parallel_state.topology; sys.exit('torch' in sys.modules)"
-    return [("import parallel_state.topology", run(imported), ("a bare interpreter", run("pass")), 100)]
+    return [("import parallel_state.topology", run(imported), ("an interpreter alone", run("pass")), 100)]
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    lines = [title, f"{'':36}{'ms':>9}{'limit ms':>10}{'beside ms':>14}   beside"]
-    for what, taken, beside, limit in rows:
+    lines = [title, f"{'':36}{'ms':>9}{'limit ms':>10}{'reference ms':>14}   reference"]
+    for name, taken, reference, limit in rows:
         verdict = "" if limit is None else f"{limit:.0f} {'ok' if taken <= limit else 'NO'}"
-        peer, peer_taken = beside or ("", None)
+        reference_name, reference_ms = reference or ("", None)
         lines.append(
-            f"{what:36}{taken:9.3f}{verdict:>10}{'' if peer_taken is None else f'{peer_taken:.3f}':>14}   {peer}"
+            f"{name:36}{taken:9.3f}{verdict:>10}{'' if reference_ms is None else f'{reference_ms:.3f}':>14}"
+            f"   {reference_name}"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=16_384, help="how many ranks report (a multiple of 256)")
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each; the fastest counts")
+    parser.add_argument("--ranks", type=int, default=16_384, help="number of ranks (a multiple of 256)")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each measurement; the fastest counts")
     arguments = parser.parse_args()
     layout = layout_of(arguments.ranks)
     rows = [
         *import_rows(arguments.rounds),
         *collection_rows(layout, arguments.rounds),
-        *question_rows(layout, arguments.rounds),
+        *query_rows(layout, arguments.rounds),
         *group_rows(layout, arguments.rounds),
     ]
     print(table(f"{layout.world_size:,} ranks, fastest of {arguments.rounds} runs", rows))

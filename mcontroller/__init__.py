@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from mcontroller.registry import Registry as Registry
     from mcontroller.worker import ClassWithInitArgs as ClassWithInitArgs
     from mcontroller.worker import Worker as Worker
-    from parallel_state.topology import DistGlobalInfo as DistGlobalInfo
-    from parallel_state.topology import DistRankInfo as DistRankInfo
+    from parallel_state.infos import DistGlobalInfo as DistGlobalInfo
+    from parallel_state.infos import DistRankInfo as DistRankInfo
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

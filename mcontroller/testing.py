@@ -98,7 +98,7 @@ class MockExecutor(LocalExecutor):
 
     @contextlib.contextmanager
     def standing(self, rank: int) -> Iterator[None]:
-        with super().standing(rank), self._ranks.standing(rank):
+        with super().standing(rank), self._ranks.activate(rank):
             yield
 
     def submit(
@@ -232,7 +232,7 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
     For tests of plain functions that ask Megatron where they are.
     """
     topology = as_topology(layout)
-    with MockedRanks(topology).standing(rank):
+    with MockedRanks(topology).activate(rank):
         yield topology.coordinates(rank)
 
 

@@ -1,4 +1,4 @@
-"""What one rank finds wrong is raised on all: none waits in a collective for one that has given up."""
+"""Raise one rank's error on all ranks, so that no rank waits in a collective for a rank that has failed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,49 @@ import torch.distributed as dist
 
 from parallel_state.errors import MControllerError
 
-__all__ = ["everyones", "on_every_rank"]
+__all__ = ["all_gather_values", "raise_on_every_rank"]
 
 T = TypeVar("T")
 
 
-def everyones(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank of ``group`` (None: all), in its order (a collective)."""
-    everyone = [mine] * dist.get_world_size(group)
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+def all_gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather a picklable value from every rank of a group (a collective).
+
+    Args:
+        value: This rank's value.
+        group: The process group; None for all ranks.
+
+    Returns:
+        The values of all ranks, by rank within ``group``. Without a second rank, nothing is pickled.
+    """
+    values = [value] * dist.get_world_size(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def on_every_rank(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What ``make`` gives here; an MControllerError of any rank of ``group`` (None: all) is raised on all (a collective)."""
-    made: list[T] = []
-    failure = None
+def raise_on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call ``function`` on every rank, and raise on all ranks if it fails on any (a collective).
+
+    An exception that is not an MControllerError is a bug rather than bad input: it is raised on its own rank only.
+
+    Args:
+        function: Called without arguments.
+        group: The process group; None for all ranks.
+
+    Returns:
+        The result of ``function`` on this rank.
+
+    Raises:
+        MControllerError: The error of the first rank of ``group`` on which ``function`` raised one.
+    """
+    results: list[T] = []
+    error: MControllerError | None = None
     try:
-        made.append(make())
-    except MControllerError as error:
-        failure = error
-    for found in everyones(failure, group):
-        if found is not None:
-            raise found
-    return made[0]
+        results.append(function())
+    except MControllerError as raised:
+        error = raised
+    for rank_error in all_gather_values(error, group):
+        if rank_error is not None:
+            raise rank_error
+    return results[0]

@@ -1,4 +1,8 @@
-"""Axes: their names, how an index on one is read, and how axes and ranks are written in messages."""
+"""The names of the axes, the two grids that they form, and how messages write axes, ranks and coordinates.
+
+Megatron arranges the same ranks in two grids: the dense grid (tp, cp, dp, pp) for attention and dense layers, and the
+expert grid (etp, ep, edp, pp) for mixture-of-experts layers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ RESERVED_NAMES = frozenset((*DENSE_AXES, *EXPERT_AXES, RANK_AXIS, "vpp", "world_
 
 
 class FrozenMap(Mapping[str, V]):
-    """A mapping that cannot be changed, can be hashed where its values can, and survives pickling."""
+    """An immutable mapping from names to values; picklable, and hashable if its values are.
+
+    Args:
+        items: A mapping, or (name, value) pairs.
+    """
 
     __slots__ = ("_data",)
     _data: dict[str, V]
@@ -39,46 +47,58 @@ class FrozenMap(Mapping[str, V]):
         return repr(self._data)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a FrozenMap cannot be changed (attribute {name!r})")
+        raise AttributeError(f"FrozenMap is immutable: cannot set attribute {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenMap, (self._data,)
 
 
+def dense_grid(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes of the dense grid: tp, cp, dp, pp and user-defined axes, in the order of ``sizes``."""
+    return tuple(axis for axis in sizes if axis not in EXPERT_AXES)
+
+
+def expert_grid(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes of the expert grid: etp, ep, edp, pp and user-defined axes; empty if ``sizes`` lacks experts."""
+    if not all(axis in sizes for axis in EXPERT_AXES):
+        return ()
+    return (*EXPERT_AXES, *(axis for axis in dense_grid(sizes) if axis not in ("tp", "cp", "dp")))
+
+
 def is_count(value: object) -> bool:
-    """Whether `value` is a whole number of at least 1 (a bool is none)."""
+    """Return whether ``value`` is an int of at least 1. A bool does not count."""
     return type(value) is int and value >= 1
 
 
-def from_end(index: int, size: int) -> int | None:
-    """`index` on an axis of `size`, counted from the end where negative; None where it lies outside."""
+def normalize_index(index: int, size: int) -> int | None:
+    """Return ``index`` as 0 to ``size - 1``, counting from the end if negative; None if it is out of range."""
     if type(index) is not int or not -size <= index < size:
         return None
     return index % size
 
 
-def total(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """How many places the axes span together."""
+def grid_size(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return the product of the sizes of ``axes``."""
     return math.prod(sizes[axis] for axis in axes)
 
 
 def product_text(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
-    """The sizes as arithmetic: ``tp 4 x pp 2 x cp 1``."""
+    """Return the sizes as arithmetic: ``tp 4 x pp 2 x cp 1``."""
     return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
 
 
-def place_text(coordinates: Mapping[str, int]) -> str:
-    """Coordinates as a call would name them: ``tp=1, dp=0``."""
+def coordinates_text(coordinates: Mapping[str, int]) -> str:
+    """Return coordinates in the form of keyword arguments: ``tp=1, dp=0``."""
     return ", ".join(f"{axis}={index}" for axis, index in coordinates.items())
 
 
 def span_text(size: int) -> str:
-    """The indices of an axis of `size`: ``0 to 3``."""
+    """Return the valid indices of an axis of ``size``: ``0 to 3``."""
     return f"0 to {size - 1}" if size > 1 else "only 0"
 
 
 def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
-    """``rank 3``, ``ranks 3, 5 and 9``, or, past `limit`, the first few and how many more."""
+    """Return ``rank 3`` or ``ranks 3, 5 and 9``; past ``limit`` ranks, the first few and the number of the others."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > limit:

@@ -3,55 +3,62 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
-from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS, product_text
+from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS, dense_grid, expert_grid, product_text
 from parallel_state.errors import TopologyError
+
+__all__ = ["runs_text", "topology_text"]
+
+Sizes = Mapping[str, int]
+Indices = Mapping[str, Sequence[int]]
 
 WIDTH = 100
 GAP = "   "
 
 
-class Described(Protocol):
-    """What of a topology is described."""
+def topology_text(
+    sizes: Sizes,
+    columns: Indices,
+    *,
+    vpp: int | None = None,
+    nodes: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    by: str | None = None,
+    max_rows: int = 16,
+) -> str:
+    """Return the coordinates of all ranks as text; see ``Topology.describe``.
 
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-    @property
-    def columns(self) -> Mapping[str, Sequence[int]]: ...
-    @property
-    def dense_axes(self) -> tuple[str, ...]: ...
-    @property
-    def expert_axes(self) -> tuple[str, ...]: ...
-    @property
-    def vpp(self) -> int | None: ...
-    @property
-    def nodes(self) -> Sequence[str] | None: ...
-    @property
-    def names(self) -> Sequence[str] | None: ...
+    Args:
+        sizes: Axis -> size.
+        columns: Axis -> the index of every rank, by rank.
+        vpp: The number of virtual stages on each pipeline stage.
+        nodes: The node of every rank, by rank.
+        names: The name of every rank, by rank.
+        by: ``"stage"``, ``"node"`` or ``"rank"``; None for the stages, and the nodes if they are known.
+        max_rows: The length of a table past which rows before the last ones are left out.
 
-
-def describe(topology: Described, by: str | None, max_rows: int) -> str:
-    """The text of `Topology.describe`."""
+    Raises:
+        TopologyError: Another value of ``by``, or ``"node"`` without nodes.
+    """
     if by not in (None, "stage", "node", "rank"):
-        raise TopologyError(f"describe(by={by!r}): expected 'stage', 'node' or 'rank'")
-    if by == "node" and topology.nodes is None:
-        raise TopologyError("describe(by='node'): the nodes of these ranks are not known; take 'stage' or 'rank'")
-    blocks = [_headline(topology)]
-    if by in (None, "stage") and "pp" in topology.sizes:
-        blocks += _stage_blocks(topology, max_rows)
-    if by == "node" or (by is None and topology.nodes is not None):
-        blocks.append(_node_block(topology, max_rows))
+        raise TopologyError(f"describe(by={by!r}): expected 'stage', 'node' or 'rank'", by=by)
+    if by == "node" and nodes is None:
+        raise TopologyError("describe(by='node'): the nodes of these ranks are not known; use 'stage' or 'rank'", by=by)
+    blocks = [_headline(sizes, columns, vpp)]
+    if by in (None, "stage") and "pp" in sizes:
+        blocks += _stage_blocks(sizes, columns, max_rows)
+    if nodes is not None and by in (None, "node"):
+        blocks.append(_node_block(sizes, columns, nodes, max_rows))
     if by == "rank":
-        blocks.append(_rank_block(topology, max_rows))
+        known = {"node": nodes, "name": names}
+        texts = {title: values for title, values in known.items() if values is not None}
+        blocks.append(_rank_block(sizes, columns, texts, max_rows))
     return "\n\n".join(blocks)
 
 
 def runs_text(values: Sequence[int], limit: int = 3) -> str:
-    """Numbers in their order, as few signs as will do: ``0-7``, ``0-1, 8-9``, ``0, 4 .. 28``."""
+    """Return numbers, in their order, as runs: ``0-7``, ``0-1, 8-9``, or past ``limit`` runs ``0, 4 .. 28``."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][1] + 1:
@@ -62,36 +69,47 @@ def runs_text(values: Sequence[int], limit: int = 3) -> str:
     return ", ".join(texts) if len(texts) <= limit else f"{', '.join(texts[: limit - 1])} .. {texts[-1]}"
 
 
-def _uses_experts(topology: Described) -> bool:
-    sizes = topology.sizes
-    return bool(topology.expert_axes) and (sizes["ep"] > 1 or sizes["etp"] != sizes["tp"])
+def _world_size(columns: Indices) -> int:
+    return len(next(iter(columns.values())))
 
 
-def _headline(topology: Described) -> str:
-    ranks = f"{topology.world_size:,} rank{'s' if topology.world_size > 1 else ''}"
-    if RANK_AXIS in topology.sizes:
+def _uses_experts(sizes: Sizes) -> bool:
+    return bool(expert_grid(sizes)) and (sizes["ep"] > 1 or sizes["etp"] != sizes["tp"])
+
+
+def _axes_in_use(sizes: Sizes) -> list[str]:
+    """Return the axes with more than one index: the dense ones, and the expert ones if they differ from those."""
+    experts = EXPERT_AXES if _uses_experts(sizes) else ()
+    axes = (*(axis for axis in dense_grid(sizes) if axis != RANK_AXIS), *experts)
+    return [axis for axis in axes if sizes[axis] > 1]
+
+
+def _headline(sizes: Sizes, columns: Indices, vpp: int | None) -> str:
+    world_size = _world_size(columns)
+    ranks = f"{world_size:,} rank{'s' if world_size > 1 else ''}"
+    if RANK_AXIS in sizes:
         return f"{ranks}, no axes"
-    lines = [f"{ranks} = {product_text(topology.dense_axes, topology.sizes)}"]
-    if _uses_experts(topology):
-        lines.append(f"{'experts'.rjust(len(ranks))} = {product_text(topology.expert_axes, topology.sizes)}")
-    if topology.vpp is not None:
-        stages = topology.vpp * topology.sizes["pp"]
-        lines.append(f"vpp {topology.vpp}: {stages} virtual stages, {topology.vpp} on each pipeline stage")
+    lines = [f"{ranks} = {product_text(dense_grid(sizes), sizes)}"]
+    if _uses_experts(sizes):
+        lines.append(f"{'experts'.rjust(len(ranks))} = {product_text(expert_grid(sizes), sizes)}")
+    if vpp is not None:
+        lines.append(f"vpp {vpp}: {vpp * sizes['pp']} virtual stages, {vpp} on each pipeline stage")
     return "\n".join(lines)
 
 
-def _stage_blocks(topology: Described, max_rows: int) -> list[str]:
-    own = [axis for axis in topology.dense_axes if axis not in DENSE_AXES and topology.sizes[axis] > 1]
-    blocks = [_stage_block(topology, rows=(*own, "dp"), cell=("cp", "tp"), max_rows=max_rows)]
-    if _uses_experts(topology):
-        experts = _stage_block(topology, rows=(*own, "edp"), cell=("ep", "etp"), max_rows=max_rows)
-        blocks.append(f"experts\n{experts}")
-    return blocks
+def _stage_blocks(sizes: Sizes, columns: Indices, max_rows: int) -> Iterator[str]:
+    extra = [axis for axis in dense_grid(sizes) if axis not in DENSE_AXES and sizes[axis] > 1]
+    yield _stage_block(sizes, columns, rows=(*extra, "dp"), cell=("cp", "tp"), max_rows=max_rows)
+    if _uses_experts(sizes):
+        experts = _stage_block(sizes, columns, rows=(*extra, "edp"), cell=("ep", "etp"), max_rows=max_rows)
+        yield f"experts\n{experts}"
 
 
-def _stage_block(topology: Described, rows: Sequence[str], cell: Sequence[str], max_rows: int) -> str:
-    """Replicas down, pipeline stages across; in each cell the ranks in the order of the `cell` axes, last fastest."""
-    columns, sizes = topology.columns, topology.sizes
+def _stage_block(sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequence[str], max_rows: int) -> str:
+    """Return a table with replicas down and pipeline stages across.
+
+    Each cell lists its ranks in the order of the ``cell`` axes, the last axis fastest.
+    """
     keys = zip(*(columns[axis] for axis in (*rows, "pp", *cell)), strict=True)
     ranks_at: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for key, rank in sorted((key, rank) for rank, key in enumerate(keys)):
@@ -106,58 +124,52 @@ def _stage_block(topology: Described, rows: Sequence[str], cell: Sequence[str], 
     return _table(head, body, max_rows) + legend
 
 
-def _node_block(topology: Described, max_rows: int) -> str:
-    """One row per node, in the order of their first ranks: its ranks, and its indices on each axis in use."""
-    nodes = topology.nodes or ()
+def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: int) -> str:
+    """Return one row per node, in the order of their first ranks: its ranks, and its indices on each axis in use."""
     ranks_on: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         ranks_on[node].append(rank)
-    axes = _axes_in_use(topology)
+    axes = _axes_in_use(sizes)
     body = []
     for node, ranks in ranks_on.items():
-        indices = (sorted({topology.columns[axis][rank] for rank in ranks}) for axis in axes)
+        indices = (sorted({columns[axis][rank] for rank in ranks}) for axis in axes)
         body.append([node, runs_text(ranks), *map(runs_text, indices)])
     text = _table(["node", "ranks", *axes], body, max_rows)
-    return f"{text}\n({_node_crossings(topology, nodes, axes)})" if axes and len(ranks_on) > 1 else text
+    return f"{text}\n({_node_crossings(sizes, columns, nodes, axes)})" if axes and len(ranks_on) > 1 else text
 
 
-def _node_crossings(topology: Described, nodes: Sequence[str], axes: Sequence[str]) -> str:
-    """Which axes have their groups inside one node each, and which reach from node to node."""
-    crossing = {axis for axis in axes if _crosses_nodes(topology, nodes, axis)}
+def _node_crossings(sizes: Sizes, columns: Indices, nodes: Sequence[str], axes: Sequence[str]) -> str:
+    """Return which axes have each of their groups on one node, and which have groups that span nodes."""
+    crossing = {axis for axis in axes if _crosses_nodes(sizes, columns, nodes, axis)}
     inside = [axis for axis in axes if axis not in crossing]
     across = [axis for axis in axes if axis in crossing]
     parts = [f"inside a node: {', '.join(inside)}"] if inside else []
-    return "; ".join([*parts, *([f"from node to node: {', '.join(across)}"] if across else [])])
+    return "; ".join([*parts, *([f"across nodes: {', '.join(across)}"] if across else [])])
 
 
-def _crosses_nodes(topology: Described, nodes: Sequence[str], axis: str) -> bool:
-    grid = topology.dense_axes if axis in topology.dense_axes else topology.expert_axes
-    others = [topology.columns[other] for other in grid if other != axis]
-    groups = zip(*others, strict=True) if others else [()] * topology.world_size
+def _crosses_nodes(sizes: Sizes, columns: Indices, nodes: Sequence[str], axis: str) -> bool:
+    grid = expert_grid(sizes) if axis in EXPERT_AXES else dense_grid(sizes)
+    others = [columns[other] for other in grid if other != axis]
+    groups = zip(*others, strict=True) if others else [()] * len(nodes)
     node_of: dict[tuple[int, ...], str] = {}
     return any(node_of.setdefault(group, node) != node for group, node in zip(groups, nodes, strict=True))
 
 
-def _rank_block(topology: Described, max_rows: int) -> str:
-    axes = _axes_in_use(topology)
-    known = {"node": topology.nodes, "name": topology.names}
-    texts = {title: values for title, values in known.items() if values is not None}
+def _rank_block(sizes: Sizes, columns: Indices, texts: Mapping[str, Sequence[str]], max_rows: int) -> str:
+    """Return one row per rank: its texts, by the title of their column, and its index on each axis in use."""
+    axes = _axes_in_use(sizes)
     body = []
-    for rank in range(topology.world_size):
-        indices = (str(topology.columns[axis][rank]) for axis in axes)
+    for rank in range(_world_size(columns)):
+        indices = (str(columns[axis][rank]) for axis in axes)
         body.append([str(rank), *(values[rank] for values in texts.values()), *indices])
     return _table(["rank", *texts, *axes], body, max_rows)
 
 
-def _axes_in_use(topology: Described) -> list[str]:
-    """The axes of more than one index, dense and, where they differ from them, expert."""
-    experts = EXPERT_AXES if _uses_experts(topology) else ()
-    axes = (*(axis for axis in topology.dense_axes if axis != RANK_AXIS), *experts)
-    return [axis for axis in axes if topology.sizes[axis] > 1]
-
-
 def _table(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int) -> str:
-    """Left-aligned columns; rows past `max_rows` and columns past the width are left out before the last ones."""
+    """Return left-aligned columns.
+
+    Rows past ``max_rows`` and columns past the width are replaced by dots; the last rows and the last column remain.
+    """
     rows = [list(head), *map(list, body)]
     if len(body) > max_rows:
         tail = max(1, max_rows // 4)

@@ -1,7 +1,4 @@
-"""The root of the project's errors, and the errors of rank arithmetic.
-
-Every error carries its facts as attributes beside the message, and keeps both through pickling.
-"""
+"""The root of all errors of this project, and the errors of ranks, layouts and topologies."""
 
 from __future__ import annotations
 
@@ -11,10 +8,18 @@ __all__ = ["LayoutError", "MControllerError", "MissingPackageError", "ParallelSt
 
 
 class MControllerError(Exception):
-    """Root of every error of this project: a message for people, and fields for programs.
+    """Root of all errors of this project: a message for people, and fields for programs.
 
-    Every keyword becomes an attribute: ``LayoutError("...", world_size=12, tp=4).world_size == 12``. Message and
-    fields survive pickling.
+    Every keyword becomes an attribute: ``LayoutError("...", world_size=12, tp=4).world_size == 12``. The message and
+    the fields survive pickling.
+
+    Args:
+        message: The text that ``str(error)`` returns.
+        fields: The facts behind the message, by name.
+
+    Attributes:
+        message: As passed.
+        fields: As passed; each is an attribute as well.
     """
 
     def __init__(self, message: str, **fields: Any) -> None:
@@ -39,12 +44,12 @@ class MissingPackageError(MControllerError, ModuleNotFoundError):
 
 
 class ParallelStateError(MControllerError):
-    """Root of the errors of rank arithmetic and of Megatron's global state."""
+    """Root of the errors of ranks, layouts and topologies, and of Megatron's global state."""
 
 
 class LayoutError(ParallelStateError, ValueError):
-    """Declared sizes or order of the axes that do not fit together."""
+    """Declared axis sizes, or an axis order, that no layout can have."""
 
 
 class TopologyError(ParallelStateError, ValueError):
-    """Collected coordinates that do not form the declared grid, or an axis that the topology does not have."""
+    """Reported coordinates that do not form a full grid, or a query for an axis, index or rank that does not exist."""

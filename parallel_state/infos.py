@@ -1,4 +1,4 @@
-"""What a rank reports about itself, and how the reports of all ranks become sizes and columns of indices."""
+"""The coordinates and axis sizes that each rank reports, and their merging into sizes and columns of indices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,26 @@ from typing import Any
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RESERVED_NAMES, FrozenMap, ranks_text
 from parallel_state.errors import TopologyError
 
+__all__ = ["DistGlobalInfo", "DistRankInfo", "agreed_sizes", "check_virtual_stages", "columns_of", "sizes_of"]
+
+Label = Callable[[int], str]
+
 
 @dataclass(frozen=True, slots=True)
 class DistRankInfo:
-    """Where one rank stands on each axis, as its Megatron groups say.
+    """The index of one rank on each axis, as its Megatron groups report it.
 
-    `vpp_rank` is the virtual stage that is current on the rank (None without virtual stages); it is no coordinate,
-    since a rank holds all its virtual stages. `extra` holds the index on each axis of the user's own.
+    Attributes:
+        tp_rank: Tensor-parallel index.
+        dp_rank: Data-parallel index.
+        pp_rank: Pipeline stage.
+        cp_rank: Context-parallel index.
+        ep_rank: Expert-parallel index.
+        etp_rank: Tensor-parallel index in the expert grid.
+        edp_rank: Data-parallel index in the expert grid.
+        vpp_rank: The virtual stage that is current on the rank; None without virtual stages. It is no coordinate:
+            a rank runs all of its virtual stages.
+        extra: The index on each user-defined axis.
     """
 
     tp_rank: int
@@ -37,9 +50,18 @@ class DistRankInfo:
 
 @dataclass(frozen=True, slots=True)
 class DistGlobalInfo:
-    """The size of each axis, as one rank knows it.
+    """The size of each axis, as one rank reports it.
 
-    `etp_size` and `edp_size` are None where the ranks report no expert grid; then `ep_size` is 1.
+    Attributes:
+        tp_size: Tensor-parallel size.
+        dp_size: Data-parallel size.
+        pp_size: Number of pipeline stages.
+        cp_size: Context-parallel size.
+        ep_size: Expert-parallel size; 1 if the rank reports no expert grid.
+        etp_size: Tensor-parallel size of the expert grid; None if the rank reports no expert grid.
+        edp_size: Data-parallel size of the expert grid; None if the rank reports no expert grid.
+        vpp_size: Number of virtual stages on each pipeline stage; None without virtual stages.
+        extra: The size of each user-defined axis.
     """
 
     tp_size: int
@@ -58,63 +80,92 @@ class DistGlobalInfo:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the expert grid is reported."""
+        """Whether the rank reports the expert grid."""
         return self.etp_size is not None and self.edp_size is not None
 
 
-def agreed_sizes(infos: Sequence[DistGlobalInfo], label: Callable[[int], str]) -> DistGlobalInfo:
-    """The sizes on which all ranks agree; TopologyError names the ranks that differ from most, and on what."""
+def agreed_sizes(infos: Sequence[DistGlobalInfo], label: Label) -> DistGlobalInfo:
+    """Return the sizes that all ranks report.
+
+    Args:
+        infos: One report per rank, by rank.
+        label: The text with which messages name a rank.
+
+    Raises:
+        TopologyError: The ranks report different sizes (the message names the ranks that differ from the majority),
+            part of the expert grid, or an axis name that is not allowed.
+    """
     _check_types(infos, DistGlobalInfo, label)
     first = infos[0]
     if any(info != first for info in infos):
         raise _disagreement(infos, label)
     for axis in first.extra:
         if not axis.isidentifier() or axis in RESERVED_NAMES:
-            raise TopologyError(f"the ranks report an extra axis {axis!r}, which cannot name an axis", axis=axis)
-    partial = {name: getattr(first, f"{name}_size") for name in EXPERT_AXES}
-    if not first.has_experts and any(size not in (None, 1) for size in partial.values()):
+            raise TopologyError(
+                f"the ranks report an extra axis {axis!r}; expected an identifier other than "
+                f"{', '.join(sorted(RESERVED_NAMES))}",
+                axis=axis,
+            )
+    expert_sizes = {name: getattr(first, f"{name}_size") for name in EXPERT_AXES}
+    if not first.has_experts and any(size not in (None, 1) for size in expert_sizes.values()):
         raise TopologyError(
-            f"the ranks report a part of the expert grid only (etp_size {partial['etp']}, ep_size {partial['ep']}, "
-            f"edp_size {partial['edp']}); report all three, or none of them with ep_size 1",
-            sizes=partial,
+            f"the ranks report only part of the expert grid (etp_size {expert_sizes['etp']}, ep_size "
+            f"{expert_sizes['ep']}, edp_size {expert_sizes['edp']}); report all three, or none of them with ep_size 1",
+            sizes=expert_sizes,
         )
     return first
 
 
 def sizes_of(info: DistGlobalInfo) -> FrozenMap[int]:
-    """Axis -> size: the dense axes, the user's own, and the expert axes where they are reported."""
+    """Return axis -> size: the dense axes, the user-defined axes, and the expert axes if they are reported."""
     sizes = {axis: getattr(info, f"{axis}_size") for axis in DENSE_AXES}
     experts = {axis: getattr(info, f"{axis}_size") for axis in EXPERT_AXES if info.has_experts}
     return FrozenMap({**sizes, **info.extra, **experts})
 
 
-def columns_of(
-    infos: Sequence[DistRankInfo], total: DistGlobalInfo, label: Callable[[int], str]
-) -> FrozenMap[tuple[int, ...]]:
-    """Axis -> the index of every rank, by rank, for the axes whose sizes `total` reports."""
+def columns_of(infos: Sequence[DistRankInfo], sizes: DistGlobalInfo, label: Label) -> FrozenMap[tuple[int, ...]]:
+    """Return axis -> the index of every rank, by rank, for the axes that ``sizes`` reports.
+
+    Args:
+        infos: One report per rank, by rank.
+        sizes: The sizes that all ranks report.
+        label: The text with which messages name a rank.
+
+    Raises:
+        TopologyError: A rank reports indices on other user-defined axes than those in ``sizes``.
+    """
     _check_types(infos, DistRankInfo, label)
-    axes = (*DENSE_AXES, *(EXPERT_AXES if total.has_experts else ()))
+    axes = (*DENSE_AXES, *(EXPERT_AXES if sizes.has_experts else ()))
     by_rank = map(attrgetter(*(f"{axis}_rank" for axis in axes)), infos)
     columns = dict(zip(axes, zip(*by_rank, strict=True), strict=True))
     for rank, info in enumerate(infos):
-        if info.extra.keys() != total.extra.keys():
+        if info.extra.keys() != sizes.extra.keys():
             raise TopologyError(
                 f"{label(rank)} reports indices on the extra axes {_names(info.extra)}, and sizes of the extra axes "
-                f"{_names(total.extra)}; both must name the same axes",
+                f"{_names(sizes.extra)}; both must name the same axes",
                 ranks=(rank,),
             )
-    return FrozenMap({**columns, **{axis: tuple(info.extra[axis] for info in infos) for axis in total.extra}})
+    return FrozenMap({**columns, **{axis: tuple(info.extra[axis] for info in infos) for axis in sizes.extra}})
 
 
-def check_virtual_stages(infos: Sequence[DistRankInfo], total: DistGlobalInfo, label: Callable[[int], str]) -> None:
-    """TopologyError where virtual stages are declared without a pipeline, or a rank is at one that does not exist."""
-    size = total.vpp_size
-    if size is not None and (type(size) is not int or size < 1 or total.pp_size == 1):
+def check_virtual_stages(infos: Sequence[DistRankInfo], sizes: DistGlobalInfo, label: Label) -> None:
+    """Check the number of virtual stages, and the current virtual stage of every rank.
+
+    Args:
+        infos: One report per rank, by rank.
+        sizes: The sizes that all ranks report.
+        label: The text with which messages name a rank.
+
+    Raises:
+        TopologyError: Virtual stages are reported without a pipeline, or a rank is at one that does not exist.
+    """
+    size = sizes.vpp_size
+    if size is not None and (type(size) is not int or size < 1 or sizes.pp_size == 1):
         raise TopologyError(
-            f"the ranks report vpp_size {size!r} with pp_size {total.pp_size}; virtual stages are a whole number of at "
-            "least 1 on each of at least 2 pipeline stages",
+            f"the ranks report vpp_size {size!r} with pp_size {sizes.pp_size}; expected an int of at least 1, and at "
+            "least 2 pipeline stages",
             vpp_size=size,
-            pp_size=total.pp_size,
+            pp_size=sizes.pp_size,
         )
     for rank, info in enumerate(infos):
         stage = info.vpp_rank
@@ -125,7 +176,7 @@ def check_virtual_stages(infos: Sequence[DistRankInfo], total: DistGlobalInfo, l
             )
 
 
-def _check_types(infos: Sequence[Any], expected: type, label: Callable[[int], str]) -> None:
+def _check_types(infos: Sequence[Any], expected: type, label: Label) -> None:
     if all(issubclass(kind, expected) for kind in set(map(type, infos))):
         return
     wrong = next(rank for rank, info in enumerate(infos) if not isinstance(info, expected))
@@ -136,19 +187,20 @@ def _check_types(infos: Sequence[Any], expected: type, label: Callable[[int], st
     )
 
 
-def _disagreement(infos: Sequence[DistGlobalInfo], label: Callable[[int], str]) -> TopologyError:
+def _disagreement(infos: Sequence[DistGlobalInfo], label: Label) -> TopologyError:
     for field in fields(DistGlobalInfo):
         values = [getattr(info, field.name) for info in infos]
-        # by text, so that a value that cannot be hashed is still reported
+        # by repr, because a reported value may not be hashable
         counts = Counter(map(repr, values)).most_common()
         if len(counts) > 1:
             break
     (usual, usual_count), (odd, _) = counts[0], counts[1]
     ranks = tuple(rank for rank, value in enumerate(values) if repr(value) == odd)
-    who = label(ranks[0]) if len(ranks) == 1 else ranks_text(ranks)
+    odd_ranks = label(ranks[0]) if len(ranks) == 1 else ranks_text(ranks)
     others = f"{usual_count:,} other rank{'s report' if usual_count > 1 else ' reports'}"
     return TopologyError(
-        f"the ranks disagree on {field.name}: {who} report{'s' if len(ranks) == 1 else ''} {odd}, {others} {usual}",
+        f"the ranks disagree on {field.name}: {odd_ranks} report{'s' if len(ranks) == 1 else ''} {odd}, {others} "
+        f"{usual}",
         ranks=ranks,
         field=field.name,
     )

@@ -2,8 +2,8 @@
 
 The arithmetic is Megatron-Core's. A layout is two grids over the same ranks: the dense grid (tp, cp, dp, pp) for
 attention and dense layers, and the expert grid (etp, ep, edp, pp) for mixture-of-experts layers. In both, the first
-axis of `order` is the one on which neighbouring ranks differ; in the expert grid etp stands where `order` says tp and
-edp where it says dp. Axes of the user's own (`extra`) belong to both grids, as pp does.
+axis of ``order`` is the one on which neighbouring ranks differ; in the expert grid, etp takes the position of tp in
+``order``, and edp that of dp. User-defined axes (``extra``) belong to both grids, as pp does.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from parallel_state.axes import (
     EXPERT_AXES,
     RESERVED_NAMES,
     FrozenMap,
-    from_end,
+    coordinates_text,
+    grid_size,
     is_count,
-    place_text,
+    normalize_index,
     product_text,
     span_text,
-    total,
 )
 from parallel_state.errors import LayoutError
+
+__all__ = ["DEFAULT_ORDER", "ORDER_AXES", "ParallelLayout"]
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -32,18 +34,32 @@ _EXPERT_NAME = {"tp": "etp", "dp": "edp"}
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes and order of the axes of `world_size` ranks, as ``megatron.core.parallel_state`` lays them out.
+    """Sizes and order of the axes of ``world_size`` ranks, as ``megatron.core.parallel_state`` arranges them.
 
-    `etp` is the tensor-parallel size of experts (tp where None), `vpp` the number of virtual stages on each pipeline
-    rank, `order` the axes from the fastest to the slowest (an axis of size 1 may be left out), `extra` the sizes of
-    the user's own axes, which stand in `order` by name. The sizes of dp and edp follow.
+    The sizes of dp and edp follow from the others.
 
-    >>> layout = ParallelLayout(world_size=8, tp=2, pp=2)
-    >>> layout.dp, layout.coordinates(5)["pp"], layout.groups("dp")
-    (2, 1, [[0, 2], [1, 3], [4, 6], [5, 7]])
+    Attributes:
+        world_size: The number of ranks.
+        tp: Tensor-parallel size.
+        pp: Number of pipeline stages.
+        cp: Context-parallel size.
+        ep: Expert-parallel size.
+        etp: Tensor-parallel size of the experts; None for ``tp``.
+        vpp: Number of virtual stages on each pipeline stage; None without virtual stages.
+        order: The axes from the fastest to the slowest, joined by ``-``; an axis of size 1 may be left out.
+        extra: The sizes of user-defined axes, which ``order`` names too.
+        sizes: Axis -> size: the dense axes, the user-defined axes, then the expert axes. Derived.
+        dense_axes: The axes of the dense grid, the fastest first. Derived.
+        expert_axes: The axes of the expert grid, the fastest first. Derived.
 
-    Raises LayoutError, with the arithmetic, where Megatron refuses the layout too: sizes that do not divide the
-    world, an order that leaves out an axis in use, dense and expert grids that do not share their pipeline stages.
+    Raises:
+        LayoutError: Sizes that do not divide the world, an order that leaves out an axis in use, or dense and expert
+            grids that do not share their pipeline stages: all that Megatron rejects, with the arithmetic.
+
+    Example:
+        >>> layout = ParallelLayout(world_size=8, tp=2, pp=2)
+        >>> layout.dp, layout.coordinates(5)["pp"], layout.groups("dp")
+        (2, 1, [[0, 2], [1, 3], [4, 6], [5, 7]])
     """
 
     world_size: int
@@ -91,29 +107,38 @@ class ParallelLayout:
 
     @property
     def edp(self) -> int:
-        """Data-parallel size of the expert grid: how many ranks hold the same expert weights."""
+        """Data-parallel size of the expert grid: the number of ranks with the same expert weights."""
         return self.sizes["edp"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis, dense and expert; LayoutError where there is no such rank."""
+        """Return the index of ``rank`` on every axis, dense and expert.
+
+        Raises:
+            LayoutError: There is no such rank.
+        """
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise LayoutError(
-                f"rank {rank!r} is none of the {self.world_size} ranks ({span_text(self.world_size)})", rank=rank
+                f"rank {rank!r} is out of range for {self.world_size} ranks ({span_text(self.world_size)})", rank=rank
             )
         return {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank that stands at the coordinates, given on all axes of the dense or of the expert grid.
+        """Return the rank with these coordinates.
 
-        An axis of size 1 may be left out; a negative index counts from the end of its axis. Raises LayoutError for an
-        unknown axis, an index outside its axis, axes left open, and dense and expert coordinates that contradict.
+        Args:
+            coordinates: An index on every axis of the dense grid or of the expert grid. An axis of size 1 may be left
+                out; a negative index counts from the end of its axis.
+
+        Raises:
+            LayoutError: An unknown axis, an index outside its axis, a missing axis, or dense and expert coordinates
+                that belong to different ranks.
         """
         indices = {axis: self._index(axis, index) for axis, index in coordinates.items()}
         missing = {grid: [a for a in grid if a not in indices and self.sizes[a] > 1] for grid in self._grids}
         complete = [grid for grid in self._grids if not missing[grid]]
         if not complete:
             raise LayoutError(
-                f"{place_text(coordinates) or 'no coordinates'}: give also {' and '.join(missing[self.dense_axes])}"
+                f"{coordinates_text(coordinates) or 'no coordinates'}: add {' and '.join(missing[self.dense_axes])}"
                 f" (dense grid) or {' and '.join(missing[self.expert_axes])} (expert grid)",
                 coordinates=coordinates,
             )
@@ -121,43 +146,53 @@ class ParallelLayout:
         found = self.coordinates(rank)
         if any(found[axis] != index for axis, index in indices.items()):
             raise LayoutError(
-                f"no rank stands at {place_text(indices)}: rank {rank} does by its {'-'.join(complete[0])}, and it is "
-                f"at {place_text({axis: found[axis] for axis in indices})}",
+                f"no rank has the coordinates {coordinates_text(indices)}: by {', '.join(complete[0])} it is rank "
+                f"{rank}, which has {coordinates_text({axis: found[axis] for axis in indices})}",
                 coordinates=coordinates,
                 rank=rank,
             )
         return rank
 
     def column(self, axis: str) -> tuple[int, ...]:
-        """The index of every rank on `axis`, by rank."""
+        """Return the index of every rank on ``axis``, by rank.
+
+        Raises:
+            LayoutError: The layout has no such axis.
+        """
         self._check_axes((axis,))
         size, stride = self.sizes[axis], self._strides[axis]
         period = [index for index in range(size) for _ in range(stride)]
         return tuple(period * (self.world_size // (size * stride)))
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups of ranks that differ on these axes only, in Megatron's order of groups and of ranks within.
+        """Return all groups of ranks that differ on these axes only.
 
-        The axes must lie in one grid: ``groups("dp", "cp")``, ``groups("etp", "ep", "pp")``. Mirrors
+        Groups, and the ranks of each, are in Megatron's order. Mirrors
         ``megatron.core.parallel_state.RankGenerator.get_ranks``.
+
+        Args:
+            axes: Axes of one grid, as in ``groups("dp", "cp")`` or ``groups("etp", "ep", "pp")``.
+
+        Raises:
+            LayoutError: An unknown axis, or axes of different grids.
         """
         self._check_axes(axes)
         grid = next((grid for grid in self._grids if set(axes) <= set(grid)), None)
         if grid is None:
             raise LayoutError(
-                f"{', '.join(axes)} do not lie in one grid: take them from {', '.join(self.dense_axes)} (dense) or "
-                f"from {', '.join(self.expert_axes)} (expert)",
+                f"{', '.join(axes)} are not axes of one grid; expected axes of {', '.join(self.dense_axes)} (dense) or "
+                f"of {', '.join(self.expert_axes)} (expert)",
                 axes=axes,
             )
-        offsets = self._lattice(axis for axis in grid if axis in axes)
-        return [[base + offset for offset in offsets] for base in self._lattice(a for a in grid if a not in axes)]
+        offsets = self._rank_offsets(axis for axis in grid if axis in axes)
+        return [[base + offset for offset in offsets] for base in self._rank_offsets(a for a in grid if a not in axes)]
 
     @property
     def _grids(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return self.dense_axes, self.expert_axes
 
-    def _lattice(self, axes: Iterable[str]) -> list[int]:
-        """The rank offset of every combination of indices on `axes`, the first axis fastest."""
+    def _rank_offsets(self, axes: Iterable[str]) -> list[int]:
+        """Return the rank offset of every combination of indices on ``axes``, the first axis fastest."""
         offsets = [0]
         for axis in axes:
             stride = self._strides[axis]
@@ -171,7 +206,7 @@ class ParallelLayout:
 
     def _index(self, axis: str, index: int) -> int:
         self._check_axes((axis,))
-        found = from_end(index, self.sizes[axis])
+        found = normalize_index(index, self.sizes[axis])
         if found is None:
             raise LayoutError(
                 f"{axis}={index!r} lies outside axis {axis} of size {self.sizes[axis]} ({span_text(self.sizes[axis])})",
@@ -182,45 +217,45 @@ class ParallelLayout:
 
 
 def _check_counts(layout: ParallelLayout) -> None:
-    """Refuse sizes that are no whole numbers, and axes of the user's own whose names cannot be one."""
+    """Reject sizes that are not positive ints, and user-defined axes with invalid names."""
     if not isinstance(layout.order, str):
         raise LayoutError(f"order is {layout.order!r}; expected axes joined by '-', as in {DEFAULT_ORDER!r}")
     for name in layout.extra:
         if not (isinstance(name, str) and name.isidentifier() and name == name.lower()) or name in RESERVED_NAMES:
             raise LayoutError(
-                f"extra axis {name!r}: take a lower-case identifier other than {', '.join(sorted(RESERVED_NAMES))}",
+                f"extra axis {name!r}: expected a lower-case identifier other than {', '.join(sorted(RESERVED_NAMES))}",
                 axis=name,
             )
     counts = {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")}
     for name, value in {**counts, **layout.extra}.items():
         if not is_count(value) and not (name in ("etp", "vpp") and value is None):
-            raise LayoutError(f"{name} is {value!r}; expected a whole number of at least 1", axis=name, value=value)
+            raise LayoutError(f"{name} is {value!r}; expected an int of at least 1", axis=name, value=value)
     if layout.vpp is not None and layout.pp == 1:
         raise LayoutError(
-            f"vpp {layout.vpp} with pp 1: virtual stages interleave a pipeline; leave vpp None or take pp >= 2",
+            f"vpp {layout.vpp} with pp 1: virtual stages interleave a pipeline; leave vpp None or use pp >= 2",
             vpp=layout.vpp,
             pp=layout.pp,
         )
 
 
 def _derive_sizes(layout: ParallelLayout) -> FrozenMap[int]:
-    """The sizes of all axes: dense, the user's own, then expert; dp and edp are what is left of the world."""
-    given = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, **layout.extra}
-    given_expert = {"etp": layout.tp if layout.etp is None else layout.etp, "ep": layout.ep, "pp": layout.pp}
-    dp = _quotient(layout.world_size, given, "dp")
-    edp = _quotient(layout.world_size, {**given_expert, **layout.extra}, "edp")
-    known = {**given, **given_expert, "dp": dp, "edp": edp}
+    """Return the sizes of all axes; dp and edp are the quotients of the world size and the other axes."""
+    dense = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, **layout.extra}
+    expert = {"etp": layout.tp if layout.etp is None else layout.etp, "ep": layout.ep, "pp": layout.pp}
+    dp = _quotient(layout.world_size, dense, "dp")
+    edp = _quotient(layout.world_size, {**expert, **layout.extra}, "edp")
+    known = {**dense, **expert, "dp": dp, "edp": edp}
     return FrozenMap({axis: known[axis] for axis in (*DENSE_AXES, *layout.extra, *EXPERT_AXES)})
 
 
 def _quotient(world_size: int, sizes: Mapping[str, int], derived: str) -> int:
-    product = total(sizes, sizes)
+    product = grid_size(sizes, sizes)
     if world_size % product:
         below = world_size // product * product
-        mend = f"{below} or {below + product}" if below else f"{product}"
+        valid = f"{below} or {below + product}" if below else f"{product}"
         raise LayoutError(
-            f"{product_text(sizes, sizes)} = {product} does not divide world_size {world_size}; take a world_size of "
-            f"{mend}, or sizes whose product divides {world_size} ({derived} is the quotient)",
+            f"{product_text(sizes, sizes)} = {product} does not divide world_size {world_size}; use a world_size of "
+            f"{valid}, or sizes whose product divides {world_size} ({derived} is the quotient)",
             world_size=world_size,
             product=product,
             sizes=dict(sizes),
@@ -229,15 +264,15 @@ def _quotient(world_size: int, sizes: Mapping[str, int], derived: str) -> int:
 
 
 def _complete_order(order: str, sizes: Mapping[str, int], extra: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of `order`, with those of size 1 that it leaves out at its end."""
+    """Return the axes of ``order``, followed by the axes of size 1 that it leaves out."""
     tokens = order.split("-")
     legal = (*ORDER_AXES, *extra)
     for token in tokens:
         if token not in legal or tokens.count(token) > 1:
-            what = "names an axis twice" if token in legal else "names an unknown axis"
+            problem = "names an axis twice" if token in legal else "names an unknown axis"
             raise LayoutError(
-                f"order {order!r} {what}: {token!r}; it may name each of {', '.join(legal)} once, joined by '-' "
-                "(axes of your own: extra={name: size})",
+                f"order {order!r} {problem}: {token!r}; expected each of {', '.join(legal)} at most once, joined by "
+                "'-' (for user-defined axes: extra={name: size})",
                 order=order,
                 axis=token,
             )
@@ -246,8 +281,8 @@ def _complete_order(order: str, sizes: Mapping[str, int], extra: Mapping[str, in
         used = next((name for name in names if sizes[name] > 1), None)
         if axis not in tokens and used is not None:
             raise LayoutError(
-                f"order {order!r} leaves out {axis}, but {used} has size {sizes[used]}; put {axis} where it belongs, "
-                f"from the fastest axis to the slowest, as in {'-'.join(legal)!r}",
+                f"order {order!r} leaves out {axis}, but {used} has size {sizes[used]}; list all axes, from the "
+                f"fastest to the slowest, as in {'-'.join(legal)!r}",
                 order=order,
                 axis=axis,
                 size=sizes[used],
@@ -256,19 +291,19 @@ def _complete_order(order: str, sizes: Mapping[str, int], extra: Mapping[str, in
 
 
 def _strides_of(grid: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    return {axis: total(grid[:position], sizes) for position, axis in enumerate(grid)}
+    return {axis: grid_size(grid[:position], sizes) for position, axis in enumerate(grid)}
 
 
 def _check_pipeline_order(layout: ParallelLayout) -> None:
-    """Megatron's rule: unless pp is the slowest of its axes, the dense and the expert data-parallel sizes agree."""
-    own = [axis for axis in layout.order.split("-") if axis not in layout.extra]
-    if layout.pp > 1 and own[-1] != "pp" and layout.dp != layout.edp:
+    """Check Megatron's rule: unless pp is the slowest of its axes, dp and edp are equal."""
+    order = [axis for axis in layout.order.split("-") if axis not in layout.extra]
+    if layout.pp > 1 and order[-1] != "pp" and layout.dp != layout.edp:
         dense = [axis for axis in layout.dense_axes if axis != "dp"]
         expert = [axis for axis in layout.expert_axes if axis != "edp"]
         raise LayoutError(
-            f"order {layout.order!r} does not end in pp, so dp and edp must agree: dp is {layout.world_size} / "
+            f"order {layout.order!r} does not end with pp, so dp and edp must be equal: dp is {layout.world_size} / "
             f"({product_text(dense, layout.sizes)}) = {layout.dp}, edp is {layout.world_size} / "
-            f"({product_text(expert, layout.sizes)}) = {layout.edp}; end the order in pp or take etp x ep = tp x cp",
+            f"({product_text(expert, layout.sizes)}) = {layout.edp}; end the order with pp, or use etp x ep = tp x cp",
             order=layout.order,
             dp=layout.dp,
             edp=layout.edp,
@@ -276,12 +311,12 @@ def _check_pipeline_order(layout: ParallelLayout) -> None:
 
 
 def _grids_disagree(layout: ParallelLayout, axis: str) -> LayoutError:
-    """Both grids hold `axis`, so a rank must have one index on it; this order gives it two."""
+    """Return the error for an order that puts a rank at two indices on ``axis``, which belongs to both grids."""
     steps = []
     for kind, grid in zip(("dense", "expert"), (layout.dense_axes, layout.expert_axes), strict=True):
         faster = grid[: grid.index(axis)]
         arithmetic = f"{product_text(faster, layout.sizes)} = " if faster else ""
-        steps.append(f"{arithmetic}{total(faster, layout.sizes)} in the {kind} grid")
+        steps.append(f"{arithmetic}{grid_size(faster, layout.sizes)} in the {kind} grid")
     return LayoutError(
         f"the {axis} groups of the dense and the expert grid differ: with order {layout.order!r} neighbours on {axis} "
         f"are this many ranks apart: {', '.join(steps)}; put {axis} after tp, cp, ep and dp",

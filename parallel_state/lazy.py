@@ -1,6 +1,6 @@
-"""Load a package's public names when they are first asked for.
+"""Import the public names of a package on first use.
 
-A package lists its public names once, in the form that type checkers read, and hands the rest to ``lazy_exports``::
+A package lists its public names once, in the form that type checkers read, and passes the rest to ``lazy_exports``::
 
     if TYPE_CHECKING:
         from package.module import Name as Name
@@ -25,18 +25,22 @@ __all__ = ["lazy_exports"]
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__`` of ``package``.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__`` of a package.
 
-    The names are those that the ``__init__`` imports under ``if TYPE_CHECKING:``, each from the module named there.
+    The exported names are those that the ``__init__`` imports under ``if TYPE_CHECKING:``. Each is imported from the
+    module named there when it is first used.
+
+    Args:
+        package: The package's ``__name__``.
     """
-    homes = _type_checking_imports(package)
+    sources = _type_checking_imports(package)
 
     def load(name: str) -> Any:
-        if name not in homes:
-            close = difflib.get_close_matches(name, homes, n=3)
+        if name not in sources:
+            close = difflib.get_close_matches(name, sources, n=3)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
-        module, original = homes[name]
+        module, original = sources[name]
         try:
             value = getattr(importlib.import_module(module), original)
         except ModuleNotFoundError as error:
@@ -46,14 +50,15 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         setattr(sys.modules[package], name, value)
         return value
 
-    names = sorted(homes)
+    names = sorted(sources)
     return load, lambda: names, names
 
 
 def _type_checking_imports(package: str) -> dict[str, tuple[str, str]]:
-    """Each name that the package's source imports under ``if TYPE_CHECKING:``, with its module and its name there."""
+    """Return each name imported under ``if TYPE_CHECKING:``, with its module and its name there."""
     module = sys.modules[package]
-    source = "".join(linecache.getlines(module.__file__ or "", vars(module)))  # a package in an archive is read too
+    # linecache uses the package's loader, so a package inside a zip archive is read too
+    source = "".join(linecache.getlines(module.__file__ or "", vars(module)))
     return {
         alias.asname or alias.name: (statement.module or "", alias.name)
         for block in ast.parse(source).body

@@ -1,8 +1,8 @@
-"""torch.distributed and Megatron's groups for a layout, and this rank's place in it, read back from Megatron.
+"""Initialize torch.distributed and Megatron's groups for a layout, and read this rank's coordinates from Megatron.
 
 Megatron keeps its groups, its random-number tracker and a few caches in module globals: one layout per process. A
-``MegatronContext`` is one layout's set of these. Any number of contexts live side by side in a process; inside
-``with context.activate():`` Megatron sees that context's set and no other. This is the only file that touches
+``MegatronContext`` is one layout's set of these globals. A process can have any number of contexts; inside
+``with context.activate():`` Megatron sees the set of that context only. Only this file and ``mocked.py`` change
 Megatron's global state.
 """
 
@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from parallel_state import cpu
 from parallel_state.errors import LayoutError, ParallelStateError
+from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
-from parallel_state.topology import DistGlobalInfo, DistRankInfo
 
 cpu.install()
 
@@ -43,25 +43,28 @@ def initialize_distributed(
     world_size: int | None = None,
     init_method: str | None = None,
 ) -> None:
-    """Join this process to torch.distributed; nothing to do if it has joined with the same rank and world size.
+    """Initialize torch.distributed in this process; do nothing if it runs with the same rank and world size.
+
+    With NCCL, set the process's current CUDA device first.
 
     Args:
-        backend: ``"nccl"`` where CUDA is available and ``"gloo"`` elsewhere, unless given.
-        timeout_s: seconds after which the rendezvous, or a collective on the default group, fails.
-        rank, world_size, init_method: from RANK, WORLD_SIZE and MASTER_ADDR:MASTER_PORT unless given. With NCCL
-            the process's current CUDA device is the one it uses: set it before.
+        backend: The torch.distributed backend; None for ``"nccl"`` if CUDA is available and ``"gloo"`` otherwise.
+        timeout_s: Seconds after which the rendezvous, or a collective on the default group, fails.
+        rank: This process's rank; None for the environment variable RANK.
+        world_size: The number of ranks; None for the environment variable WORLD_SIZE.
+        init_method: The URL of the rendezvous; None for the environment variables MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ParallelStateError: the process has already joined with another rank or world size.
+        ParallelStateError: torch.distributed already runs in this process with another rank or world size.
     """
     if dist.is_initialized():
-        joined = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        asked = {"rank": rank, "world_size": world_size}
-        if any(asked[name] not in (None, joined[name]) for name in asked):
+        running = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        requested = {"rank": rank, "world_size": world_size}
+        if any(requested[name] not in (None, running[name]) for name in requested):
             raise ParallelStateError(
-                f"torch.distributed runs in this process as rank {joined['rank']} of {joined['world_size']}; it cannot "
-                f"also be rank {rank} of {world_size}: one process is one rank",
-                **joined,
+                f"torch.distributed runs in this process as rank {running['rank']} of {running['world_size']}; it "
+                f"cannot also be rank {rank} of {world_size}: one process is one rank",
+                **running,
             )
         return
     dist.init_process_group(
@@ -76,16 +79,21 @@ def initialize_distributed(
 class MegatronContext:
     """One layout's Megatron groups and random state in this process.
 
-    Building one is collective: every rank of torch.distributed builds the same contexts in the same order.
+    The constructor is a collective: every rank of torch.distributed creates the same contexts in the same order.
 
     Args:
-        layout: the sizes and order of the axes; its world size is torch.distributed's.
-        seed: of Megatron's random tracker and of the device's generator, which is also this context's own, so that
-            the random numbers of one role do not depend on what other roles in the process do.
-        timeout_s: seconds after which a collective on one of the groups fails.
+        layout: The sizes and order of the axes; its world size is torch.distributed's.
+        seed: The seed of Megatron's random-number tracker and of the device's generator. Each context has its own
+            state of both, so that the random numbers of one role do not depend on the other roles of the process.
+        timeout_s: Seconds after which a collective on one of the groups fails.
+
+    Attributes:
+        layout: As passed.
+        pg: Megatron's process groups for the layout.
 
     Raises:
-        LayoutError: the layout's world size is not torch.distributed's, or it has axes that Megatron does not know.
+        ParallelStateError: torch.distributed is not initialized.
+        LayoutError: The layout's world size is not torch.distributed's, or it has axes that Megatron does not have.
     """
 
     def __init__(self, layout: ParallelLayout, seed: int = 1234, *, timeout_s: float = 600) -> None:
@@ -110,9 +118,9 @@ class MegatronContext:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[MegatronContext]:
-        """While the block runs, Megatron's globals are this context's; what was there before returns after it.
+        """Return a context manager that sets Megatron's globals to this context's, and restores them at exit.
 
-        Blocks nest, of the same context and of others. One lock of the process is held for the block: a second
+        Blocks can be nested, of the same context and of others. The block runs under a lock of the process: another
         thread that activates any context waits.
         """
         global _active
@@ -129,7 +137,7 @@ class MegatronContext:
                 _active = outer
 
     def rank_info(self) -> DistRankInfo:
-        """Where this rank stands on each axis, as Megatron says."""
+        """Return the index of this rank on each axis, as Megatron's getters report it."""
         with self.activate():
             return DistRankInfo(
                 tp_rank=mpu.get_tensor_model_parallel_rank(),
@@ -143,7 +151,7 @@ class MegatronContext:
             )
 
     def global_info(self) -> DistGlobalInfo:
-        """The size of each axis, as Megatron says."""
+        """Return the size of each axis, as Megatron's getters report it."""
         with self.activate():
             return DistGlobalInfo(
                 tp_size=mpu.get_tensor_model_parallel_world_size(),
@@ -159,23 +167,23 @@ class MegatronContext:
 
 def _check(layout: ParallelLayout) -> None:
     if not dist.is_initialized():
-        raise ParallelStateError("torch.distributed is not initialised: call initialize_distributed() first")
+        raise ParallelStateError("torch.distributed is not initialized: call initialize_distributed() first")
     if layout.world_size != dist.get_world_size():
         raise LayoutError(
-            f"the layout is for {layout.world_size} ranks, torch.distributed runs {dist.get_world_size()}: "
-            "a context covers all of them",
+            f"the layout has {layout.world_size} ranks and torch.distributed {dist.get_world_size()}; expected the "
+            "same number, because a context covers all ranks",
             layout_world_size=layout.world_size,
             world_size=dist.get_world_size(),
         )
     if layout.extra:
         raise LayoutError(
-            f"Megatron has no axis {', '.join(map(repr, layout.extra))}: it knows tp, pp, cp, dp, ep, etp and vpp",
+            f"Megatron has no axis {', '.join(map(repr, layout.extra))}; it has tp, pp, cp, dp, ep, etp and vpp",
             axes=tuple(layout.extra),
         )
 
 
 def _share_gloo_groups() -> None:
-    """Where every group is gloo's already, Megatron's second set of gloo groups is the first."""
+    """Use the groups also as Megatron's second set of groups, its gloo groups, if they are gloo groups already."""
     for name, group in vars(mpu).items():
         if name.endswith("_GLOO") and group is None:
             setattr(mpu, name, getattr(mpu, name.removesuffix("_GLOO")))
@@ -186,14 +194,14 @@ def _parallel_state_names() -> list[str]:
 
 
 def _moe_metrics() -> tuple[ModuleType, tuple[str, ...]]:
-    """Where the router's losses are collected, layer by layer, until they are logged."""
+    """Return the module and the names of the globals in which Megatron collects the router's losses."""
     if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):  # megatron-core 0.16
         return moe_utils, ("_MOE_LAYER_WISE_LOGGING_TRACKER",)
     return importlib.import_module("megatron.core.transformer.moe.moe_logging"), ("_MOE_METRICS_TRACKER",)
 
 
-# Everything in Megatron that belongs to one layout.
-_HELD: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
+# All globals of Megatron that belong to one layout.
+_LAYOUT_GLOBALS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (mpu, tuple(_parallel_state_names())),
     (megatron_random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
     _moe_metrics(),
@@ -201,31 +209,34 @@ _HELD: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
 
 
 class _Globals:
-    """The values of what ``_HELD`` names and the device's random state; as in a fresh process until the first save."""
+    """A set of values of ``_LAYOUT_GLOBALS`` and of the device's random state.
+
+    Until the first ``save``, they are those of a new process.
+    """
 
     def __init__(self) -> None:
         self._values: list[dict[str, Any]] = [
-            {name: _fresh(getattr(module, name)) for name in names} for module, names in _HELD
+            {name: _initial(getattr(module, name)) for name in names} for module, names in _LAYOUT_GLOBALS
         ]
-        self._random_state: torch.Tensor | None = None  # None: whatever it is, the first load leaves it
+        self._random_state: torch.Tensor | None = None  # None: the first load does not change it
 
     def save(self) -> None:
-        self._values = [{name: getattr(module, name) for name in names} for module, names in _HELD]
+        self._values = [{name: getattr(module, name) for name in names} for module, names in _LAYOUT_GLOBALS]
         self._random_state = torch.cuda.get_rng_state()
 
     def load(self) -> None:
-        for (module, _), values in zip(_HELD, self._values, strict=True):
+        for (module, _), values in zip(_LAYOUT_GLOBALS, self._values, strict=True):
             vars(module).update(values)
         if self._random_state is not None:
             torch.cuda.set_rng_state(self._random_state)
 
 
-def _fresh(value: Any) -> Any:
-    """What Megatron's global holds before anything is initialised: an empty dict, False or None."""
+def _initial(value: Any) -> Any:
+    """Return the value of a global before Megatron is initialized: an empty dict, False or None."""
     if isinstance(value, dict):
         return {}
     return False if isinstance(value, bool) else None
 
 
 _lock = threading.RLock()
-_active = _Globals()  # of whoever runs outside every context
+_active = _Globals()  # of code that runs outside all contexts

@@ -1,8 +1,8 @@
-"""Mocked ranks: torch.distributed and Megatron, in this process, answer as they would on one rank of a topology.
+"""Mock ranks: torch.distributed and Megatron, in this process, return what they would on one rank of a topology.
 
-Nothing is initialised and nothing communicates. Megatron's getters read module globals; while ``standing(rank)`` is
-open these hold groups that know their ranks and nothing else, so that they answer however they were imported. What a
-rank changes in them is kept for that rank.
+Nothing is initialized and nothing communicates. Megatron's getters read module globals; inside ``activate(rank)``
+these are groups that know their ranks only, so that the getters work no matter how they were imported. Each rank has
+its own set of globals, and keeps what it changes in them.
 """
 
 from __future__ import annotations
@@ -56,40 +56,54 @@ _RANK_LISTS = {
 
 
 class NoCommunication(ParallelStateError, AttributeError):
-    """Something asked of a mocked process group that only a real one could do."""
+    """A method of a mocked process group that only a real one has."""
 
 
 class MockedGroup:
-    """One rank's process group: it knows who its ranks are, and cannot communicate."""
+    """One rank's process group, which knows its ranks and cannot communicate.
 
-    def __init__(self, name: str, places: Mapping[int, int], rank: int) -> None:
+    Args:
+        name: The axes that the group spans.
+        group_ranks: Global rank -> rank within the group.
+        rank: The global rank whose group this is.
+
+    Attributes:
+        group_name: As passed.
+        group_ranks: As passed.
+    """
+
+    def __init__(self, name: str, group_ranks: Mapping[int, int], rank: int) -> None:
         self.group_name = name
-        self.places = places
+        self.group_ranks = group_ranks
         self._rank = rank
 
     def rank(self) -> int:
-        """The index in the group of the rank that holds it."""
-        return self.places[self._rank]
+        """Return the rank within the group."""
+        return self.group_ranks[self._rank]
 
     def size(self) -> int:
-        return len(self.places)
+        """Return the number of ranks in the group."""
+        return len(self.group_ranks)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NoCommunication(
-            f"{name} was asked of a mocked process group ({self.__dict__.get('group_name')}): mocked ranks run one "
-            "after another and cannot communicate; replace the collective in the test, or run real ranks"
+            f"mocked process group ({self.__dict__.get('group_name')}) has no {name!r}: mocked ranks run one after "
+            "another and cannot communicate; replace the collective in the test, or run real ranks"
         )
 
     def __repr__(self) -> str:
-        return f"MockedGroup({self.group_name}: ranks {list(self.places)}, this is {self._rank})"
+        return f"MockedGroup({self.group_name}: ranks {list(self.group_ranks)}, of rank {self._rank})"
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """All groups over some axes: for every rank, its group as rank -> index within.
+    """All groups over some axes.
 
-    A group over one axis is in the order of its coordinates, over several in rank order, as torch sorts it; in the
-    order of Megatron's ranks the two agree.
+    A group over one axis is in the order of its coordinates, a group over several axes in rank order, as torch sorts
+    it. For ranks in Megatron's order, the two orders are the same.
+
+    Attributes:
+        of_rank: The group of every rank, by rank: global rank -> rank within the group.
     """
 
     of_rank: Sequence[Mapping[int, int]]
@@ -103,16 +117,22 @@ class _Groups:
         members: dict[int, list[tuple[int, int]]] = {}
         for rank, group in enumerate(group_of):
             members.setdefault(group, []).append((order_of[rank], rank))
-        places = {
+        group_ranks = {
             group: {rank: index for index, (_, rank) in enumerate(sorted(ranks))} for group, ranks in members.items()
         }
-        return cls([places[group] for group in group_of])
+        return cls([group_ranks[group] for group in group_of])
 
 
 class MockedRanks:
-    """The ranks of a topology, each to be stood on in turn: ``with ranks.standing(3): ...``.
+    """The ranks of a topology, of which one at a time can be active: ``with ranks.activate(3): ...``.
 
-    Megatron's getters are mocked where Megatron is installed and the topology has its axes; torch.distributed always.
+    torch.distributed is always mocked, Megatron's getters if Megatron is installed and the topology has its axes.
+
+    Args:
+        topology: The coordinates of the ranks.
+
+    Attributes:
+        topology: As passed.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -128,34 +148,39 @@ class MockedRanks:
         return self._megatron is not None and set(span.split()) <= set(self.topology.sizes)
 
     @contextlib.contextmanager
-    def standing(self, rank: int) -> Iterator[None]:
-        """While the block runs, torch.distributed and Megatron answer as on this rank; not for use by two threads."""
+    def activate(self, rank: int) -> Iterator[None]:
+        """Return a context manager in which torch.distributed and Megatron return what they would on ``rank``.
+
+        Blocks can be nested. Not thread-safe.
+        """
         if rank not in self._initial:
-            self._initial[rank] = self._initialised(rank)
+            self._initial[rank] = self._initial_globals(rank)
             self._current[rank] = dict(self._initial[rank])
         with self._torch(rank), self._globals(rank):
             yield
 
-    def _initialised(self, rank: int) -> dict[str, Any]:
-        """Megatron's globals as they are on a rank after its initialisation."""
+    def _initial_globals(self, rank: int) -> dict[str, Any]:
+        """Return Megatron's globals as they are on a rank after ``initialize_model_parallel``."""
         if self._megatron is None:
             return {}
-        made: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: MockedGroup(span, self._groups[span].of_rank[rank], rank)
             for name, span in _GROUPS.items()
             if self._has(span)
         }
-        made |= {name: list(self._groups[span].of_rank[rank]) for name, span in _RANK_LISTS.items() if self._has(span)}
-        stages = made["_PIPELINE_GLOBAL_RANKS"]
-        made["_EMBEDDING_GLOBAL_RANKS"] = sorted({stages[0], stages[-1]})
-        made["_POSITION_EMBEDDING_GLOBAL_RANKS"] = stages[:1]
-        made["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = self.topology.vpp
-        made["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = None if self.topology.vpp is None else 0
+        values |= {
+            name: list(self._groups[span].of_rank[rank]) for name, span in _RANK_LISTS.items() if self._has(span)
+        }
+        stages = values["_PIPELINE_GLOBAL_RANKS"]
+        values["_EMBEDDING_GLOBAL_RANKS"] = sorted({stages[0], stages[-1]})
+        values["_POSITION_EMBEDDING_GLOBAL_RANKS"] = stages[:1]
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = self.topology.vpp
+        values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = None if self.topology.vpp is None else 0
         known = vars(self._megatron)
-        for name in [name for name in made if f"{name}_GLOO" in known]:
-            made[f"{name}_GLOO"] = made[name]
+        for name in [name for name in values if f"{name}_GLOO" in known]:
+            values[f"{name}_GLOO"] = values[name]
         overrides = {name: None for name in known if name.startswith("_MPU_")}
-        return overrides | {name: value for name, value in made.items() if name in known}
+        return overrides | {name: value for name, value in values.items() if name in known}
 
     @contextlib.contextmanager
     def _torch(self, rank: int) -> Iterator[None]:
@@ -165,7 +190,7 @@ class MockedRanks:
         backends: dict[Any, Any] = c10d._world.pg_map
         before = c10d.GroupMember.WORLD
         c10d.GroupMember.WORLD = world  # type: ignore[assignment]
-        registry.update({group: group.places for group in groups})
+        registry.update({group: group.group_ranks for group in groups})
         backends.update({group: ("gloo", None) for group in groups})
         try:
             yield
@@ -180,17 +205,17 @@ class MockedRanks:
             yield
             return
         state = self._current[rank]
-        held = vars(self._megatron)
-        before = {name: held[name] for name in (*state, "initialize_model_parallel")}
-        held.update(state, initialize_model_parallel=self._initialize(rank))
+        megatron_globals = vars(self._megatron)
+        before = {name: megatron_globals[name] for name in (*state, "initialize_model_parallel")}
+        megatron_globals.update(state, initialize_model_parallel=self._mocked_initialize(rank))
         try:
             yield
         finally:
-            state.update({name: held[name] for name in state})
-            held.update(before)
+            state.update({name: megatron_globals[name] for name in state})
+            megatron_globals.update(before)
 
-    def _initialize(self, rank: int) -> Any:
-        """What Megatron's own initialisation is while the rank is stood on: a check that it asks for this layout."""
+    def _mocked_initialize(self, rank: int) -> Any:
+        """Return the replacement of ``initialize_model_parallel``, which checks that the sizes are the topology's."""
 
         def initialize_model_parallel(
             tensor_model_parallel_size: int = 1,
@@ -200,18 +225,18 @@ class MockedRanks:
             expert_model_parallel_size: int = 1,
             **__: Any,
         ) -> None:
-            asked = {
+            requested = {
                 "tp": tensor_model_parallel_size,
                 "pp": pipeline_model_parallel_size,
                 "cp": context_parallel_size,
                 "ep": expert_model_parallel_size,
             }
-            sizes = {axis: self.topology.sizes.get(axis, 1) for axis in asked}
-            if asked != sizes:
+            sizes = {axis: self.topology.sizes.get(axis, 1) for axis in requested}
+            if requested != sizes:
                 raise LayoutError(
-                    f"the worker initialises Megatron with {asked}, and its ranks are mocked with {sizes}: give both "
-                    "the same layout",
-                    asked=asked,
+                    f"the worker initializes Megatron with {requested}, but its ranks are mocked with {sizes}; use the "
+                    "same layout for both",
+                    requested=requested,
                     mocked=sizes,
                 )
             vars(self._megatron).update(self._initial[rank])
@@ -220,7 +245,7 @@ class MockedRanks:
 
 
 def _parallel_state() -> ModuleType | None:
-    """Megatron's module of groups; None where Megatron is not installed."""
+    """Import Megatron's module of groups; None if Megatron is not installed."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         return None
     if "megatron.core" not in sys.modules:

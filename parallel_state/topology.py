@@ -1,11 +1,12 @@
-"""Topology: the coordinates of every rank of a group, verified, and what can be asked of them.
+"""Topology: the coordinates of every rank of a group, checked to form a full grid, and queries on them.
 
-A topology is collected from the ranks, not computed from a rule: nothing here takes the order of ranks to be the
-order of shards. Each instance has been checked to be a full grid, so a shard always has a rank and a place only one.
+A topology is collected from the ranks, not computed from a rule: nothing here assumes that the order of ranks is the
+order of shards. Every instance is a full grid, so each combination of coordinates belongs to exactly one rank.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,16 +15,18 @@ from parallel_state.axes import (
     EXPERT_AXES,
     RANK_AXIS,
     FrozenMap,
-    from_end,
+    coordinates_text,
+    dense_grid,
+    expert_grid,
+    grid_size,
     is_count,
-    place_text,
+    normalize_index,
     product_text,
+    ranks_text,
     span_text,
-    total,
 )
-from parallel_state.describe import describe
+from parallel_state.describe import topology_text
 from parallel_state.errors import TopologyError
-from parallel_state.grid import check_full_grid, places
 from parallel_state.infos import (
     DistGlobalInfo,
     DistRankInfo,
@@ -34,22 +37,31 @@ from parallel_state.infos import (
 )
 from parallel_state.layout import ParallelLayout
 
-__all__ = ["DistGlobalInfo", "DistRankInfo", "Topology"]
+__all__ = ["Topology"]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Topology:
-    """Where every rank stands: immutable, hashable by its sizes, picklable.
+    """The coordinates of every rank of a group; immutable, hashable and picklable.
 
-    Made by `from_infos` (collected), `from_layout` (declared) or `flat` (no axes but the rank). `columns` holds, for
-    every axis, the index of every rank; `nodes` and `names`, where known, are one text per rank. Wherever an axis is
-    asked for, the pseudo-axis "rank" stands for every rank by itself.
+    Build one with ``from_infos`` (collected), ``from_layout`` (declared) or ``flat`` (no axis but the rank). Every
+    method that takes an axis also takes the pseudo-axis ``"rank"``, on which each rank has its own index.
 
-    >>> topology = Topology.from_layout(ParallelLayout(world_size=8, tp=2, pp=2))
-    >>> topology.select(tp=0, pp=-1), topology.shard_indices(("dp",))
-    ((4, 6), (0, 0, 1, 1, 0, 0, 1, 1))
+    Attributes:
+        world_size: The number of ranks.
+        sizes: Axis -> size.
+        columns: Axis -> the index of every rank, by rank.
+        vpp: The number of virtual stages on each pipeline stage; None without virtual stages.
+        nodes: The node of every rank, by rank; None if not known.
+        names: The name of every rank, by rank; None if not known.
 
-    Raises TopologyError, naming the ranks, where they do not form a full grid.
+    Raises:
+        TopologyError: The ranks do not form a full grid. The message names the ranks that are wrong.
+
+    Example:
+        >>> topology = Topology.from_layout(ParallelLayout(world_size=8, tp=2, pp=2))
+        >>> topology.select(tp=0, pp=-1), topology.shard_indices(("dp",))
+        ((4, 6), (0, 0, 1, 1, 0, 0, 1, 1))
     """
 
     world_size: int
@@ -70,15 +82,21 @@ class Topology:
         }
         for name, value in immutable.items():
             object.__setattr__(self, name, value)
-        _check_placed(self.sizes, (*self.dense_axes, *self.expert_axes))
+        _check_axis_names(self)
         for grid in filter(None, (self.dense_axes, self.expert_axes)):
-            check_full_grid(grid, self.sizes, self.columns, self.world_size, self.label)
+            _check_full_grid(self, grid)
 
     @classmethod
     def from_layout(
         cls, layout: ParallelLayout, nodes: Sequence[str] | None = None, names: Sequence[str] | None = None
     ) -> Topology:
-        """The topology of ranks that stand in the layout's own order; `nodes` and `names` by rank."""
+        """Return the topology of ranks in the layout's own order.
+
+        Args:
+            layout: The declared sizes and order of the axes.
+            nodes: The node of every rank, by rank.
+            names: The name of every rank, by rank.
+        """
         columns = {axis: layout.column(axis) for axis in layout.sizes}
         return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes, names=names)
 
@@ -91,10 +109,18 @@ class Topology:
         names: Sequence[str] | None = None,
         declared: ParallelLayout | None = None,
     ) -> Topology:
-        """The topology that the ranks report, one of each info per rank, in rank order.
+        """Return the topology that the ranks report.
 
-        Raises TopologyError, naming the ranks concerned, where the ranks disagree on a size, a coordinate or a virtual
-        stage lies outside its axis, two ranks stand at one place, or the sizes are not those of the `declared` layout.
+        Args:
+            rank_infos: The coordinates that each rank reports, by rank.
+            global_infos: The sizes that each rank reports, by rank.
+            nodes: The node of every rank, by rank.
+            names: The name of every rank, by rank.
+            declared: The layout whose sizes the ranks must report.
+
+        Raises:
+            TopologyError: The ranks disagree on a size, a coordinate or a virtual stage is outside its axis, two ranks
+                report the same coordinates, or the sizes are not those of ``declared``. The message names the ranks.
         """
         world_size = len(rank_infos)
         if world_size == 0 or len(global_infos) != world_size:
@@ -108,66 +134,87 @@ class Topology:
         def label(rank: int) -> str:
             return _label(rank, nodes, names)
 
-        total_info = agreed_sizes(global_infos, label)
-        sizes = sizes_of(total_info)
+        global_info = agreed_sizes(global_infos, label)
+        sizes = sizes_of(global_info)
         if declared is not None:
-            _check_declared(sizes, total_info.vpp_size, declared)
-        columns = columns_of(rank_infos, total_info, label)
-        check_virtual_stages(rank_infos, total_info, label)
-        return cls(world_size, sizes, columns, vpp=total_info.vpp_size, nodes=nodes, names=names)
+            _check_declared(sizes, global_info.vpp_size, declared)
+        columns = columns_of(rank_infos, global_info, label)
+        check_virtual_stages(rank_infos, global_info, label)
+        return cls(world_size, sizes, columns, vpp=global_info.vpp_size, nodes=nodes, names=names)
 
     @classmethod
     def flat(cls, world_size: int, nodes: Sequence[str] | None = None, names: Sequence[str] | None = None) -> Topology:
-        """The topology of ranks that know no axes: each stands at its own index on the axis "rank"."""
+        """Return the topology of ranks without axes: ``"rank"`` is the only axis.
+
+        Args:
+            world_size: The number of ranks.
+            nodes: The node of every rank, by rank.
+            names: The name of every rank, by rank.
+        """
         if not is_count(world_size):
-            raise TopologyError(f"world_size is {world_size!r}; expected a whole number of at least 1")
+            raise TopologyError(f"world_size is {world_size!r}; expected an int of at least 1", world_size=world_size)
         return cls(world_size, {RANK_AXIS: world_size}, {RANK_AXIS: range(world_size)}, nodes=nodes, names=names)
 
     @property
     def dense_axes(self) -> tuple[str, ...]:
-        """The axes of the dense grid, which span all ranks: tp, cp, dp, pp and the user's own."""
-        return tuple(axis for axis in self.sizes if axis not in EXPERT_AXES)
+        """The axes of the dense grid, which spans all ranks: tp, cp, dp, pp and the user-defined axes."""
+        return dense_grid(self.sizes)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes of the expert grid, which span all ranks: etp, ep, edp, pp and the user's own; none if unknown."""
-        if not all(axis in self.sizes for axis in EXPERT_AXES):
-            return ()
-        return (*EXPERT_AXES, *(axis for axis in self.dense_axes if axis not in ("tp", "cp", "dp")))
+        """The axes of the expert grid, which spans all ranks: etp, ep, edp, pp and the user-defined axes.
+
+        Empty if the ranks report no expert grid.
+        """
+        return expert_grid(self.sizes)
 
     def size(self, axis: str) -> int:
-        """The size of `axis`; TopologyError lists the axes where there is none of that name."""
+        """Return the size of ``axis``.
+
+        Raises:
+            TopologyError: The topology has no such axis; the message lists those that it has.
+        """
         if axis == RANK_AXIS:
             return self.world_size
         if axis not in self.sizes:
             raise TopologyError(
-                f"the topology has no axis {axis!r}; it has {', '.join(self.sizes)}, and 'rank' for each by itself",
+                f"the topology has no axis {axis!r}; it has {', '.join(self.sizes)}, and the pseudo-axis 'rank'",
                 axis=axis,
                 axes=tuple(self.sizes),
             )
         return self.sizes[axis]
 
     def column(self, axis: str) -> Sequence[int]:
-        """The index of every rank on `axis`, by rank."""
+        """Return the index of every rank on ``axis``, by rank."""
         self.size(axis)
         return range(self.world_size) if axis == RANK_AXIS else self.columns[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis, dense and expert."""
+        """Return the index of ``rank`` on every axis, dense and expert.
+
+        Raises:
+            TopologyError: There is no such rank.
+        """
         if type(rank) is not int or not 0 <= rank < self.world_size:
-            raise TopologyError(f"rank {rank!r} is none of the {self.world_size} ranks", rank=rank)
+            raise TopologyError(
+                f"rank {rank!r} is out of range for {self.world_size} ranks ({span_text(self.world_size)})", rank=rank
+            )
         return {axis: column[rank] for axis, column in self.columns.items()}
 
     def select(self, **coordinates: int) -> tuple[int, ...]:
-        """The ranks that stand at these coordinates, in rank order; a negative index counts from the end of its axis.
+        """Return the ranks with these coordinates, in rank order.
 
-        Raises TopologyError for an unknown axis, an index outside its axis, and dense and expert coordinates that no
-        rank has together.
+        Args:
+            coordinates: An index on each axis to select on; a negative one counts from the end of its axis.
+
+        Raises:
+            TopologyError: An unknown axis, an index outside its axis, or a combination of dense and expert
+                coordinates that no rank has.
         """
         ranks: Iterable[int] = range(self.world_size)
         for axis, index in coordinates.items():
             size = self.size(axis)
-            wanted = from_end(index, size)
+            wanted = normalize_index(index, size)
             if wanted is None:
                 raise TopologyError(
                     f"{axis}={index!r} lies outside axis {axis} of size {size} ({span_text(size)})",
@@ -178,38 +225,53 @@ class Topology:
             ranks = [rank for rank in ranks if column[rank] == wanted]
         selected = tuple(ranks)
         if not selected:
-            raise TopologyError(f"no rank stands at {place_text(coordinates)}: these axes are not independent")
+            raise TopologyError(
+                f"no rank has the coordinates {coordinates_text(coordinates)}: dense and expert axes overlap",
+                coordinates=coordinates,
+            )
         return selected
 
     def shard_count(self, axes: Sequence[str]) -> int:
-        """How many shards a batch has when it is split over `axes`; 1 for no axes."""
-        return total(self._checked(axes), {axis: self.size(axis) for axis in self._checked(axes)})
+        """Return the number of shards of a batch that is split over ``axes``; 1 without axes."""
+        axes = self._split_axes(axes)
+        return grid_size(axes, {axis: self.size(axis) for axis in axes})
 
     def shard_indices(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """For every rank, by rank, the index of its shard when a batch is split over `axes`, the first axis slowest.
+        """Return the index of every rank's shard, by rank, when a batch is split over ``axes``.
 
-        Dense and expert axes may be mixed where every combination of their indices has a rank; TopologyError says so
-        where one has none.
+        Args:
+            axes: The axes, the first one slowest. Dense and expert axes may be mixed if every combination of their
+                indices has a rank.
+
+        Raises:
+            TopologyError: An unknown axis, an axis that is named twice, or a shard that would have no rank.
         """
-        axes = self._checked(axes)
+        axes = self._split_axes(axes)
         if not axes:
             return (0,) * self.world_size
         sizes = {axis: self.size(axis) for axis in axes}
-        indices = places(axes, sizes, {axis: self.column(axis) for axis in axes})
+        indices = _grid_positions(axes, sizes, {axis: self.column(axis) for axis in axes})
         if not any(set(axes) <= set(grid) for grid in (self.dense_axes, self.expert_axes)):
             self._check_independent(axes, sizes, indices)
         return tuple(indices)
 
     def describe(self, by: Literal["stage", "node", "rank"] | None = None, max_rows: int = 16) -> str:
-        """The topology as text for people: replicas by pipeline stage, a row per node, or a row per rank.
+        """Return the topology as text for people.
 
-        Without `by`, the stages, and the nodes where they are known. A table longer than `max_rows` leaves out rows
-        before its last ones. Raises TopologyError for an unknown `by`, and for "node" where nodes are not known.
+        Args:
+            by: ``"stage"`` for replicas by pipeline stage, ``"node"`` for a row per node, ``"rank"`` for a row per
+                rank; None for the stages, and the nodes if they are known.
+            max_rows: The length of a table past which rows before the last ones are left out.
+
+        Raises:
+            TopologyError: Another value of ``by``, or ``"node"`` if the nodes are not known.
         """
-        return describe(self, by, max_rows)
+        return topology_text(
+            self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, names=self.names, by=by, max_rows=max_rows
+        )
 
     def label(self, rank: int) -> str:
-        """How messages call a rank: its number, and its name and node where known."""
+        """Return the text with which messages name a rank: its number, and its name and node if they are known."""
         return _label(rank, self.nodes, self.names)
 
     def __hash__(self) -> int:
@@ -219,39 +281,34 @@ class Topology:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if axis != RANK_AXIS)
         return f"Topology({', '.join(filter(None, (f'world_size={self.world_size}', sizes)))})"
 
-    def _checked(self, axes: Sequence[str]) -> tuple[str, ...]:
+    def _split_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         if len(set(axes)) < len(axes) or (RANK_AXIS in axes and len(axes) > 1):
             raise TopologyError(
-                f"cannot split over {', '.join(axes)}: name each axis once, and 'rank' by itself", axes=axes
+                f"cannot split over {', '.join(axes)}: name each axis once, and 'rank' only alone", axes=axes
             )
         return axes
 
     def _check_independent(self, axes: Sequence[str], sizes: Mapping[str, int], indices: Sequence[int]) -> None:
-        found, expected = len(set(indices)), total(axes, sizes)
+        found, expected = len(set(indices)), grid_size(axes, sizes)
         if found < expected:
             raise TopologyError(
                 f"cannot split over {', '.join(axes)}: of {product_text(axes, sizes)} = {expected} shards only {found} "
-                "would have a rank, since dense and expert axes overlap; split over the axes of one grid: "
+                "would have a rank, because dense and expert axes overlap; split over the axes of one grid: "
                 f"{', '.join(self.dense_axes)} or {', '.join(self.expert_axes)}",
                 axes=tuple(axes),
             )
+
+
+def _label(rank: int, nodes: Sequence[str] | None, names: Sequence[str] | None) -> str:
+    known = [*([names[rank]] if names else []), *([f"on node {nodes[rank]}"] if nodes else [])]
+    return f"rank {rank} ({' '.join(known)})" if known else f"rank {rank}"
 
 
 def _check_per_rank(what: str, values: Sequence[str] | None, world_size: int) -> None:
     if values is not None and len(values) != world_size:
         raise TopologyError(
             f"{len(values)} {what} for {world_size} ranks; expected one per rank", world_size=world_size
-        )
-
-
-def _check_placed(sizes: Mapping[str, int], axes: Sequence[str]) -> None:
-    loose = [axis for axis in sizes if axis not in axes]
-    if loose or not axes:
-        raise TopologyError(
-            f"axes {', '.join(sizes) or '(none)'} make no grid; expected at least one axis outside the expert grid, "
-            f"and all of {', '.join(EXPERT_AXES)} or none of them",
-            axes=tuple(sizes),
         )
 
 
@@ -262,15 +319,124 @@ def _check_declared(sizes: Mapping[str, int], vpp: int | None, declared: Paralle
         expected = {axis: size for axis, size in expected.items() if axis not in EXPERT_AXES}
     differing = [axis for axis in {**expected, **reported} if reported.get(axis) != expected.get(axis)]
     if differing:
-        told = ", ".join(f"{axis} {reported.get(axis)} (declared {expected.get(axis)})" for axis in differing)
+        listed = ", ".join(f"{axis} {reported.get(axis)} (declared {expected.get(axis)})" for axis in differing)
         raise TopologyError(
-            f"the ranks report other sizes than the layout declares: {told}",
+            f"the ranks report other sizes than the layout declares: {listed}",
             axes=tuple(differing),
             reported=reported,
             declared=expected,
         )
 
 
-def _label(rank: int, nodes: Sequence[str] | None, names: Sequence[str] | None) -> str:
-    known = [*([names[rank]] if names else []), *([f"on node {nodes[rank]}"] if nodes else [])]
-    return f"rank {rank} ({' '.join(known)})" if known else f"rank {rank}"
+def _check_axis_names(topology: Topology) -> None:
+    sizes, axes = topology.sizes, (*topology.dense_axes, *topology.expert_axes)
+    if not axes or any(axis not in axes for axis in sizes):
+        raise TopologyError(
+            f"axes {', '.join(sizes) or '(none)'} form no grid; expected at least one axis outside the expert grid, "
+            f"and all of {', '.join(EXPERT_AXES)} or none of them",
+            axes=tuple(sizes),
+        )
+
+
+def _check_full_grid(topology: Topology, axes: Sequence[str]) -> None:
+    """Raise TopologyError unless each combination of indices on ``axes`` belongs to exactly one rank."""
+    sizes, columns, world_size = topology.sizes, topology.columns, topology.world_size
+    for axis in axes:
+        if not is_count(sizes[axis]):
+            raise TopologyError(f"axis {axis} has size {sizes[axis]!r}; expected an int of at least 1", axis=axis)
+        if len(columns.get(axis, ())) != world_size:
+            raise TopologyError(
+                f"axis {axis} has {len(columns.get(axis, ()))} indices for {world_size} ranks; expected one per rank",
+                axis=axis,
+            )
+    if grid_size(axes, sizes) != world_size:
+        raise TopologyError(
+            f"{product_text(axes, sizes)} = {grid_size(axes, sizes)} ranks expected, but {world_size} report",
+            world_size=world_size,
+            sizes={axis: sizes[axis] for axis in axes},
+        )
+    for axis in axes:
+        _check_column(topology, axis)
+    positions = _grid_positions(axes, sizes, columns)
+    if len(set(positions)) != world_size:
+        raise _shared_coordinates(topology, axes, positions)
+
+
+def _check_column(topology: Topology, axis: str) -> None:
+    size, column = topology.sizes[axis], topology.columns[axis]
+    if set(map(type, column)) == {int} and min(column) >= 0 and max(column) < size:
+        return
+    wrong = tuple(rank for rank, index in enumerate(column) if type(index) is not int or not 0 <= index < size)
+    more = f"; likewise {ranks_text(wrong[1:])}" if len(wrong) > 1 else ""
+    raise TopologyError(
+        f"{topology.label(wrong[0])} reports {axis}_rank {column[wrong[0]]!r}, outside axis {axis} of size {size} "
+        f"({span_text(size)}){more}",
+        ranks=wrong,
+        axis=axis,
+    )
+
+
+def _grid_positions(axes: Sequence[str], sizes: Mapping[str, int], columns: Mapping[str, Sequence[int]]) -> list[int]:
+    """Return every rank's coordinates on ``axes`` as one number, by rank, the first axis slowest."""
+    positions: list[int] | None = None
+    for axis in axes:
+        size, column = sizes[axis], columns[axis]
+        if positions is None:
+            positions = list(column)
+        elif size > 1:
+            positions = [position * size + index for position, index in zip(positions, column, strict=True)]
+    return positions or []
+
+
+def _grid_coordinates(position: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the coordinates of one number of ``_grid_positions``."""
+    indices = {}
+    for axis in reversed(axes):
+        position, indices[axis] = divmod(position, sizes[axis])
+    return {axis: indices[axis] for axis in axes}
+
+
+def _shared_coordinates(topology: Topology, axes: Sequence[str], positions: Sequence[int]) -> TopologyError:
+    """Return the error for coordinates that several ranks report, while as many others are reported by none."""
+    ranks_at: dict[int, list[int]] = defaultdict(list)
+    for rank, position in enumerate(positions):
+        ranks_at[position].append(rank)
+    shared = {position: ranks for position, ranks in ranks_at.items() if len(ranks) > 1}
+    missing = [position for position in range(len(positions)) if position not in ranks_at]
+    position, ranks = next(iter(shared.items()))
+    missing_coordinates = _grid_coordinates(missing[0], axes, topology.sizes)
+    message = (
+        f"{ranks_text(ranks)} {'both' if len(ranks) == 2 else 'all'} report "
+        f"{coordinates_text(_grid_coordinates(position, axes, topology.sizes))}, and no rank reports "
+        f"{coordinates_text(missing_coordinates)}"
+    )
+    if len(missing) > 1:
+        message += f"; in all {len(shared):,} coordinates are reported more than once and {len(missing):,} by no rank"
+        involved = [rank for ranks in shared.values() for rank in ranks]
+    else:
+        involved = ranks
+        odd = _odd_one_out(topology, ranks, missing_coordinates)
+        message += f"; by the order of all other ranks, {topology.label(odd)} is wrong" if odd is not None else ""
+    return TopologyError(message, ranks=tuple(involved), missing=len(missing))
+
+
+def _odd_one_out(topology: Topology, candidates: Sequence[int], missing: Mapping[str, int]) -> int | None:
+    """Return the one candidate that makes every axis regular in rank order if it had the missing coordinates.
+
+    None if no candidate does, or more than one.
+    """
+    found = []
+    for rank in candidates:
+        moved = {}
+        for axis, index in missing.items():
+            column = topology.columns[axis]
+            moved[axis] = [*column[:rank], index, *column[rank + 1 :]]
+        if all(_is_regular(column, topology.sizes[axis]) for axis, column in moved.items()):
+            found.append(rank)
+    return found[0] if len(found) == 1 else None
+
+
+def _is_regular(column: Sequence[int], size: int) -> bool:
+    """Return whether the index goes up by one at a fixed number of ranks, and wraps around at ``size``."""
+    stride = column.index(1) if size > 1 else 1
+    return stride > 0 and all(index == rank // stride % size for rank, index in enumerate(column))

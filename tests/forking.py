@@ -1,7 +1,7 @@
 """Run a function on several real torch.distributed ranks, forked from this process after its imports.
 
-A forked rank has torch and Megatron already: it starts in milliseconds where a fresh interpreter takes seconds. The
-parent must not have joined torch.distributed itself.
+A forked rank has already imported torch and Megatron: it starts in milliseconds, and a new interpreter in seconds. The
+parent process must not have initialized torch.distributed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ T = TypeVar("T")
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not finish; the message is its own traceback."""
+    """A rank raised, died or did not finish; the message has the traceback of the rank."""
 
 
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 120) -> list[T]:
-    """``fn(*args)`` on every one of ``world_size`` forked ranks; their results, by rank, through pickle.
+    """Run ``fn(*args)`` on ``world_size`` forked ranks, and return their results by rank.
 
-    Inside ``fn`` torch.distributed runs (gloo, or NCCL with one GPU a rank) and ``dist.get_rank()`` is the rank.
+    torch.distributed is initialized on each rank (gloo, or NCCL with one GPU per rank). Results must be picklable.
 
     Raises:
-        RankFailure: with the traceback of the first rank that failed; the others are ended before it is raised.
+        RankFailure: The traceback of the first rank that failed; all other ranks are killed first.
     """
-    assert not dist.is_initialized(), "a process that has joined torch.distributed cannot be forked into ranks"
+    assert not dist.is_initialized(), "a process that has initialized torch.distributed cannot be forked into ranks"
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="ranks") as store:
@@ -66,18 +66,18 @@ class _Rank:
             os.close(reading)
             _be_rank(rank, world_size, store, fn, args, timeout_s, writing)
         os.close(writing)
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # whoever is first makes the group
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # parent and child both try: either may be first
             os.setpgid(pid, pid)
         return cls(rank, pid, reading)
 
     def receive(self) -> bool:
-        """Read on; whether the whole message is there, or nothing more can come."""
+        """Read a chunk, and return whether the message is complete or the pipe is closed."""
         chunk = os.read(self.results, 1 << 20)
         self.received += chunk
         return not chunk or len(self.received) == 8 + int.from_bytes(self.received[:8])
 
     def end(self) -> None:
-        """End the rank and everything it started, however far it is."""
+        """Kill the rank and all processes that it started."""
         if self._running:
             self._running = False
             with contextlib.suppress(ProcessLookupError):
@@ -95,7 +95,7 @@ def _be_rank(
     timeout_s: float,
     results: int,
 ) -> None:
-    """The child's whole life."""
+    """Run ``fn`` in the child process, and send its result; never returns."""
     try:
         os.setpgid(0, 0)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -113,11 +113,11 @@ def _be_rank(
         pipe.write(payload)
     sys.stdout.flush()
     sys.stderr.flush()
-    signal.pause()  # stay until all ranks are done: a peer may still be talking to this one
+    signal.pause()  # until the parent kills it: a peer may still communicate with this rank
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
-    """The results of all ranks, read as they come."""
+    """Read the results of all ranks as they arrive."""
     by_pipe = {rank.results: rank for rank in ranks}
     values: dict[int, Any] = {}
     while by_pipe:
@@ -135,7 +135,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
 
 def _value(rank: _Rank) -> Any:
     if not rank.received:
-        raise RankFailure(f"rank {rank.rank} died without a word")
+        raise RankFailure(f"rank {rank.rank} died without a result")
     succeeded, value = pickle.loads(memoryview(rank.received)[8:])
     if not succeeded:
         raise RankFailure(f"rank {rank.rank}:\n{value}")

@@ -1,4 +1,4 @@
-"""The harness that forks ranks: results by rank, the first failure's own traceback, nothing left behind."""
+"""Forked ranks: results by rank, the traceback of the first failure, and no processes left over."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_the_first_failing_rank_is_reported_while_the_others_wait_for_it() -> No
 
 
 def test_a_rank_that_dies_is_reported() -> None:
-    with pytest.raises(RankFailure, match="rank 0 died without a word"):
+    with pytest.raises(RankFailure, match="rank 0 died without a result"):
         run_ranks(lambda: os._exit(3), 1)
 
 
-def test_a_rank_that_hangs_is_ended_at_the_deadline() -> None:
+def test_a_rank_that_hangs_is_killed_at_the_deadline() -> None:
     def hangs_on_rank_1() -> None:
         while dist.get_rank() == 1:
             time.sleep(1)
@@ -55,14 +55,14 @@ def test_a_rank_that_hangs_is_ended_at_the_deadline() -> None:
     assert time.monotonic() - started < 10
 
 
-def test_no_process_is_left_behind() -> None:
-    held_by_all, held_open = os.pipe()
+def test_no_process_is_left_over() -> None:
+    reading, inherited = os.pipe()
 
     def starts_a_child() -> None:
         if os.fork() == 0:
             signal.pause()
 
     run_ranks(starts_a_child, 2)
-    os.close(held_open)
-    assert os.read(held_by_all, 1) == b""  # the pipe ends only once no rank and no child of one is left to hold it
-    os.close(held_by_all)
+    os.close(inherited)
+    assert os.read(reading, 1) == b""  # the pipe is at its end only after all ranks and their children have exited
+    os.close(reading)

@@ -21,7 +21,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
-from parallel_state.agreement import on_every_rank
+from parallel_state.agreement import raise_on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
@@ -143,7 +143,7 @@ class ModelWorker(MegatronWorker):
 
     def rows_of_every_rank(self, make: Callable[[], TokenBatch]) -> TokenBatch:
         """What ``make`` reads from this rank's shard; a DataError over any shard is raised on every rank."""
-        return on_every_rank(make, self.context.pg.dp)
+        return raise_on_every_rank(make, self.context.pg.dp)
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
-"""Run Megatron-Core on a CPU with gloo; inert where there is a GPU.
+"""Run Megatron-Core on a CPU with gloo; do nothing on a machine with a GPU.
 
-Megatron is written for CUDA throughout. Four things stand between it and a CPU, each in a file of its own: calls into
-``torch.cuda`` (``torch_cuda``), what gloo lacks or gets wrong (``gloo``), the literal ``"cuda"`` in Megatron's
-sources (``literals``), and a handful of Megatron's own functions (``megatron``). ``install`` puts all four in
-place, before Megatron is imported; with a GPU it does nothing at all.
+Megatron is written for CUDA. Four modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
+``gloo`` the collectives that gloo lacks or gets wrong, ``literals`` the string ``"cuda"`` in Megatron's sources, and
+``megatron`` a few of Megatron's own functions. ``install`` applies all four, before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ _installed = False
 
 
 def install() -> bool:
-    """True once Megatron-Core runs on this process's CPU; False, with nothing changed, where CUDA is available.
+    """Patch this process so that Megatron-Core runs on the CPU, unless CUDA is available.
 
-    May be called any number of times, by any thread. Does not import Megatron.
+    Does not import Megatron. Later calls change nothing. Thread-safe.
+
+    Returns:
+        True if Megatron-Core runs on the CPU in this process; False if CUDA is available and nothing was changed.
 
     Raises:
-        ParallelStateError: ``megatron.core`` was imported before the first call, so that its sources can no longer
-            be adapted.
+        ParallelStateError: ``megatron.core`` was imported before the first call.
     """
     global _installed
     with _lock:
@@ -38,19 +39,22 @@ def install() -> bool:
             return False
         if "megatron.core" in sys.modules:
             raise ParallelStateError(
-                "megatron.core was imported before parallel_state.cpu.install(), and has 'cuda' compiled into it: "
+                "megatron.core was imported before parallel_state.cpu.install(), so that 'cuda' is compiled into it; "
                 "call install() (or import workers) before the first import of megatron",
                 module="megatron.core",
             )
         _hide_transformer_engine()
-        torch_cuda.redirect()
-        gloo.redirect()
-        literals.hook(megatron.PATCHES)
+        torch_cuda.patch_cuda()
+        gloo.patch_collectives()
+        literals.install_hook(megatron.PATCHES)
         _installed = True
         return True
 
 
 def _hide_transformer_engine() -> None:
-    """Transformer Engine raises RuntimeError on import without a GPU, which takes megatron.core down with it."""
+    """Make ``import transformer_engine`` raise ImportError, which Megatron handles.
+
+    Without a GPU it raises RuntimeError, and then megatron.core cannot be imported.
+    """
     if "transformer_engine" not in sys.modules and importlib.util.find_spec("transformer_engine"):
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # None: an import raises ImportError
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]

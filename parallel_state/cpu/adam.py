@@ -1,8 +1,8 @@
-"""Adam in the shape of the fused GPU optimizers that Megatron expects.
+"""Adam with the interface of the fused GPU optimizers that Megatron expects.
 
-Megatron keeps the step in the parameter group and finds ``exp_avg`` and ``exp_avg_sq`` as a parameter's state when
-the optimizer is Transformer Engine's or Apex's ``FusedAdam``; with PyTorch's AdamW in its place, a checkpoint of the
-distributed optimizer cannot be loaded again (megatron-core 0.16). This one takes the GPU's path through Megatron.
+With Transformer Engine's or Apex's ``FusedAdam``, Megatron keeps the step in the parameter group, and only ``exp_avg``
+and ``exp_avg_sq`` in a parameter's state. With PyTorch's AdamW, it cannot load a checkpoint of the distributed
+optimizer (megatron-core 0.16). With this optimizer, Megatron runs the same code on a CPU as on a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,20 @@ from torch.optim.adamw import adamw
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam, with decoupled weight decay when ``adam_w_mode`` (Loshchilov and Hutter, arXiv:1711.05101).
+    """Adam by torch's fused kernel: one pass over each parameter, without temporaries of its size.
 
-    By torch's fused kernel: one pass over each parameter, without temporaries of its size.
+    Args:
+        params: Parameters, or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        bias_correction: Must be True.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        adam_w_mode: Whether weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
+        weight_decay: Weight decay.
+        fused_only: Arguments of the GPU kernels, ignored.
+
+    Raises:
+        ValueError: ``bias_correction=False``.
     """
 
     def __init__(
@@ -30,10 +41,10 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
-        **fused_only: Any,  # what only a GPU kernel has a use for
+        **fused_only: Any,
     ) -> None:
         if not bias_correction:
-            raise ValueError("bias_correction=False: the CPU's Adam always corrects the bias of its moments")
+            raise ValueError("bias_correction=False is not supported on a CPU; expected True")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._update = adamw if adam_w_mode else adam
 
@@ -50,7 +61,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],  # counted up by the update itself
+                [torch.tensor(group["step"] - 1.0) for _ in params],  # the update adds 1
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
@@ -62,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
             )
 
     def _state_of(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.state[param]
+        state: dict[str, torch.Tensor] = self.state[param]
         if not state:
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)

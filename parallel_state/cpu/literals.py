@@ -1,8 +1,7 @@
-"""An import hook that reads ``"cpu"`` where Megatron's sources say ``"cuda"``.
+"""An import hook that replaces ``"cuda"`` with ``"cpu"`` in Megatron's sources.
 
-The literals are rewritten when a module is compiled, so that a run pays nothing for it, and any thread sees the same.
-The bytecode is cached beside Python's own under a tag of ours: the stock bytecode is never touched, and an import
-takes as long as a stock one.
+The literals are replaced when a module is compiled, so it costs nothing at run time. The bytecode is cached next to
+Python's own under a different tag: Python's own cache stays as it is, and an import takes as long as without the hook.
 """
 
 from __future__ import annotations
@@ -21,18 +20,22 @@ from types import CodeType, ModuleType
 from typing import Any
 
 PACKAGES = ("megatron", "mbridge")
-"""Whose sources are rewritten: these packages and all below them."""
+"""The top-level packages whose sources are rewritten."""
 
 Patch = Callable[[Any], None]
 
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w*Tensor[,.]?\s*)")
-# A change of the rules below is a change of this file, and with it of the tag: no stale bytecode is ever read.
+# The tag changes with this file, and so with the rules below: bytecode of other rules is never read.
 _CACHE_TAG = "cpu" + importlib.util.source_hash(Path(__file__).read_bytes()).hex()[:8]
 
 
-def hook(patches: Mapping[str, Patch]) -> None:
-    """From now on import ``PACKAGES`` rewritten, and call ``patches[name](module)`` right after module ``name``."""
+def install_hook(patches: Mapping[str, Patch]) -> None:
+    """Rewrite the sources of ``PACKAGES`` when they are imported, and patch their modules.
+
+    Args:
+        patches: Module name -> function that is called with the module right after its import.
+    """
     sys.meta_path.insert(0, _Finder(patches))
 
 
@@ -70,9 +73,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
         header = importlib.util.MAGIC_NUMBER + struct.pack("<dQ", stats["mtime"], stats["size"])
         code = self._read_cache(cache, header)
         if code is None:
-            code = compile(rewritten(self.get_data(path), path), path, "exec", dont_inherit=True)
+            code = compile(rewrite(self.get_data(path), path), path, "exec", dont_inherit=True)
             if not sys.dont_write_bytecode:
-                # set_data writes a temporary file and renames it: a concurrent reader sees all of it or none.
+                # set_data writes a temporary file and renames it: a concurrent reader sees the whole file or none
                 self.set_data(cache, header + marshal.dumps(code))
         return code
 
@@ -84,9 +87,16 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return marshal.loads(memoryview(data)[len(header) :]) if data.startswith(header) else None
 
 
-def rewritten(source: bytes, filename: str = "<source>") -> ast.Module:
-    """``source`` parsed, with devices, tensor types and pinned memory turned into the CPU's."""
-    return ast.fix_missing_locations(_Rewriter().visit(ast.parse(source, filename)))
+def rewrite(source: bytes, filename: str = "<source>") -> ast.Module:
+    """Parse ``source`` and replace its devices, tensor types and pinned memory with the CPU's.
+
+    Args:
+        source: Python source.
+        filename: The name that a SyntaxError reports.
+    """
+    tree = ast.parse(source, filename)
+    _Rewriter().visit(tree)
+    return ast.fix_missing_locations(tree)
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -105,4 +115,4 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.JoinedStr:
-        return node  # text for people, even where it says "cuda"
+        return node  # text for people, even if it contains "cuda"

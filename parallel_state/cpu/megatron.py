@@ -1,6 +1,6 @@
-"""What must change inside Megatron itself to run on a CPU: one small patch per module, applied as it is imported.
+"""Patch Megatron's own functions to run on a CPU: one small patch per module, applied when it is imported.
 
-Each patch looks for what it replaces, so that one table serves every supported version of megatron-core.
+Each patch checks that the name it replaces exists, so that one table works for all supported versions of megatron-core.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from parallel_state.cpu.adam import FusedAdam
 
 
 def _jit(module: Any) -> None:
-    """Eager functions: compiling one takes longer than a CPU run gains from it."""
+    """Run functions eagerly: compiling one takes longer than it saves in a CPU run."""
     module.disable_jit_fuser()
 
 
 def _layers(module: Any) -> None:
-    """What ``gradient_accumulation_fusion`` takes Apex for; a weight without ``main_grad`` has a gradient by itself."""
+    """Support ``gradient_accumulation_fusion``, which needs Apex; a weight without ``main_grad`` is not fused."""
     linear = module.linear_with_grad_accumulation_and_async_allreduce
     function = module.LinearWithGradAccumulationAndAsyncCommunication
     backward = function.backward
 
     @functools.wraps(linear)
-    def fused_where_summed(
+    def fused_if_main_grad(
         input: Any, weight: Any, bias: Any, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any
     ) -> Any:
         return linear(
             input, weight, bias, gradient_accumulation_fusion and hasattr(weight, "main_grad"), *args, **kwargs
         )
 
-    def without_stand_in(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        """Megatron gives autograd memory as it is for a gradient that is in ``main_grad`` already; what else
-        contributes to the weight would be added to that, and lost with it.
+    def without_dummy_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        """Return None as the gradient of a weight whose gradient is already added to ``main_grad``.
+
+        Megatron returns uninitialized memory to autograd. Other gradients of the same weight would be added to it, and
+        dropped with it.
         """
         of_input, of_weight, *others = backward(ctx, grad_output)
         return of_input, None if ctx.gradient_accumulation_fusion else of_weight, *others
 
-    function.backward = staticmethod(without_stand_in)
-    module.linear_with_grad_accumulation_and_async_allreduce = fused_where_summed
+    function.backward = staticmethod(without_dummy_grad)
+    module.linear_with_grad_accumulation_and_async_allreduce = fused_if_main_grad
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(
         wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
     )
@@ -52,28 +54,36 @@ def _layers(module: Any) -> None:
 
 
 def _data_parallel(module: Any) -> None:
-    """A weight of which all is in ``main_grad`` already has no gradient left, which Megatron's hook asks for."""
+    """Call Megatron's hook with a dummy gradient if the gradient is None: the hook requires one.
+
+    The gradient of a weight is None if all of it is already added to ``main_grad``.
+    """
     ddp = module.DistributedDataParallel
-    make = ddp._make_backward_post_hook
+    make_hook = ddp._make_backward_post_hook
 
-    def hook_of(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
-        hook = make(self, param)
+    def make_patched_hook(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
+        hook = make_hook(self, param)
 
-        def with_stand_in(*unused: Any) -> None:
+        def with_dummy_grad(*unused: Any) -> None:
             param.grad_added_to_main_grad = param.grad is None  # type: ignore[attr-defined]
             if param.grad is None:
                 param.grad = param.new_zeros(()).expand_as(param)
             hook(*unused)
 
-        return with_stand_in
+        return with_dummy_grad
 
-    ddp._make_backward_post_hook = hook_of
+    ddp._make_backward_post_hook = make_patched_hook
 
 
 def _add_weight_gradient(tokens: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """``main_grad`` ``[out, in]`` += the gradient of a weight; ``tokens`` is ``[n, in]``, ``grad_output`` ``[n, out]``.
+    """Add the gradient of a weight to ``main_grad``.
 
-    In one pass and without memory for the gradient by itself, where the dtypes are the same.
+    If all dtypes are the same, this is one pass without a temporary for the gradient.
+
+    Args:
+        tokens: ``[n, in]``.
+        grad_output: ``[n, out]``.
+        main_grad: ``[out, in]``.
     """
     if main_grad.dtype == tokens.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), tokens)
@@ -86,27 +96,27 @@ def _utils(module: Any) -> None:
 
 
 def _scale(chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], scale: Any) -> None:
-    """Megatron's stand-in for Apex's kernel, without memory for every product by itself."""
+    """Scale tensors as Apex's kernel does, without the temporaries of Megatron's own replacement."""
     for source, destination in zip(*tensors, strict=True):
         torch.mul(source, scale, out=destination)
 
 
 def _random(module: Any) -> None:
-    """The tracker forks the CPU's generator: there is no other."""
+    """Use the CPU's random generator as the device's."""
     module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-    # Megatron warns when the CPU's generator moves while the device's is forked; here they are one.
+    # Megatron warns if the CPU's generator changes while the device's is forked; here they are the same generator
     logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _moe_utils(module: Any) -> None:
     if not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None  # read by the router whether or not Transformer Engine is there (0.16)
-    module.maybe_move_tensor_to_cpu = _splits_on_host
+        module.te_general_gemm = None  # the router reads it without Transformer Engine too (0.16)
+    module.maybe_move_tensor_to_cpu = _maybe_to_numpy
 
 
-def _splits_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron converts to numpy only what was on a GPU, and then splits by what it got."""
+def _maybe_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Convert the sizes of splits to numpy, which Megatron does only for tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -123,7 +133,7 @@ def _distributed_optimizer(module: Any) -> None:
 
 
 def _checkpoint_writer(module: Any) -> None:
-    """A forked manager of the results queue: a spawned one imports torch again, in every rank."""
+    """Fork the manager process of the results queue: a spawned one imports torch again, for every rank."""
 
     def results_queue(*args: Any, **kwargs: Any) -> Any:
         if module._results_queue is None:
@@ -136,7 +146,7 @@ def _checkpoint_writer(module: Any) -> None:
 
 
 def _inference_communication(module: Any) -> None:
-    module._is_cuda = lambda tensor: None  # an assertion that the tensor is on a GPU
+    module._is_cuda = lambda tensor: None  # it asserts that the tensor is on a GPU
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {
@@ -151,3 +161,4 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
     "megatron.core.inference.communication_utils": _inference_communication,
 }
+"""Module name -> the function that patches it."""

@@ -1,6 +1,6 @@
-"""What Megatron calls in ``torch.cuda``, answered by the CPU.
+"""Replace the functions of ``torch.cuda`` that Megatron calls.
 
-Memory on the device is host memory, the device's random generator is the CPU's, streams and events are always done.
+The device's memory is the CPU's, its random generator is the CPU's, and streams and events are always complete.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_HOST_MEMORY_BYTES = 1 << 34  # what mem_get_info reports; nothing is decided by it
+_MEMORY_BYTES = 1 << 34  # reported by mem_get_info; nothing depends on it
 
 
 class Stream:
-    """A stream on which everything has already happened."""
+    """A stream on which all work is complete; it has the interface of ``torch.cuda.Stream``."""
 
     cuda_stream = 0
     device = _CPU
@@ -27,18 +27,20 @@ class Stream:
         pass
 
     def synchronize(self) -> None:
-        pass
+        """Return at once."""
 
     def query(self) -> bool:
+        """Return True."""
         return True
 
     def wait_stream(self, stream: Any) -> None:
-        pass
+        """Return at once."""
 
     def wait_event(self, event: Any) -> None:
-        pass
+        """Return at once."""
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Record ``event``, or a new event, and return it."""
         event = event or Event()
         event.record(self)
         return event
@@ -57,45 +59,47 @@ class Stream:
 
 
 class Event:
-    """A mark in time; complete as soon as it is recorded."""
+    """A point in time, complete when it is recorded; it has the interface of ``torch.cuda.Event``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_at = 0.0
 
     def record(self, stream: Any = None) -> None:
+        """Set the event to the current time."""
         self._recorded_at = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to ``end``."""
+        """Return the milliseconds from this event to ``end``."""
         return (end._recorded_at - self._recorded_at) * 1e3
 
     def query(self) -> bool:
+        """Return True."""
         return True
 
     def wait(self, stream: Any = None) -> None:
-        pass
+        """Return at once."""
 
     def synchronize(self) -> None:
-        pass
+        """Return at once."""
 
 
-def redirect() -> None:
-    """Put the CPU's answers in place of ``torch.cuda``'s, and make ``Tensor.cuda`` and its like the identity."""
-    for name, answer in _cuda_answers().items():
-        setattr(torch.cuda, name, answer)
+def patch_cuda() -> None:
+    """Patch ``torch.cuda``, and make ``Tensor.cuda``, ``Tensor.pin_memory`` and ``Module.cuda`` return their object."""
+    for name, replacement in _replacements().items():
+        setattr(torch.cuda, name, replacement)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     torch.cuda.nvtx.range_push = _nothing()
     torch.cuda.nvtx.range_pop = _nothing()
-    torch.Tensor.cuda = _itself()  # type: ignore[method-assign]
-    torch.Tensor.pin_memory = _itself()  # type: ignore[method-assign]
+    torch.Tensor.cuda = _return_self()  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _return_self()  # type: ignore[method-assign]
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
-    torch.nn.Module.cuda = _itself()  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _return_self()  # type: ignore[method-assign]
 
 
-def _cuda_answers() -> dict[str, Any]:
+def _replacements() -> dict[str, Any]:
     stream = Stream()
-    answers: dict[str, Any] = {
+    replacements: dict[str, Any] = {
         "current_device": lambda: _CPU,
         "device_count": lambda: 1,
         "Stream": Stream,
@@ -109,17 +113,17 @@ def _cuda_answers() -> dict[str, Any]:
         "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
         "default_generators": (torch.default_generator,),
-        "mem_get_info": lambda device=None: (_HOST_MEMORY_BYTES, _HOST_MEMORY_BYTES),
+        "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
         "memory_stats": lambda device=None: {},
     }
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        answers[name] = _zero()
+        replacements[name] = _zero()
     for name in ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
-        answers[name] = _nothing()
-    return answers
+        replacements[name] = _nothing()
+    return replacements
 
 
-# One function object per name: torch.compile keys its trace rules by the identity of the function.
+# Each name needs its own function object: torch.compile looks up its trace rules by the identity of a function.
 def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
@@ -128,5 +132,5 @@ def _zero() -> Callable[..., int]:
     return lambda *args, **kwargs: 0
 
 
-def _itself() -> Callable[..., Any]:
+def _return_self() -> Callable[..., Any]:
     return lambda self, *args, **kwargs: self

@@ -1,4 +1,4 @@
-"""Megatron-Core's own answers, from a process of its own so that the tests' process never imports megatron.
+"""Megatron-Core's own results, from a separate process, so that the process of the tests never imports megatron.
 
 Run as a script it reads pickled questions from stdin and writes pickled answers to stdout; `Oracle` is the client.
 """
@@ -52,15 +52,15 @@ class Oracle:
         groups: list[list[list[list[int]]]] = self._ask("groups", questions)
         return groups
 
-    def refusals(self, questions: list[tuple[int, dict[str, Any]]]) -> list[str | None]:
-        """What initialize_model_parallel says against (world_size, arguments); None where it accepts them."""
-        refusals: list[str | None] = self._ask("refusals", questions)
-        return refusals
+    def errors(self, questions: list[tuple[int, dict[str, Any]]]) -> list[str | None]:
+        """The error of initialize_model_parallel(**arguments) for (world_size, arguments); None if it accepts them."""
+        errors: list[str | None] = self._ask("errors", questions)
+        return errors
 
-    def places(self, questions: list[tuple[int, int, dict[str, Any]]]) -> list[dict[str, dict[Any, Any]]]:
+    def coordinates(self, questions: list[tuple[int, int, dict[str, Any]]]) -> list[dict[str, dict[Any, Any]]]:
         """Indices, sizes and groups after initialize_model_parallel on (world_size, rank, arguments)."""
-        places: list[dict[str, dict[Any, Any]]] = self._ask("places", questions)
-        return places
+        found: list[dict[str, dict[Any, Any]]] = self._ask("coordinates", questions)
+        return found
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
@@ -73,7 +73,7 @@ class Oracle:
 
 
 def answer(questions: BinaryIO, answers: BinaryIO) -> None:
-    kinds: dict[str, Callable[..., Any]] = {"groups": _groups, "refusals": _refusal, "places": _place}
+    kinds: dict[str, Callable[..., Any]] = {"groups": _groups, "errors": _error, "coordinates": _coordinates}
     with contextlib.suppress(EOFError):  # the client has closed its end
         while True:
             kind, batch = pickle.load(questions)
@@ -88,15 +88,15 @@ def _groups(sizes: dict[str, int], order: str, tokens: list[str]) -> list[list[l
     return [generator.get_ranks(token) for token in tokens]
 
 
-def _refusal(world_size: int, arguments: dict[str, Any]) -> str | None:
+def _error(world_size: int, arguments: dict[str, Any]) -> str | None:
     try:
         with _model_parallel(world_size, 0, arguments):
             return None
-    except (RuntimeError, AssertionError) as refusal:
-        return str(refusal)
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
 
 
-def _place(world_size: int, rank: int, arguments: dict[str, Any]) -> dict[str, dict[Any, Any]]:
+def _coordinates(world_size: int, rank: int, arguments: dict[str, Any]) -> dict[str, dict[Any, Any]]:
     import torch.distributed as dist
 
     with _model_parallel(world_size, rank, arguments) as mpu:
@@ -112,7 +112,7 @@ def _place(world_size: int, rank: int, arguments: dict[str, Any]) -> dict[str, d
 
 @contextlib.contextmanager
 def _model_parallel(world_size: int, rank: int, arguments: dict[str, Any]) -> Iterator[Any]:
-    """Megatron's parallel state as `rank` sees it in a world whose other ranks are torch's fakes."""
+    """Megatron's parallel state on `rank`, with torch's fake process groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -128,5 +128,5 @@ def _model_parallel(world_size: int, rank: int, arguments: dict[str, Any]) -> It
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever the imports print must not mix with the answers
+    os.dup2(2, 1)  # output of the imports must not mix with the answers
     answer(sys.stdin.buffer, answers)

@@ -26,11 +26,11 @@ def test_replicas_by_stages_then_nodes() -> None:
         "node       ranks   tp    dp    pp\n"
         "10.0.0.1   0-3     0-1   0-1   0\n"
         "10.0.0.2   4-7     0-1   0-1   1\n"
-        "(inside a node: tp, dp; from node to node: pp)"
+        "(inside a node: tp, dp; across nodes: pp)"
     )
 
 
-def test_experts_have_a_grid_of_their_own() -> None:
+def test_experts_have_a_separate_grid() -> None:
     text = topology(ParallelLayout(16, tp=2, pp=2, cp=2, ep=2, etp=1, vpp=2)).describe()
     assert text == (
         "16 ranks = tp 2 x cp 2 x dp 2 x pp 2\n"

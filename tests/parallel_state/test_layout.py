@@ -1,4 +1,4 @@
-"""ParallelLayout alone: its arithmetic, its errors and their figures (test_layout_is_megatrons.py has the rest)."""
+"""ParallelLayout: its arithmetic and its errors (test_layout_is_megatrons.py compares it with Megatron)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_first_axis_of_the_order_is_the_one_on_which_neighbours_differ() -> 
     assert ParallelLayout(8, tp=2, pp=2, order="dp-tp-pp").groups("tp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
-def test_what_is_left_of_the_world_is_data_parallel_in_both_grids() -> None:
+def test_the_quotient_of_the_world_size_is_data_parallel_in_both_grids() -> None:
     layout = ParallelLayout(64, tp=4, pp=2, cp=2, ep=8, etp=1)
     assert (layout.dp, layout.edp) == (4, 4)
     assert layout.sizes == {"tp": 4, "cp": 2, "dp": 4, "pp": 2, "etp": 1, "ep": 8, "edp": 4}
@@ -31,13 +31,13 @@ def test_what_is_left_of_the_world_is_data_parallel_in_both_grids() -> None:
     assert layout.expert_axes == ("etp", "ep", "edp", "pp")
 
 
-def test_experts_take_the_tensor_parallel_size_unless_told_otherwise() -> None:
+def test_etp_defaults_to_tp() -> None:
     assert ParallelLayout(8, tp=4).sizes["etp"] == 4
     assert dataclasses.replace(ParallelLayout(8, tp=4), tp=2).sizes["etp"] == 2
     assert ParallelLayout(8, tp=4, etp=1).edp == 8
 
 
-def test_an_axis_of_the_users_own_lies_in_both_grids() -> None:
+def test_a_user_defined_axis_belongs_to_both_grids() -> None:
     layout = ParallelLayout(16, tp=2, ep=2, etp=1, order="tp-cp-ep-dp-pp-replica", extra={"replica": 2})
     assert (layout.dp, layout.edp) == (4, 4)
     assert layout.groups("replica") == [[rank, rank + 8] for rank in range(8)]
@@ -46,7 +46,7 @@ def test_an_axis_of_the_users_own_lies_in_both_grids() -> None:
     assert layout.coordinates(13) == {"tp": 1, "cp": 0, "dp": 2, "pp": 0, "replica": 1, "etp": 0, "ep": 1, "edp": 2}
 
 
-def test_a_world_of_the_users_own_axes_only() -> None:
+def test_a_layout_with_only_user_defined_axes() -> None:
     layout = ParallelLayout(6, order="lane-island", extra={"lane": 3, "island": 2})
     assert layout.groups("lane") == [[0, 1, 2], [3, 4, 5]]
     assert layout.rank(lane=2, island=-1) == 5
@@ -87,45 +87,45 @@ def test_a_column_is_the_index_of_every_rank(layout: ParallelLayout) -> None:
 
 @unhurried
 @given(layouts())
-def test_a_layout_is_a_value(layout: ParallelLayout) -> None:
+def test_a_layout_is_an_immutable_value(layout: ParallelLayout) -> None:
     copy = pickle.loads(pickle.dumps(layout))
     assert copy == layout and hash(copy) == hash(layout) and copy.sizes == layout.sizes
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.tp = 3  # type: ignore[misc]
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+INVALID: list[tuple[dict[str, Any], str]] = [
     (
         dict(world_size=12, tp=4, pp=2),
-        "tp 4 x pp 2 x cp 1 = 8 does not divide world_size 12; take a world_size of 8 or",
+        "tp 4 x pp 2 x cp 1 = 8 does not divide world_size 12; use a world_size of 8 or",
     ),
-    (dict(world_size=3, tp=4), "tp 4 x pp 1 x cp 1 = 4 does not divide world_size 3; take a world_size of 4, or"),
-    (dict(world_size=8, ep=3), "etp 1 x ep 3 x pp 1 = 3 does not divide world_size 8; take a world_size of 6 or 9, or"),
+    (dict(world_size=3, tp=4), "tp 4 x pp 1 x cp 1 = 4 does not divide world_size 3; use a world_size of 4, or"),
+    (dict(world_size=8, ep=3), "etp 1 x ep 3 x pp 1 = 3 does not divide world_size 8; use a world_size of 6 or 9, or"),
     (
         dict(world_size=8, tp=4, extra={"replica": 4}, order="tp-dp-replica"),
-        "tp 4 x pp 1 x cp 1 x replica 4 = 16 does not divide world_size 8; take a world_size of 16",
+        "tp 4 x pp 1 x cp 1 x replica 4 = 16 does not divide world_size 8; use a world_size of 16",
     ),
-    (dict(world_size=8, tp=0), "tp is 0; expected a whole number of at least 1"),
-    (dict(world_size=8, tp="2"), "tp is '2'; expected a whole number of at least 1"),
-    (dict(world_size=8, pp=True), "pp is True; expected a whole number of at least 1"),
-    (dict(world_size=0), "world_size is 0; expected a whole number of at least 1"),
+    (dict(world_size=8, tp=0), "tp is 0; expected an int of at least 1"),
+    (dict(world_size=8, tp="2"), "tp is '2'; expected an int of at least 1"),
+    (dict(world_size=8, pp=True), "pp is True; expected an int of at least 1"),
+    (dict(world_size=0), "world_size is 0; expected an int of at least 1"),
     (dict(world_size=8, vpp=2), "vpp 2 with pp 1: virtual stages interleave a pipeline"),
     (dict(world_size=8, order=None), "order is None; expected axes joined by '-'"),
     (dict(world_size=8, order="tp-xp-dp"), "order 'tp-xp-dp' names an unknown axis: 'xp'"),
     (dict(world_size=8, order="tp-dp-tp"), "order 'tp-dp-tp' names an axis twice: 'tp'"),
     (
         dict(world_size=8, tp=2, order="tp-pp"),
-        "order 'tp-pp' leaves out dp, but dp has size 4; put dp where it belongs",
+        "order 'tp-pp' leaves out dp, but dp has size 4; list all axes",
     ),
     (dict(world_size=8, tp=8, etp=2, order="tp-ep"), "order 'tp-ep' leaves out dp, but edp has size 4"),
     (dict(world_size=8, ep=2, order="tp-dp"), "order 'tp-dp' leaves out ep, but ep has size 2"),
     (dict(world_size=8, extra={"replica": 2}), "as in 'tp-cp-ep-dp-pp-replica'"),
-    (dict(world_size=8, extra={"rank": 2}), "extra axis 'rank': take a lower-case identifier other than cp, dp,"),
-    (dict(world_size=8, extra={"my-axis": 2}), "extra axis 'my-axis': take a lower-case identifier"),
+    (dict(world_size=8, extra={"rank": 2}), "extra axis 'rank': expected a lower-case identifier other than cp, dp,"),
+    (dict(world_size=8, extra={"my-axis": 2}), "extra axis 'my-axis': expected a lower-case identifier"),
     (
         dict(world_size=16, pp=2, cp=2, order="tp-cp-pp-ep-dp"),
-        "order 'tp-cp-pp-ep-dp' does not end in pp, so dp and edp must agree: dp is 16 / (tp 1 x cp 2 x pp 2) = 4, "
-        "edp is 16 / (etp 1 x pp 2 x ep 1) = 8",
+        "order 'tp-cp-pp-ep-dp' does not end with pp, so dp and edp must be equal: dp is 16 / (tp 1 x cp 2 x pp 2) "
+        "= 4, edp is 16 / (etp 1 x pp 2 x ep 1) = 8",
     ),
     (
         dict(world_size=8, tp=2, pp=2, ep=2, etp=1, order="tp-pp-ep-dp"),
@@ -139,38 +139,42 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_a_layout_that_cannot_be_is_refused_with_its_arithmetic(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(LayoutError) as refusal:
+@pytest.mark.parametrize(("arguments", "message"), INVALID, ids=[message[:40] for _, message in INVALID])
+def test_an_invalid_layout_is_rejected_with_the_arithmetic(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError) as raised:
         ParallelLayout(**arguments)
-    assert message in str(refusal.value)
+    assert message in str(raised.value)
 
 
-def test_a_refusal_carries_its_figures_as_fields() -> None:
-    with pytest.raises(LayoutError) as refusal:
+def test_an_error_has_its_figures_as_fields() -> None:
+    with pytest.raises(LayoutError) as raised:
         ParallelLayout(12, tp=4, pp=2)
-    error = pickle.loads(pickle.dumps(refusal.value))
+    error = pickle.loads(pickle.dumps(raised.value))
     assert (error.world_size, error.product, error.sizes) == (12, 8, {"tp": 4, "pp": 2, "cp": 1})
 
 
-ASKED_WRONGLY = [
+INVALID_QUERIES = [
     (lambda layout: layout.rank(tp=2, pp=0, dp=0), "tp=2 lies outside axis tp of size 2 (0 to 1)"),
     (lambda layout: layout.rank(cp=1), "cp=1 lies outside axis cp of size 1 (only 0)"),
-    (lambda layout: layout.rank(tp=0), "tp=0: give also dp and pp (dense grid) or ep and edp and pp (expert grid)"),
+    (lambda layout: layout.rank(tp=0), "tp=0: add dp and pp (dense grid) or ep and edp and pp (expert grid)"),
     (lambda layout: layout.rank(xp=0), "the layout has no axis 'xp'; it has tp, cp, dp, pp, etp, ep, edp"),
     (
         lambda layout: layout.rank(tp=1, dp=0, pp=0, ep=0),
-        "no rank stands at tp=1, dp=0, pp=0, ep=0: rank 1 does by its tp-cp-dp-pp, and it is at tp=1, dp=0, pp=0, ep=1",
+        "no rank has the coordinates tp=1, dp=0, pp=0, ep=0: by tp, cp, dp, pp it is rank 1, which has tp=1, dp=0, "
+        "pp=0, ep=1",
     ),
-    (lambda layout: layout.coordinates(8), "rank 8 is none of the 8 ranks (0 to 7)"),
-    (lambda layout: layout.coordinates(-1), "rank -1 is none of the 8 ranks (0 to 7)"),
-    (lambda layout: layout.groups("dp", "ep"), "dp, ep do not lie in one grid: take them from tp, cp, dp, pp (dense)"),
+    (lambda layout: layout.coordinates(8), "rank 8 is out of range for 8 ranks (0 to 7)"),
+    (lambda layout: layout.coordinates(-1), "rank -1 is out of range for 8 ranks (0 to 7)"),
+    (
+        lambda layout: layout.groups("dp", "ep"),
+        "dp, ep are not axes of one grid; expected axes of tp, cp, dp, pp (dense)",
+    ),
     (lambda layout: layout.groups("xp"), "the layout has no axis 'xp'"),
 ]
 
 
-@pytest.mark.parametrize(("question", "message"), ASKED_WRONGLY, ids=[message[:40] for _, message in ASKED_WRONGLY])
-def test_a_question_without_an_answer_says_what_there_is(question: Any, message: str) -> None:
-    with pytest.raises(LayoutError) as refusal:
-        question(ParallelLayout(8, tp=2, pp=2, ep=2, etp=1))
-    assert message in str(refusal.value)
+@pytest.mark.parametrize(("query", "message"), INVALID_QUERIES, ids=[message[:40] for _, message in INVALID_QUERIES])
+def test_an_error_of_an_invalid_query_lists_the_valid_values(query: Any, message: str) -> None:
+    with pytest.raises(LayoutError) as raised:
+        query(ParallelLayout(8, tp=2, pp=2, ep=2, etp=1))
+    assert message in str(raised.value)

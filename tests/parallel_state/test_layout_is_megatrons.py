@@ -1,4 +1,4 @@
-"""ParallelLayout against megatron.core: its rank generator, and what initialize_model_parallel builds and refuses."""
+"""ParallelLayout against megatron.core: its rank generator, and initialize_model_parallel's groups and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def oracle() -> Iterator[Oracle]:
 
 
 def layout_of(world_size: int, tp: int, cp: int, pp: int, ep: int, etp: int, order: str) -> ParallelLayout | None:
-    """The layout, or None where it is refused."""
+    """The layout; None if it is rejected."""
     try:
         return ParallelLayout(world_size, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
     except LayoutError:
@@ -93,7 +93,7 @@ def test_an_order_that_leaves_out_axes_of_size_one_is_megatrons(
     assert [layout.groups(*subset) for subset in axes] == oracle.groups([question])[0]
 
 
-def test_a_layout_is_refused_exactly_where_initialize_model_parallel_refuses_it(oracle: Oracle) -> None:
+def test_layouts_are_rejected_exactly_if_initialize_model_parallel_rejects_them(oracle: Oracle) -> None:
     sizes = [
         *((8, *each) for each in itertools.product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2))),
         *((12, *each) for each in itertools.product((1, 3, 4), (1,), (1, 2), (1, 3), (1, 2))),
@@ -107,24 +107,24 @@ def test_a_layout_is_refused_exactly_where_initialize_model_parallel_refuses_it(
             f"{name}_parallel_size": size for name, size in zip(names, (tp, cp, pp, ep, etp), strict=True)
         }
         questions.append((world_size, {**arguments, "order": order}))
-    refusals = oracle.refusals(questions)
-    assert 0.2 < sum(refusal is None for refusal in refusals) / len(cases) < 0.8
+    errors = oracle.errors(questions)
+    assert 0.2 < sum(error is None for error in errors) / len(cases) < 0.8
     differing = [
-        (size, order, refusal)
-        for (size, order), refusal in zip(cases, refusals, strict=True)
-        if (layout_of(*size, order) is None) != (refusal is not None)
+        (size, order, error)
+        for (size, order), error in zip(cases, errors, strict=True)
+        if (layout_of(*size, order) is None) != (error is not None)
     ]
     assert differing == []
 
 
-def test_virtual_stages_are_refused_without_a_pipeline_as_megatron_refuses_them(oracle: Oracle) -> None:
-    asked = [(pp, vpp) for pp in (1, 2) for vpp in (None, 1, 2)]
+def test_virtual_stages_without_a_pipeline_are_rejected_as_in_megatron(oracle: Oracle) -> None:
+    sizes_of_case = [(pp, vpp) for pp in (1, 2) for vpp in (None, 1, 2)]
     names = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
-    refusals = oracle.refusals([(4, dict(zip(names, sizes, strict=True))) for sizes in asked])
-    refused = [sizes for sizes, refusal in zip(asked, refusals, strict=True) if refusal is not None]
-    assert refused == [(1, 1), (1, 2)]
-    for pp, vpp in asked:
-        if (pp, vpp) in refused:
+    errors = oracle.errors([(4, dict(zip(names, sizes, strict=True))) for sizes in sizes_of_case])
+    rejected = [sizes for sizes, error in zip(sizes_of_case, errors, strict=True) if error is not None]
+    assert rejected == [(1, 1), (1, 2)]
+    for pp, vpp in sizes_of_case:
+        if (pp, vpp) in rejected:
             with pytest.raises(LayoutError, match=f"vpp {vpp} with pp 1"):
                 ParallelLayout(4, pp=pp, vpp=vpp)
         else:
@@ -147,12 +147,12 @@ WORLDS = [
 
 
 @pytest.mark.parametrize("layout", WORLDS, ids=lambda layout: f"{layout.world_size}-{layout.order}")
-def test_initialize_model_parallel_puts_every_rank_where_the_layout_does(
+def test_initialize_model_parallel_agrees_on_the_coordinates_of_every_rank_with_the_layout(
     oracle: Oracle, layout: ParallelLayout
 ) -> None:
     chosen = random.Random(layout.world_size).sample(range(layout.world_size), 3)
     ranks = sorted({0, 1, layout.world_size // 2, layout.world_size - 1, *chosen})
-    answers = oracle.places([(layout.world_size, rank, arguments_of(layout)) for rank in ranks])
+    answers = oracle.coordinates([(layout.world_size, rank, arguments_of(layout)) for rank in ranks])
     for rank, found in zip(ranks, answers, strict=True):
         assert found["indices"] == layout.coordinates(rank)
         assert found["sizes"] == layout.sizes

@@ -1,4 +1,4 @@
-"""Megatron's groups for a layout, read back from Megatron, and contexts that do not disturb each other."""
+"""Megatron's groups for a layout, read back from Megatron, and contexts that are independent of each other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 import parallel_state.megatron
 from parallel_state.errors import LayoutError, ParallelStateError
+from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.megatron import MegatronContext, initialize_distributed
-from parallel_state.topology import DistGlobalInfo, DistRankInfo, Topology
+from parallel_state.topology import Topology
 from tests.forking import run_ranks
 
 TP2_PP2 = ParallelLayout(world_size=4, tp=2, pp=2)
@@ -38,7 +39,7 @@ def infos(layout: ParallelLayout) -> tuple[DistRankInfo, DistGlobalInfo]:
     ],
     ids=lambda layout: f"tp{layout.tp}cp{layout.cp}pp{layout.pp}ep{layout.ep} {layout.order}",
 )
-def test_megatron_places_every_rank_where_the_layout_says(layout: ParallelLayout) -> None:
+def test_megatron_reports_the_coordinates_of_the_layout(layout: ParallelLayout) -> None:
     rank_infos, global_infos = zip(*run_ranks(infos, 8, layout), strict=True)
     for rank, info in enumerate(rank_infos):
         assert {axis: getattr(info, f"{axis}_rank") for axis in layout.sizes} == layout.coordinates(rank)
@@ -49,24 +50,26 @@ def test_megatron_places_every_rank_where_the_layout_says(layout: ParallelLayout
     )
 
 
-def test_a_layout_for_another_world_size_is_refused() -> None:
-    def refused() -> tuple[int, int, str]:
+def test_a_layout_for_another_world_size_is_rejected() -> None:
+    def rejected() -> tuple[int, int, str]:
         with pytest.raises(LayoutError) as caught:
             MegatronContext(TP4)
         return caught.value.layout_world_size, caught.value.world_size, str(caught.value)  # type: ignore[attr-defined]
 
-    expected = "the layout is for 4 ranks, torch.distributed runs 2: a context covers all of them"
-    assert run_ranks(refused, 2) == [(4, 2, expected)] * 2
+    expected = (
+        "the layout has 4 ranks and torch.distributed 2; expected the same number, because a context covers all ranks"
+    )
+    assert run_ranks(rejected, 2) == [(4, 2, expected)] * 2
 
 
-def test_an_axis_that_megatron_does_not_know_is_refused() -> None:
-    def refused() -> str:
+def test_an_axis_that_megatron_does_not_have_is_rejected() -> None:
+    def rejected() -> str:
         layout = ParallelLayout(2, extra={"island": 2}, order="tp-cp-ep-dp-pp-island")
         with pytest.raises(LayoutError) as caught:
             MegatronContext(layout)
         return str(caught.value)
 
-    assert run_ranks(refused, 2)[0].startswith("Megatron has no axis 'island'")
+    assert run_ranks(rejected, 2)[0].startswith("Megatron has no axis 'island'")
 
 
 def test_a_context_needs_torch_distributed() -> None:
@@ -85,7 +88,7 @@ def test_a_process_joins_torch_distributed_as_one_rank_only() -> None:
     assert run_ranks(join_again, 2)[1].startswith("torch.distributed runs in this process as rank 1 of 2; it cannot")
 
 
-def test_what_was_there_before_returns_after_the_block() -> None:
+def test_the_globals_are_restored_after_the_block() -> None:
     def sizes() -> list[object]:
         one, other = MegatronContext(TP2_PP2), MegatronContext(TP4)
         seen: list[object] = [mpu.model_parallel_is_initialized()]
@@ -102,7 +105,7 @@ def test_what_was_there_before_returns_after_the_block() -> None:
     assert run_ranks(sizes, 4)[3] == [False, 2, 4, 2, 1, 2, False]
 
 
-def test_an_exception_in_the_block_passes_and_restores() -> None:
+def test_the_globals_are_restored_after_an_exception() -> None:
     def after_failure() -> tuple[bool, int]:
         context = MegatronContext(TP2_PP2)
         with pytest.raises(ZeroDivisionError), context.activate():
@@ -113,7 +116,7 @@ def test_an_exception_in_the_block_passes_and_restores() -> None:
     assert run_ranks(after_failure, 4) == [(True, 2)] * 4
 
 
-def test_what_is_set_inside_a_context_stays_in_it() -> None:
+def test_globals_set_inside_a_context_belong_to_it() -> None:
     def virtual_ranks() -> list[int | None]:
         layout = ParallelLayout(4, pp=2, vpp=2)
         one, other = MegatronContext(layout), MegatronContext(layout)
@@ -159,20 +162,22 @@ def test_the_random_numbers_of_a_context_do_not_depend_on_others() -> None:
                     torch.rand(7)
         return drawn
 
-    alone, beside_another = run_ranks(draws, 4, False), run_ranks(draws, 4, True)
-    torch.testing.assert_close(alone, beside_another, rtol=0, atol=0)
+    alone, with_another = run_ranks(draws, 4, False), run_ranks(draws, 4, True)
+    torch.testing.assert_close(alone, with_another, rtol=0, atol=0)
     assert not torch.equal(alone[0][0], alone[1][0])  # divided over tp: another stream on each tp rank
     assert torch.equal(alone[0][1], alone[1][1])
 
 
-def test_a_new_context_starts_from_what_a_fresh_megatron_holds() -> None:
-    fresh = [{name: getattr(module, name) for name in names} for module, names in parallel_state.megatron._HELD]
+def test_a_new_context_starts_with_the_globals_of_a_new_process() -> None:
+    fresh = [
+        {name: getattr(module, name) for name in names} for module, names in parallel_state.megatron._LAYOUT_GLOBALS
+    ]
     assert parallel_state.megatron._Globals()._values == fresh
     assert len(fresh[0]) > 40
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_gloo_groups_are_not_made_twice() -> None:
+def test_gloo_groups_are_created_once() -> None:
     def shared() -> bool:
         with MegatronContext(TP2_PP2).activate():
             return mpu.get_data_parallel_group_gloo() is mpu.get_data_parallel_group()

@@ -1,4 +1,4 @@
-"""Mocked ranks against what initialize_model_parallel builds in a world of torch's fake process groups."""
+"""Mocked ranks against the groups that initialize_model_parallel creates on torch's fake process groups."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TP2_PP2_DP2 = Topology.from_layout(LAYOUTS[0])
 
 
 def mpu() -> Any:
-    from megatron.core import parallel_state  # after MockedRanks has prepared it for the CPU
+    from megatron.core import parallel_state  # after MockedRanks has patched it for the CPU
 
     return parallel_state
 
 
-def place() -> dict[str, dict[Any, Any]]:
-    """What Megatron says of the rank stood on, in the oracle's form."""
+def reported() -> dict[str, dict[Any, Any]]:
+    """Megatron's indices, sizes and groups of the active rank, in the oracle's form."""
     groups = {axes: getattr(mpu(), name)() for axes, name in GROUP_GETTERS.items()}
     groups["dp", "cp"] = mpu().get_data_parallel_group(with_context_parallel=True)
     groups["tp", "dp", "cp"] = mpu().get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -57,19 +57,19 @@ def arguments_of(layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
-def test_every_getter_answers_as_megatron_does_on_every_rank() -> None:
+def test_every_getter_returns_megatrons_value_on_every_rank() -> None:
     oracle = Oracle()
     questions = [(layout, rank) for layout in LAYOUTS for rank in range(layout.world_size)]
-    answers = oracle.places([(layout.world_size, rank, arguments_of(layout)) for layout, rank in questions])
+    answers = oracle.coordinates([(layout.world_size, rank, arguments_of(layout)) for layout, rank in questions])
     oracle.close()
     ranks = {layout: MockedRanks(Topology.from_layout(layout)) for layout in LAYOUTS}
     for (layout, rank), answer in zip(questions, answers, strict=True):
-        with ranks[layout].standing(rank):
-            assert place() == answer, (layout, rank)
+        with ranks[layout].activate(rank):
+            assert reported() == answer, (layout, rank)
 
 
 def test_the_neighbours_in_the_pipeline_are_those_of_the_rank() -> None:
-    with MockedRanks(Topology.from_layout(ParallelLayout(8, tp=2, pp=4))).standing(5):
+    with MockedRanks(Topology.from_layout(ParallelLayout(8, tp=2, pp=4))).activate(5):
         stages = mpu()
         found = [getattr(stages, f"get_pipeline_model_parallel_{which}_rank")() for which in WHICH]
         assert found == [1, 3, 7, 7]
@@ -78,44 +78,44 @@ def test_the_neighbours_in_the_pipeline_are_those_of_the_rank() -> None:
         assert not stages.is_rank_in_embedding_group()
 
 
-def test_torch_distributed_answers_as_on_the_rank_and_is_left_as_it_was() -> None:
+def test_torch_distributed_is_mocked_inside_the_block_and_restored_after_it() -> None:
     ranks = MockedRanks(TP2_PP2_DP2)
-    with ranks.standing(3):
+    with ranks.activate(3):
         assert dist.is_initialized() and (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (3, 8, "gloo")
         group = mpu().get_data_parallel_group()
         assert (dist.get_rank(group), dist.get_world_size(group), dist.get_global_rank(group, 0)) == (1, 2, 1)
     assert not dist.is_initialized() and not mpu().is_initialized()
 
 
-def test_blocks_nest_and_each_rank_keeps_what_it_changed() -> None:
+def test_blocks_nest_and_each_rank_keeps_its_changes() -> None:
     ranks = MockedRanks(Topology.from_layout(LAYOUTS[4]))
-    with ranks.standing(1):
-        with ranks.standing(6):
+    with ranks.activate(1):
+        with ranks.activate(6):
             mpu()._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 1
             assert dist.get_rank() == 6
         assert dist.get_rank() == 1 and mpu().get_virtual_pipeline_model_parallel_rank() == 0
-    with ranks.standing(6):
+    with ranks.activate(6):
         assert mpu().get_virtual_pipeline_model_parallel_rank() == 1
         assert mpu().get_virtual_pipeline_model_parallel_world_size() == 2
 
 
-def test_ranks_in_another_order_stand_at_their_own_coordinates() -> None:
+def test_ranks_in_another_order_have_their_own_coordinates() -> None:
     columns = {axis: tuple(reversed(column)) for axis, column in TP2_PP2_DP2.columns.items()}
-    with MockedRanks(replace(TP2_PP2_DP2, columns=FrozenMap(columns))).standing(7):
-        assert place()["indices"] == {"tp": 0, "cp": 0, "dp": 0, "pp": 0, "etp": 0, "ep": 0, "edp": 0}
+    with MockedRanks(replace(TP2_PP2_DP2, columns=FrozenMap(columns))).activate(7):
+        assert reported()["indices"] == {"tp": 0, "cp": 0, "dp": 0, "pp": 0, "etp": 0, "ep": 0, "edp": 0}
         assert dist.get_process_group_ranks(mpu().get_model_parallel_group()) == [2, 3, 6, 7]
 
 
-def test_a_collective_between_mocked_ranks_says_that_it_cannot_be() -> None:
-    with MockedRanks(TP2_PP2_DP2).standing(0):
+def test_a_collective_between_mocked_ranks_raises() -> None:
+    with MockedRanks(TP2_PP2_DP2).activate(0):
         with pytest.raises(ParallelStateError, match="mocked ranks run one after another and cannot communicate"):
             dist.all_reduce(torch.ones(1), group=mpu().get_tensor_model_parallel_group())
         with pytest.raises(ParallelStateError, match="cannot communicate"):
             dist.barrier()
 
 
-def test_initialising_megatron_on_a_mocked_rank_is_checked_against_its_layout() -> None:
-    with MockedRanks(TP2_PP2_DP2).standing(0):
+def test_initializing_megatron_on_a_mocked_rank_is_checked_against_its_layout() -> None:
+    with MockedRanks(TP2_PP2_DP2).activate(0):
         mpu().initialize_model_parallel(2, 2)
         assert mpu().get_data_parallel_world_size() == 2
         with pytest.raises(LayoutError, match="'tp': 4") as raised:
@@ -123,8 +123,8 @@ def test_initialising_megatron_on_a_mocked_rank_is_checked_against_its_layout() 
         assert raised.value.mocked == {"tp": 2, "pp": 2, "cp": 1, "ep": 1}
 
 
-def test_a_megatron_context_can_be_made_on_a_mocked_rank() -> None:
-    with MockedRanks(TP2_PP2_DP2).standing(6):
+def test_a_megatron_context_can_be_created_on_a_mocked_rank() -> None:
+    with MockedRanks(TP2_PP2_DP2).activate(6):
         from parallel_state.megatron import MegatronContext
 
         info = MegatronContext(LAYOUTS[0]).rank_info()

@@ -1,4 +1,4 @@
-"""Roles with different layouts train by turns in the same processes, each as if it were alone in one."""
+"""Roles with different layouts take training steps in the same processes, with the results of separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.training import SMALL_GPT, Role, largest_difference
 from workers.config import ModelConfig, ParallelConfig
 
 STEPS = 3
-OF_EXPERTS = dataclasses.replace(SMALL_GPT, num_moe_experts=4, moe_ffn_hidden_size=64)
+MOE_GPT = dataclasses.replace(SMALL_GPT, num_moe_experts=4, moe_ffn_hidden_size=64)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RoleSpec:
 Trained = list[tuple[list[float], dict[str, torch.Tensor]]]
 
 
-def train_by_turns(specs: list[RoleSpec]) -> Trained:
+def train_alternately(specs: list[RoleSpec]) -> Trained:
     roles = [Role(spec.model, spec.parallel, spec.value_head, spec.distributed_optimizer) for spec in specs]
     norms: list[list[float]] = [[] for _ in roles]
     for step in range(STEPS):
@@ -57,17 +57,17 @@ CRITIC = RoleSpec(dataclasses.replace(SMALL_GPT, num_layers=2, seed=7), Parallel
         ),
         pytest.param(
             [
-                RoleSpec(OF_EXPERTS, ParallelConfig(tp=2, pp=2, ep=2, etp=1, sequence_parallel=True)),
-                RoleSpec(dataclasses.replace(OF_EXPERTS, num_layers=2), ParallelConfig(ep=4)),
+                RoleSpec(MOE_GPT, ParallelConfig(tp=2, pp=2, ep=2, etp=1, sequence_parallel=True)),
+                RoleSpec(dataclasses.replace(MOE_GPT, num_layers=2), ParallelConfig(ep=4)),
                 RoleSpec(SMALL_GPT, ParallelConfig(pp=2, vpp=2)),
             ],
             id="experts over ep2 and over ep4 and dense with vpp2",
         ),
     ],
 )
-def test_each_role_trains_as_it_does_alone(specs: list[RoleSpec]) -> None:
-    together = run_ranks(train_by_turns, 8, specs)[0]
+def test_each_role_trains_as_in_a_separate_process(specs: list[RoleSpec]) -> None:
+    together = run_ranks(train_alternately, 8, specs)[0]
     for spec, (norms, weights) in zip(specs, together, strict=True):
-        [(norms_alone, weights_alone)] = run_ranks(train_by_turns, 1, [spec.alone()])[0]
+        [(norms_alone, weights_alone)] = run_ranks(train_alternately, 1, [spec.alone()])[0]
         assert norms == pytest.approx(norms_alone, abs=1e-5)
         assert largest_difference(weights, weights_alone) < 1e-5

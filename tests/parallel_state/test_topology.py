@@ -1,4 +1,4 @@
-"""Topology: collected from ranks in any order, verified, and asked for ranks and shards."""
+"""Topology: collected from ranks in any order, checked, and queried for ranks and shards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_state.errors import TopologyError
+from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
-from parallel_state.topology import DistGlobalInfo, DistRankInfo, Topology
+from parallel_state.topology import Topology
 from tests.parallel_state.layouts import layouts, reports, unhurried
 
 TP2_PP2_DP2 = ParallelLayout(8, tp=2, pp=2)
@@ -26,7 +27,7 @@ MOE = ParallelLayout(16, tp=2, pp=2, cp=2, ep=4, etp=1)
 
 @st.composite
 def shuffled_topologies(draw: st.DrawFn) -> Topology:
-    """A topology collected from ranks that stand in no particular order."""
+    """A topology collected from ranks in no particular order."""
     layout = draw(layouts(max_world_size=64))
     rank_infos, global_infos = reports(layout)
     return Topology.from_infos(draw(st.permutations(rank_infos)), global_infos)
@@ -42,7 +43,7 @@ def test_ranks_and_shards_of_a_small_grid() -> None:
     assert (topology.shard_count(("dp", "pp")), topology.shard_count(()), topology.shard_count("dp")) == (4, 1, 2)
 
 
-def test_expert_axes_select_and_split_as_dense_ones_do() -> None:
+def test_expert_axes_select_and_split_as_dense_axes_do() -> None:
     topology = Topology.from_layout(MOE)
     assert topology.select(ep=0, pp=0) == (0, 4)
     assert topology.shard_indices(("edp", "ep"))[:8] == (0, 1, 2, 3, 4, 5, 6, 7)
@@ -50,13 +51,13 @@ def test_expert_axes_select_and_split_as_dense_ones_do() -> None:
     assert topology.shard_count(("edp", "ep")) == 8
 
 
-def test_dense_and_expert_axes_mix_where_every_combination_has_a_rank() -> None:
+def test_dense_and_expert_axes_mix_if_every_combination_has_a_rank() -> None:
     topology = Topology.from_layout(MOE)
     assert topology.shard_indices(("dp", "ep"))[:8] == (0, 1, 2, 3, 4, 5, 6, 7)
     assert topology.select(dp=1, ep=3, pp=0) == (7,)
     with pytest.raises(TopologyError, match=r"over tp, ep: of tp 2 x ep 4 = 8 shards only 4 would have a rank"):
         topology.shard_indices(("tp", "ep"))
-    with pytest.raises(TopologyError, match=r"no rank stands at tp=0, ep=1"):
+    with pytest.raises(TopologyError, match=r"no rank has the coordinates tp=0, ep=1"):
         topology.select(tp=0, ep=1)
 
 
@@ -69,7 +70,7 @@ def test_rank_is_an_axis_of_every_topology() -> None:
 
 @unhurried
 @given(layouts())
-def test_what_the_ranks_report_is_what_the_layout_declares(layout: ParallelLayout) -> None:
+def test_collected_and_declared_topologies_are_equal(layout: ParallelLayout) -> None:
     collected = Topology.from_infos(*reports(layout), declared=layout)
     assert collected == Topology.from_layout(layout)
     assert all(collected.coordinates(rank) == layout.coordinates(rank) for rank in range(layout.world_size))
@@ -77,12 +78,12 @@ def test_what_the_ranks_report_is_what_the_layout_declares(layout: ParallelLayou
 
 @unhurried
 @given(layouts(max_world_size=64), st.randoms(use_true_random=False))
-def test_coordinates_follow_the_rank_whatever_the_order_of_ranks(layout: ParallelLayout, random: Any) -> None:
+def test_coordinates_are_those_of_each_rank_in_any_order_of_ranks(layout: ParallelLayout, random: Any) -> None:
     order = random.sample(range(layout.world_size), layout.world_size)
     rank_infos, global_infos = reports(layout)
-    topology = Topology.from_infos([rank_infos[place] for place in order], global_infos)
-    for rank, place in enumerate(order):
-        assert topology.coordinates(rank) == layout.coordinates(place)
+    topology = Topology.from_infos([rank_infos[position] for position in order], global_infos)
+    for rank, position in enumerate(order):
+        assert topology.coordinates(rank) == layout.coordinates(position)
         dense = {axis: topology.coordinates(rank)[axis] for axis in topology.dense_axes}
         assert topology.select(**dense) == (rank,)
 
@@ -138,7 +139,7 @@ def test_ranks_that_report_no_experts_have_no_expert_axes() -> None:
     sizes = [DistGlobalInfo(tp_size=1, dp_size=4, pp_size=1, cp_size=1)] * 4
     topology = Topology.from_infos(infos, sizes, declared=ParallelLayout(4))
     assert (topology.sizes, topology.expert_axes) == ({"tp": 1, "cp": 1, "dp": 4, "pp": 1}, ())
-    with pytest.raises(TopologyError, match=r"no axis 'ep'; it has tp, cp, dp, pp, and 'rank'"):
+    with pytest.raises(TopologyError, match=r"no axis 'ep'; it has tp, cp, dp, pp, and the pseudo-axis 'rank'"):
         topology.select(ep=0)
 
 

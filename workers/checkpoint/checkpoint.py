@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from mcontroller.errors import DataError
-from parallel_state.agreement import on_every_rank
+from parallel_state.agreement import raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.files import directory_of, find_checkpoint, new_partial, partial_of, publish, read_manifest
@@ -75,7 +75,7 @@ def save_checkpoint(
     if background is not None:
         background.finish()
     target = directory_of(Path(path), step)
-    on_every_rank(lambda: new_partial(target) if dist.get_rank() == 0 else None)
+    raise_on_every_rank(lambda: new_partial(target) if dist.get_rank() == 0 else None)
     partial = str(partial_of(target))
     if training.scheduler is None or training.scheduler.num_steps == 0:
         training = dataclasses.replace(training, optimizer=None)
@@ -104,7 +104,7 @@ def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path
     Raises:
         DataError: on every rank, if there is none for one of them, or it was never finished.
     """
-    return on_every_rank(lambda: _opened(path, vocab_size))
+    return raise_on_every_rank(lambda: _opened(path, vocab_size))
 
 
 def _opened(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from parallel_state.agreement import everyones, on_every_rank
+from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config import RolloutConfig
 from workers.generate.rollout import Prompts, Rollout
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
@@ -43,10 +43,10 @@ def generate_batch(
             method="generate_sequences",
             token=sampling.pad_token_id,
         )
-    if max(everyones(rows, dp_group)) > 0 and rows == 0:
+    if max(all_gather_values(rows, dp_group)) > 0 and rows == 0:
         columns = _stand_in(columns)
     limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length}
-    on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
+    raise_on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
     ids, attention = columns["input_ids"], columns["attention_mask"]
     seeds = _seeds(ids, attention, rows, sampling, call, dp_group)
     wanted = Prompts(ids, attention, seeds.view(len(ids), sampling.n))
@@ -90,6 +90,6 @@ def _seeds(
     if not sampling.do_sample:
         return torch.zeros(len(ids) * sampling.n, dtype=torch.long)
     mine = prompt_hashes(ids, attention)[:rows].tolist()
-    earlier = Counter(value for shard in everyones(mine, dp_group)[: dp_group.rank()] for value in shard)
+    earlier = Counter(value for shard in all_gather_values(mine, dp_group)[: dp_group.rank()] for value in shard)
     seeds = sample_seeds(mine, earlier, n=sampling.n, seed=sampling.seed, call=call)
     return torch.cat((seeds, seeds.new_zeros((len(ids) - rows) * sampling.n)))

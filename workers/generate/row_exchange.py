@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from parallel_state.agreement import everyones
+from parallel_state.agreement import all_gather_values
 from workers.generate.rollout import Generated, Prompts
 
 __all__ = ["RowExchange", "even_shares"]
@@ -30,11 +30,11 @@ class RowExchange:
             generates=generating.dp.rank(),
             gives=_on_last_stage(generating) and generating.tp.rank() == 0,
         )
-        self._places = everyones(mine)
+        self._places = all_gather_values(mine)
 
     def gather(self, prompts: Prompts, pad_token_id: int) -> tuple[Prompts, list[int]]:
         """The prompts of all shards in their order, and how many each has."""
-        shards = everyones(prompts, self._asking.dp)
+        shards = all_gather_values(prompts, self._asking.dp)
         width = max(shard.ids.size(1) for shard in shards)
         joined = Prompts(
             torch.cat([_widened(shard.ids, width, pad_token_id) for shard in shards]),

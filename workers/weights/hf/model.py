@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcontroller.errors import DataError
-from parallel_state.agreement import everyones, on_every_rank
+from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig
 from workers.model.value_head import ValueHead
@@ -48,8 +48,8 @@ def load_hf(
         DataError: on every rank, before anything is copied: tensors that the model needs and the checkpoint lacks,
             that the model does not have, or whose shapes differ; fields ``missing``, ``unexpected``, ``differing``.
     """
-    places = on_every_rank(lambda: _places(chunks, context))
-    files = on_every_rank(lambda: WeightFiles(Path(path)))
+    places = raise_on_every_rank(lambda: _places(chunks, context))
+    files = raise_on_every_rank(lambda: WeightFiles(Path(path)))
     left = _check_names(_plan(places), files, str(path))
     for place in places:
         if place.shard.name not in left:
@@ -68,7 +68,7 @@ def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> I
     Raises:
         DataError: on every rank, at the first step: a tensor has no counterpart in these families.
     """
-    places = on_every_rank(lambda: _all_places(chunks, context))
+    places = raise_on_every_rank(lambda: _all_places(chunks, context))
     mine = {place.shard.name: place for place in places}
     device = places[0].shard.param.device
     for entry in _plan(places):
@@ -108,11 +108,11 @@ def export_hf(
         ConfigError: no family is built like ``model``.
     """
     target, rank = Path(path), dist.get_rank()
-    places = on_every_rank(lambda: _all_places(chunks, context))
+    places = raise_on_every_rank(lambda: _all_places(chunks, context))
     mine = {place.shard.name: place for place in places}
     plan = _plan(places)
     config = hf_config_of(model, value_head=any(_SCORE in entry.hf_names for entry in plan))
-    on_every_rank(lambda: start_writing(target) if rank == 0 else None)
+    raise_on_every_rank(lambda: start_writing(target) if rank == 0 else None)
     writer = WeightWriter(target, rank, max_file_bytes)
     for entry in plan:
         place, owner = mine.get(entry.name), entry.holders[0]
@@ -121,7 +121,7 @@ def export_hf(
             if rank == owner:
                 for name, tensor in zip(entry.hf_names, tensors, strict=True):
                     writer.add(name, tensor)
-    written = [file for files in everyones(writer.close()) for file in files]
+    written = [file for files in all_gather_values(writer.close()) for file in files]
     if rank == 0:
         publish(target, config, written, Path(companions_from) if companions_from is not None else None)
         logger.info("%d tensors in %d files at %s", sum(len(file.tensors) for file in written), len(written), target)
@@ -214,7 +214,7 @@ def _plan(places: Sequence[_Place]) -> list[_Entry]:
     mine = [(p.shard.name, p.counterpart.names, p.shapes, p.shard.param.dtype, p.counterpart.layer) for p in places]
     described: dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...], torch.dtype, int | None]] = {}
     holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(everyones(mine)):
+    for rank, held in enumerate(all_gather_values(mine)):
         for name, hf_names, shapes, dtype, layer in held:
             described.setdefault(name, (hf_names, shapes, dtype, layer))
             holders.setdefault(name, []).append(rank)

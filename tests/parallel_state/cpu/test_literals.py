@@ -1,4 +1,4 @@
-"""What the import hook rewrites in Megatron's sources, and how it caches the result."""
+"""The import hook that rewrites Megatron's sources, and its bytecode cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from parallel_state import cpu
-from parallel_state.cpu import literals as cpu_literals
-from parallel_state.cpu.literals import rewritten
+from parallel_state.cpu import literals
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -22,7 +21,7 @@ cpu.install()
 
 def evaluated(expression: str) -> object:
     namespace: dict[str, object] = {"keywords": lambda **kwargs: kwargs}
-    exec(compile(rewritten(f"value = {expression}".encode()), "<test>", "exec"), namespace)
+    exec(compile(literals.rewrite(f"value = {expression}".encode()), "<test>", "exec"), namespace)
     return namespace["value"]
 
 
@@ -37,12 +36,12 @@ def evaluated(expression: str) -> object:
         ("keywords(pin_memory=False)", {"pin_memory": False}),
     ],
 )
-def test_a_device_becomes_the_cpu(source: str, expected: object) -> None:
+def test_devices_become_the_cpu(source: str, expected: object) -> None:
     assert evaluated(source) == expected
 
 
 @pytest.mark.parametrize("source", ["'cuda_graph'", "'only cuda devices'", "f'cuda'", "b'cuda'", "'torch.cuda.Stream'"])
-def test_what_is_no_device_stays(source: str) -> None:
+def test_other_literals_are_unchanged(source: str) -> None:
     assert evaluated(source) == eval(source)
 
 
@@ -76,16 +75,16 @@ def imported_device() -> str:
     return str(importlib.import_module("mbridge.device").DEVICE)
 
 
-def test_the_second_import_compiles_nothing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_import_reads_the_cache(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert imported_device() == "cpu"
-    monkeypatch.setattr(cpu_literals, "rewritten", None)  # a second compilation would call it
+    monkeypatch.setattr(literals, "rewrite", None)  # a second compilation would call it
     assert imported_device() == "cpu"
 
 
-def test_the_cache_stands_beside_the_stock_bytecode_under_its_own_tag(package: Path) -> None:
+def test_the_cache_has_a_different_tag_from_pythons_own_bytecode(package: Path) -> None:
     imported_device()
     cached = [path.name for path in (package.parent / "__pycache__").iterdir() if path.name.startswith("device")]
-    tag = cpu_literals._CACHE_TAG
+    tag = literals._CACHE_TAG
     assert cached == [f"device.{sys.implementation.cache_tag}.opt-{tag}.pyc"]
 
 
@@ -95,14 +94,12 @@ def test_a_changed_source_is_compiled_again(package: Path) -> None:
     assert imported_device() == "('cpu', 'changed')"
 
 
-def test_a_module_that_cannot_be_cached_is_imported_all_the_same(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_cannot_be_cached_is_still_imported(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "pycache_prefix", os.devnull)
     assert imported_device() == "cpu"
 
 
-def test_many_processes_write_the_cache_at_once_and_all_read_it_whole(package: Path) -> None:
+def test_processes_that_write_the_cache_at_the_same_time_read_it_whole(package: Path) -> None:
     package.write_text("DEVICE = 'cuda'\nPADDING = '" + "x" * 1_000_000 + "'\n")
     children = []
     for _ in range(6):

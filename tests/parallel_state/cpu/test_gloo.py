@@ -1,4 +1,4 @@
-"""The collectives that gloo lacks or gets wrong, as ``torch.distributed`` offers them after ``cpu.install``."""
+"""The collectives that gloo lacks or gets wrong, patched by ``cpu.install``."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ def all_reduce_of_a_transposed_tensor() -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=lambda collective: collective.__name__,
 )
-def test_gives_what_nccl_would(collective: Callable[[], tuple[object, object]]) -> None:
+def test_returns_the_correct_values(collective: Callable[[], tuple[object, object]]) -> None:
     for result, expected in run_ranks(collective, 2, timeout_s=30):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
