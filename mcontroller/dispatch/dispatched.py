@@ -111,7 +111,7 @@ class Dispatched:
         return self._join(origin, values)
 
     def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
-        if origin is None or not any(map(_has_rows, values)):
+        if origin is None or not any(value.has_columns() for value in values):
             return self._concat(values)
         keep, order = self._restored(origin, [len(value) for value in values])
         kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
@@ -120,7 +120,7 @@ class Dispatched:
 
     def _concat(self, values: Sequence[DataProto]) -> DataProto:
         try:
-            return DataProto.concat(values, spare_cores=True)  # the workers are about to compute again
+            return DataProto.concat(values)
         except DataError as error:
             who = f"{self.call.group.name}.{self.call.method}"
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
@@ -128,7 +128,7 @@ class Dispatched:
             raise DataError(f"{who}: its results do not join ({parts}): {error}", **fields) from error
 
     def _own_rows(self, origin: Partition | None, shard: int, value: Any) -> Any:
-        if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not _has_rows(value):
+        if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not value.has_columns():
             return value
         lengths = [len(value) if index == shard else 0 for index in range(len(origin.shards))]
         return value.slice(0, self._restored(origin, lengths).keep[shard])
@@ -138,8 +138,3 @@ class Dispatched:
             return origin.restore(lengths)
         except DataError as error:
             raise self.call.error(str(error), **error.fields) from error
-
-
-def _has_rows(value: DataProto) -> bool:
-    """Whether it has columns, and not only ``meta_info``."""
-    return value._batch is not None or bool(value.non_tensor_batch)

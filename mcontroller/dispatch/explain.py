@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.data.sizes import format_bytes
 from mcontroller.dispatch.dispatched import Dispatched
 from mcontroller.dispatch.modes import Plan
 from mcontroller.partition import Partition
@@ -61,7 +62,7 @@ class Explanation:
             lines.append(f"... and {len(self.ranks) - len(shown)} more ranks")
         returning = len(self.plan.collected)
         head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
-        tail = f"{readable(self.sent_bytes)} read by all ranks, {readable(self.stored_bytes)} stored"
+        tail = f"{format_bytes(self.sent_bytes)} read by all ranks, {format_bytes(self.stored_bytes)} stored"
         return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail])
 
     __repr__ = __str__
@@ -108,15 +109,6 @@ def payload_bytes(value: Any) -> int:
     return sys.getsizeof(value)
 
 
-def readable(size: float) -> str:
-    """A number of bytes for people: ``1.5 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def _telling_axes(topology: Topology) -> list[str]:
     """The axes on which ranks differ; those of the expert grid only where there are experts to tell apart."""
     experts = topology.expert_axes if topology.sizes.get("ep", 1) > 1 else ()
@@ -127,7 +119,7 @@ def _cells(rank: RankExplanation, axes: Sequence[str]) -> tuple[str, str, str, s
     place = " ".join(f"{axis}={rank.coordinates[axis]}" for axis in axes)
     returns = "yes" if rank.returns else ""
     shard = str(rank.shard)
-    return str(rank.rank), place, rank.node or "", shard, _rows_text(rank), readable(rank.bytes), returns
+    return str(rank.rank), place, rank.node or "", shard, _rows_text(rank), format_bytes(rank.bytes), returns
 
 
 def _rows_text(rank: RankExplanation) -> str:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mcontroller.data import columns
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding, Partition, split_rows
@@ -187,7 +186,7 @@ def without_loss(batch: DataProto, rows: np.ndarray) -> DataProto:
     """The batch with the loss masks of these rows at 0, in memory of their own; DispatchError where it has no mask."""
     held = batch.tensors()
     masks = {key: held[key].clone() for key in LOSS_MASKS if key in held}
-    if batch._batch is None or not masks:
+    if not masks:
         raise DispatchError(
             f"padding='zero_loss' sets {' or '.join(LOSS_MASKS)} to 0 in padding rows, and the batch has neither: add "
             "one, or pad with 'repeat'",
@@ -195,7 +194,7 @@ def without_loss(batch: DataProto, rows: np.ndarray) -> DataProto:
         )
     for mask in masks.values():
         mask[torch.from_numpy(rows)] = 0
-    return batch._with(columns.like(batch._batch, held | masks, len(batch)), batch.non_tensor_batch)
+    return batch.with_tensors(masks)
 
 
 def _gather(
