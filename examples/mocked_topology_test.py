@@ -2,7 +2,7 @@
 
     python -m pytest examples/mocked_topology_test.py
 
-Inside a worker's method, Megatron's getters answer as they would on that rank; dispatch and collect are the real ones.
+Inside a worker's method, Megatron's getters return the values of that rank; dispatch and collect are the real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAYOUT = ParallelLayout(world_size=16, tp=2, pp=4)  # dp is 2
 
 
 class StageTagger(Worker):
-    """Marks each row with the stage and the replica that returned it."""
+    """Mark each row with the stage and the replica that return it."""
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def tag(self, batch: DataProto) -> DataProto:

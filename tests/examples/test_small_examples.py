@@ -1,0 +1,23 @@
+"""The small examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from examples.mocked_topology_test import (
+    test_every_row_is_returned_by_the_last_stage_of_its_replica as test_every_row_is_returned_by_the_last_stage,
+)
+from examples.mocked_topology_test import test_the_error_names_the_rank_that_raised
+
+__all__ = ["test_every_row_is_returned_by_the_last_stage", "test_the_error_names_the_rank_that_raised"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_quickstart_prints_scores_in_the_order_of_its_rows() -> None:
+    done = subprocess.run([sys.executable, "-m", "examples.quickstart"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "scorer.score (DP_COMPUTE_PROTO): 4 ranks, 4 shards, 4 return as concat" in done.stdout
+    assert "scores [0.75, 2.75, 4.75, 6.75, 8.75, 10.75]\nrank   [0, 1, 1, 2, 3, 3]\n" in done.stdout

@@ -1,0 +1,88 @@
+"""Which tests start Ray or a second process: they have the mark ``processes`` and are not in the fast tier.
+
+A test gets the mark here if it uses the fixture ``ray_cluster``, or if its code, that of its fixtures, or that of the
+functions and classes of the tests that they use names ``run_ranks`` or the module ``subprocess``. Any other test that
+starts a process needs ``@pytest.mark.processes``. A test that starts a process and has no mark fails in every tier.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+from tests.forking import run_ranks
+
+STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
+
+
+def needs_ray(item: pytest.Item) -> bool:
+    """Whether the test uses the Ray cluster of the run."""
+    return "ray_cluster" in getattr(item, "fixturenames", ())
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """Whether the code of a test shows that it uses Ray or starts a process."""
+    if not isinstance(item, pytest.Function):
+        return needs_ray(item)
+    fixtures = [fixture.func for overridden in item._fixtureinfo.name2fixturedefs.values() for fixture in overridden]
+    return needs_ray(item) or any(used is run_ranks or used is subprocess for used in used_by(item.function, *fixtures))
+
+
+def used_by(*functions: Any) -> Iterator[Any]:
+    """Functions, classes and modules that functions of the tests name, directly or through other code of the tests."""
+    pending = list(functions)
+    seen: set[int] = set()
+    while pending:
+        used = inspect.unwrap(pending.pop())  # cached functions
+        if id(used) in seen:
+            continue
+        seen.add(id(used))
+        yield used
+        if not (getattr(used, "__module__", None) or "").startswith("tests."):
+            continue
+        if isinstance(used, type):
+            pending += [value for value in vars(used).values() if isinstance(value, FunctionType)]
+        elif isinstance(used, FunctionType):
+            pending += [used.__globals__[name] for name in _names(used.__code__) if name in used.__globals__]
+
+
+def _names(code: CodeType) -> set[str]:
+    """The global names that a function and the functions inside it use."""
+    nested = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*nested)
+
+
+class ProcessGuard:
+    """Make a test without the mark ``processes`` fail if it starts a process."""
+
+    def __init__(self) -> None:
+        self._guarded = False
+        self.started: list[str] = []
+        sys.addaudithook(self._on_event)
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._guarded and event in STARTS_A_PROCESS:
+            message = f"the test starts a process ({event}{args[:2]}): mark it with @pytest.mark.processes"
+            self.started.append(message)
+            raise RuntimeError(message)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Watch a test without the mark, and the fixtures that are set up for it."""
+        self._guarded = item.get_closest_marker("processes") is None
+        try:
+            return (yield)
+        finally:
+            self._guarded = False
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        """Fail if the code under test caught the exception that the guard raised."""
+        started, self.started = self.started, []
+        assert not started, started[0]
