@@ -27,7 +27,7 @@ from workers.checkpoint.checkpoint import Training, load_checkpoint, open_checkp
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
-from workers.train.batches import TokenBatch, mini_batch_rows
+from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import (
@@ -38,6 +38,7 @@ from workers.train.micro_batches import (
     packed_equal_micro_batches,
     token_micro_batches,
 )
+from workers.train.mini_batches import mini_batch_rows
 from workers.train.nonfinite import all_finite, raise_nonfinite
 from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
@@ -154,7 +155,7 @@ class ModelWorker(MegatronWorker):
         """
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
-        outputs = run_for_scores(model, [batch.rows.to(self.device) for batch in batches], self.forward_step)
+        outputs = run_for_scores(model, [each.batch.to(self.device) for each in batches], self.forward_step)
         if not outputs:
             return None
         own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
@@ -178,7 +179,7 @@ class ModelWorker(MegatronWorker):
     ) -> dict[str, float]:
         """Optimizer steps over mini-batches of the rows that all data-parallel ranks hold together, and the metrics.
 
-        Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same whatever
+        Mini-batches are those of ``mini_batch_rows`` over the rows that have a valid token: the same whatever
         the data-parallel size, and whatever rows without loss fill the shards up. Every step's loss is averaged over
         all valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
@@ -206,7 +207,7 @@ class ModelWorker(MegatronWorker):
             dp_rank = self.context.pg.dp.rank()
             for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss, routers)
+                norm, its_reports = self._step(method, [each.batch for each in batches], loss, routers)
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()

@@ -1,4 +1,4 @@
-"""From a batch of prompts to a batch of sequences: whose random numbers, and which columns."""
+"""Generate responses for a DataProto of prompts: checks the prompts, assigns seeds, and builds the result's columns."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from parallel_state.agreement import everyones, on_every_rank
 from workers.config import RolloutConfig
-from workers.generate.rollout import Prompts, Rollout
+from workers.generate.rollout_protocol import Prompts, Rollout
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
-from workers.train.batches import check_prompts, tensor_columns
+from workers.train.batch_checks import check_prompts
+from workers.train.batches import tensor_columns
 
 __all__ = ["generate_batch"]
 
@@ -29,32 +30,45 @@ def generate_batch(
     call: int,
     dp_group: dist.ProcessGroup,
 ) -> DataProto | None:
-    """What ``ActorRolloutRefWorker.generate_sequences`` gives; None where the rollout gives nothing.
+    """Generate ``n`` responses for every prompt; see ``ActorRolloutRefWorker.generate_sequences``.
 
     Args:
-        call: how many batches were sampled before.
-        dp_group: over whose ranks the batch is divided.
+        rollout: the engine that generates.
+        prompts: this rank's prompts; ``meta_info`` may override the fields of ``config``.
+        config: the default settings of sampling.
+        vocab_size: token ids must be less than this.
+        call: number of batches that were sampled before, which every sample's seed depends on.
+        dp_group: the ranks over which the batch is divided.
+
+    Returns:
+        The batch with the responses; None if the rollout returns None on this rank.
+
+    Raises:
+        DataError: on every rank of ``dp_group``, if the prompts of one of them are invalid (see ``check_prompts``);
+            if ``meta_info`` lacks a token id or has one outside the vocabulary.
+        ConfigError: if a setting in ``meta_info`` is invalid.
     """
     columns, rows = tensor_columns(prompts), len(prompts)
     sampling = Sampling.of(config, prompts.meta_info)
     if not 0 <= sampling.pad_token_id < vocab_size:
         raise DataError(
-            f"generate_sequences: pad_token_id is {sampling.pad_token_id}, the vocabulary has {vocab_size}",
+            f"generate_sequences: pad_token_id is {sampling.pad_token_id}, expected a token id of the vocabulary, "
+            f"0 to {vocab_size - 1}",
             method="generate_sequences",
             token=sampling.pad_token_id,
         )
     if max(everyones(rows, dp_group)) > 0 and rows == 0:
-        columns = _stand_in(columns)
+        columns = _placeholder_prompt(columns)
     limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length}
     on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
     ids, attention = columns["input_ids"], columns["attention_mask"]
     seeds = _seeds(ids, attention, rows, sampling, call, dp_group)
-    wanted = Prompts(ids, attention, seeds.view(len(ids), sampling.n))
-    generated = rollout.generate(wanted, sampling)
+    requested = Prompts(ids, attention, seeds.view(len(ids), sampling.n))
+    generated = rollout.generate(requested, sampling)
     if generated is None:
         return None
     responses, mask, log_probs = (column[: rows * sampling.n].cpu() for column in generated)
-    ids, attention = (column[: rows * sampling.n] for column in wanted.samples()[:2])
+    ids, attention = (column[: rows * sampling.n] for column in requested.samples()[:2])
     whole = torch.cat((attention, mask), 1)
     tensors = {
         "prompts": ids,
@@ -69,23 +83,23 @@ def generate_batch(
     return DataProto.from_dict(tensors, others, prompts.meta_info)
 
 
-def _stand_in(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One prompt of one token, for a rank without any: every rank takes part, and what it makes is dropped.
+def _placeholder_prompt(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One prompt of one token for a rank without prompts, which must take part in collectives; its result is dropped.
 
-    A copy of some other prompt would not do: it would count as a sample of that prompt.
+    It must not be a copy of another prompt: it would count as a sample of that prompt.
     """
-    alone = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
-    if "attention_mask" in alone:
-        alone["attention_mask"][:, -1] = 1
-    return alone
+    placeholder = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
+    if "attention_mask" in placeholder:
+        placeholder["attention_mask"][:, -1] = 1
+    return placeholder
 
 
 def _seeds(
     ids: Tensor, attention: Tensor, rows: int, sampling: Sampling, call: int, dp_group: dist.ProcessGroup
 ) -> Tensor:
-    """A seed for every sample of this rank, 0 for those of a stand-in; see ``sampling.sample_seeds``.
+    """A seed for every sample of this rank, 0 for those of a placeholder (a collective over dp).
 
-    A collective over dp.
+    See ``sampling.sample_seeds``.
     """
     if not sampling.do_sample:
         return torch.zeros(len(ids) * sampling.n, dtype=torch.long)
