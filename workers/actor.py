@@ -17,7 +17,7 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.kl import estimate_kl
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
-from workers.checkpoint.checkpoint import Training
+from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.fit import check_generation, divided_for
 from workers.generate.generate_batch import generate_batch
@@ -306,7 +306,7 @@ class ActorRolloutRefWorker(ModelWorker):
         for frozen, chunk in zip(self.reference, self.model, strict=True):
             frozen.load_state_dict(unwrap_model(chunk).state_dict())
 
-    def training(self) -> Training:
+    def training(self) -> TrainingState:
         """The model with what trains it, and the reference."""
         training = super().training()
         models = {"model": self.model, "reference": self.reference}

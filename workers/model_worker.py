@@ -23,7 +23,9 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
-from workers.checkpoint.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
+from workers.checkpoint.load import load_checkpoint, open_checkpoint
+from workers.checkpoint.save import save_checkpoint
+from workers.checkpoint.state import TrainingState
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
@@ -323,14 +325,14 @@ class ModelWorker(MegatronWorker):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def training(self) -> Training:
+    def training(self) -> TrainingState:
         """What a checkpoint of this worker holds, and where it is put when one is loaded."""
         counters: dict[str, int | str] = {
             "phase": self.phase,
             "updates": self.updates,
             "optimizer_steps": self.optimizer_steps,
         }
-        return Training(self.context, {"model": self.model}, self.optimizer, self.scheduler, counters)
+        return TrainingState(self.context, {"model": self.model}, self.optimizer, self.scheduler, counters)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Take over the counters of a loaded checkpoint."""
@@ -343,7 +345,7 @@ class ModelWorker(MegatronWorker):
     ) -> str:
         """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep ``max_to_keep`` in all.
 
-        Returns the directory. See ``workers.checkpoint.checkpoint`` for what is in it.
+        Returns the directory. See ``workers.checkpoint.save`` for what is in it.
 
         Args:
             asynchronous: return once the state is set aside; a process beside each worker writes it. The directory

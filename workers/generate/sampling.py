@@ -181,7 +181,7 @@ def _search(noise: Tensor, weights: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, point: Tensor) -> Tensor:
-    """``[rows, 1]``: the first entry above ``point``; since sums are rounded, at most the last one that adds to them."""
+    """``[rows, 1]``: the first entry above ``point``; since sums are rounded, at most the last that adds to it."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.searchsorted(cumulative, point, right=True).minimum(last)
 
