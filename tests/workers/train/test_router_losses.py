@@ -10,9 +10,8 @@ import torch
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
-from tests.workers.roles import actor, experience, largest_difference, own_shard
+from tests.workers.roles import accumulated_gradients, actor, experience, largest_difference, own_shard
 from workers.train.router_losses import prepare_routers
-from workers.weights.full_state import full_state_dict
 
 ROWS, EXPERTS, TOPK = 16, 4, 2
 Z, BALANCE = 0.01, 0.2
@@ -36,12 +35,7 @@ def gradients(parallel: dict[str, Any], kind: str, **changes: Any) -> dict[str, 
     """Return the gradients of one mini-batch, and the metrics of the routers."""
     worker = routed_actor(parallel, kind, **changes)
     metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
-    with torch.no_grad():
-        for chunk in worker.model:
-            for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
-    with worker.context.activate():
-        state = full_state_dict(worker.model, worker.context)
+    state = accumulated_gradients(worker)
     return {"gradients": state, "metrics": {name: value for name, value in metrics.items() if "/moe_" in name}}
 
 
