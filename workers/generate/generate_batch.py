@@ -13,7 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from parallel_state.agreement import everyones, on_every_rank
 from workers.config import RolloutConfig
-from workers.generate.rollout_protocol import Prompts, Rollout
+from workers.generate.rollout_protocol import Generated, Prompts, Rollout
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
 from workers.train.batch_checks import check_prompts
 from workers.train.batches import tensor_columns
@@ -67,10 +67,17 @@ def generate_batch(
     generated = rollout.generate(requested, sampling)
     if generated is None:
         return None
-    responses, mask, log_probs = (column[: rows * sampling.n].cpu() for column in generated)
-    ids, attention = (column[: rows * sampling.n] for column in requested.samples()[:2])
+    tensors = _sequences(requested, generated, rows * sampling.n)
+    others = {name: column.repeat(sampling.n, 0) for name, column in prompts.non_tensor_batch.items()}
+    return DataProto.from_dict(tensors, others, prompts.meta_info)
+
+
+def _sequences(requested: Prompts, generated: Generated, samples: int) -> dict[str, Tensor]:
+    """The columns of the first ``samples`` sequences, on the CPU; those of a placeholder follow them."""
+    responses, mask, log_probs = (column[:samples].cpu() for column in generated)
+    ids, attention = (column[:samples] for column in requested.samples()[:2])
     whole = torch.cat((attention, mask), 1)
-    tensors = {
+    return {
         "prompts": ids,
         "responses": responses,
         "response_mask": mask,
@@ -79,8 +86,6 @@ def generate_batch(
         "attention_mask": whole,
         "position_ids": (whole.cumsum(1) - 1).clamp(min=0),
     }
-    others = {name: column.repeat(sampling.n, 0) for name, column in prompts.non_tensor_batch.items()}
-    return DataProto.from_dict(tensors, others, prompts.meta_info)
 
 
 def _placeholder_prompt(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
