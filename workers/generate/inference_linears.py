@@ -1,4 +1,4 @@
-"""Faster linear layers for generation: no work for a backward pass, and on a CPU weights in the order of oneDNN."""
+"""Faster linear layers for generation: no work for a backward pass; on a CPU, weights in oneDNN's memory layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 __all__ = ["inference_linears"]
 
-MIN_REORDERED_ELEMENTS = 1 << 16  # a smaller weight stays in the processor's cache in any order
+MIN_REORDERED_ELEMENTS = 1 << 16  # a smaller weight stays in the processor's cache in any layout
 
 
 @contextlib.contextmanager
@@ -62,10 +62,10 @@ def _is(method: Any, function: Any) -> bool:
 
 
 class _Product:
-    """``nn.functional.linear``, which first copies a float32 parameter on a CPU into the order that oneDNN reads.
+    """``nn.functional.linear``, which first copies a float32 parameter on a CPU into oneDNN's memory layout.
 
-    Decoding multiplies with few rows, so that reading the weight dominates: the copy takes 0.6 to 0.85 of the time at
-    64 rows, and less at 8. The copies live as long as this object: during one generation each weight is in memory
+    Decoding multiplies few rows, so that reading the weight dominates: the product takes 0.6 to 0.85 of the time at 64
+    rows, and less at 8. The copies live as long as this object: during one generation each weight is in memory
     twice.
     """
 

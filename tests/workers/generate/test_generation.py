@@ -112,7 +112,7 @@ def test_log_probs_of_samples_equal_those_of_scoring(layout: str | None) -> None
 
 
 def with_reordered_weights(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Generate and score before and after the weights change, with every weight in the order of oneDNN."""
+    """Generate and score before and after the weights change, with every weight in oneDNN's memory layout."""
     reordered = []
     reorder = torch.ops.mkldnn._reorder_linear_weight
     worker = actor(parallel, "actor_rollout")
