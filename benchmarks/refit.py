@@ -124,7 +124,7 @@ def all_to_all_seconds(nbytes: int, rounds: int) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "a2a s"]
+    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "exchange s"]
     lines = [f"{'from':<14}{'to':<14}" + "".join(f"{column:>11}" for column in columns)]
     for row in rows:
         report = row.report
