@@ -17,15 +17,16 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.kl import estimate_kl
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
-from workers.checkpoint.checkpoint import Training
+from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.fit import check_generation, divided_for
-from workers.generate.generation import generate_batch
+from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
-from workers.generate.rollout import PolicyWeights, Rollout
+from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
-from workers.train.batches import TokenBatch, require_columns, response_rows, supervised_rows, tensor_columns
+from workers.train.batch_checks import require_columns
+from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
 from workers.train.forward import forward_hidden, token_scores
 from workers.train.losses import masked_sum, policy_loss
 from workers.train.metrics import TOKENS, Rule
@@ -244,7 +245,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 and ``ref_log_prob`` under ``use_kl_loss``.
 
         Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
-        ``batches.mini_batch_rows``. Where every step was skipped, means and largest values are no metrics, but for the
+        ``mini_batch_rows``. Where every step was skipped, means and largest values are no metrics, but for the
         learning rate and sums. Router losses that the model has are among the metrics (``moe_aux_loss``,
         ``moe_seq_aux_loss``, ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.train.router_losses``.
         """
@@ -276,7 +277,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         self._need("actor", "update_sft")
         rows = self.rows_of_every_rank(
-            lambda: supervised_rows(
+            lambda: supervised_batch(
                 tensor_columns(batch),
                 method="update_sft",
                 vocab_size=self.config.model.vocab_size,
@@ -305,7 +306,7 @@ class ActorRolloutRefWorker(ModelWorker):
         for frozen, chunk in zip(self.reference, self.model, strict=True):
             frozen.load_state_dict(unwrap_model(chunk).state_dict())
 
-    def training(self) -> Training:
+    def training(self) -> TrainingState:
         """The model with what trains it, and the reference."""
         training = super().training()
         models = {"model": self.model, "reference": self.reference}
@@ -372,7 +373,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 column="responses",
                 length=batch["responses"].size(1),
             )
-        return response_rows(
+        return response_batch(
             batch,
             columns,
             method=method,

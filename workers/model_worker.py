@@ -23,11 +23,13 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import raise_on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
-from workers.checkpoint.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
+from workers.checkpoint.load import load_checkpoint, open_checkpoint
+from workers.checkpoint.save import save_checkpoint
+from workers.checkpoint.state import TrainingState
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
-from workers.train.batches import TokenBatch, mini_batch_rows
+from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import (
@@ -38,6 +40,7 @@ from workers.train.micro_batches import (
     packed_equal_micro_batches,
     token_micro_batches,
 )
+from workers.train.mini_batches import mini_batch_rows
 from workers.train.nonfinite import all_finite, raise_nonfinite
 from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
@@ -154,7 +157,7 @@ class ModelWorker(MegatronWorker):
         """
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
-        outputs = run_for_scores(model, [batch.rows.to(self.device) for batch in batches], self.forward_step)
+        outputs = run_for_scores(model, [each.batch.to(self.device) for each in batches], self.forward_step)
         if not outputs:
             return None
         own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
@@ -178,7 +181,7 @@ class ModelWorker(MegatronWorker):
     ) -> dict[str, float]:
         """Optimizer steps over mini-batches of the rows that all data-parallel ranks hold together, and the metrics.
 
-        Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same whatever
+        Mini-batches are those of ``mini_batch_rows`` over the rows that have a valid token: the same whatever
         the data-parallel size, and whatever rows without loss fill the shards up. Every step's loss is averaged over
         all valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
@@ -206,7 +209,7 @@ class ModelWorker(MegatronWorker):
             dp_rank = self.context.pg.dp.rank()
             for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss, routers)
+                norm, its_reports = self._step(method, [each.batch for each in batches], loss, routers)
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()
@@ -322,14 +325,14 @@ class ModelWorker(MegatronWorker):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def training(self) -> Training:
+    def training(self) -> TrainingState:
         """What a checkpoint of this worker holds, and where it is put when one is loaded."""
         counters: dict[str, int | str] = {
             "phase": self.phase,
             "updates": self.updates,
             "optimizer_steps": self.optimizer_steps,
         }
-        return Training(self.context, {"model": self.model}, self.optimizer, self.scheduler, counters)
+        return TrainingState(self.context, {"model": self.model}, self.optimizer, self.scheduler, counters)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Take over the counters of a loaded checkpoint."""
@@ -342,7 +345,7 @@ class ModelWorker(MegatronWorker):
     ) -> str:
         """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep ``max_to_keep`` in all.
 
-        Returns the directory. See ``workers.checkpoint.checkpoint`` for what is in it.
+        Returns the directory. See ``workers.checkpoint.save`` for what is in it.
 
         Args:
             asynchronous: return once the state is set aside; a process beside each worker writes it. The directory

@@ -104,7 +104,7 @@ def _held(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection) -> Tenso
     """What this context-parallel rank holds of ``column`` ``[rows, seq]``, in the shape that the model takes."""
     if rows.packing is None:
         return zigzag_slice(column, pg.cp.size(), pg.cp.rank())
-    return column[rows.packing.held(pg.cp.size(), pg.cp.rank())][None]
+    return column[rows.packing.tokens_of_rank(pg.cp.size(), pg.cp.rank())][None]
 
 
 def _at_predictors(
