@@ -72,7 +72,7 @@ class Dispatched:
         """Whether the result is one DataProto, which can be passed on before it is there."""
         return self.plan.spec.result == "concat"
 
-    def future(self, pending: Pending, executor: Executor) -> Future:
+    def future(self, pending: Pending, executor: Executor) -> Future[Any]:
         """The future of the collected result."""
 
         def collected(timeout: float | None) -> Any:
