@@ -74,6 +74,7 @@ class NamedMembers(type):
     if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
 
         def __getattr__(cls, name):
+            """Return a member, or report the members that there are."""
             if name.startswith("_") or name not in cls.members:
                 raise AttributeError(f"{cls.__name__} has no {name!r}; it has {', '.join(cls.members)}")
             return cls.members[name]

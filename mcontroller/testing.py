@@ -256,8 +256,8 @@ def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, wo
             registered = sorted(registrations(worker_cls))
             close = difflib.get_close_matches(method, registered, n=1)
             raise DispatchError(
-                f"failures[{rank!r}]: {worker_cls.__name__} has no method {method!r}"
-                f"{f'; did you mean {close[0]!r}?' if close else ''}; it has {', '.join(registered)}",
+                f"failures[{rank!r}]: {worker_cls.__name__} has no method {method!r}; it has "
+                f"{', '.join(registered)}{f'; did you mean {close[0]!r}?' if close else ''}",
                 method=method,
             )
 

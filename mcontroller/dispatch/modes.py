@@ -232,10 +232,11 @@ def _reject_misspelled(mode: str, axes: Iterable[object], extra: Collection[str]
     for axis in axes:
         if not isinstance(axis, str) or axis in known or axis in extra:
             continue
-        close = difflib.get_close_matches(axis.lower(), known, n=1)
+        close = difflib.get_close_matches(axis.lower(), known, n=3)
         if close:
+            intended = " or ".join(repr(name) for name in known if name in close)
             raise DispatchError(
-                f"mode {mode}: there is no axis {axis!r}; did you mean {close[0]!r}? If the layout declares it "
+                f"mode {mode}: there is no axis {axis!r}; did you mean {intended}? If the layout declares it "
                 f"(ParallelLayout(..., extra={{{axis!r}: size}})), pass extra=[{axis!r}] to Dispatch.over",
                 mode=mode,
                 axis=axis,
