@@ -5,6 +5,7 @@ A call of a registered method is ``GroupMethod.__call__``, from top to bottom: p
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
@@ -230,7 +231,9 @@ class WorkerGroup(Generic[W_co]):
                 f"{self.worker_cls.__name__}.{method} cannot be called through group {self.name}: decorate it with "
                 "@register(...), or call it on every rank with execute_all"
             )
-        return f"group {self.name} has no method {method!r}; it has {', '.join(sorted(self._methods))}"
+        close = difflib.get_close_matches(method, self._methods, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"group {self.name} has no method {method!r}; it has {', '.join(sorted(self._methods))}{hint}"
 
     @property
     def world_size(self) -> int:

@@ -42,6 +42,7 @@ DISPATCH = "mcontroller.dispatch"
 REGISTER = f"{DISPATCH}.registration.register"
 REGISTERING = f"{DISPATCH}.registration.Registering"
 OVER = f"{DISPATCH}.modes.Dispatch.over"
+RAY_GROUP = "mcontroller.ray.worker_group.RayWorkerGroup"
 GROUP = "mcontroller.group.WorkerGroup"
 GROUP_METHOD = "mcontroller.group.GroupMethod"
 MOCK_GROUP = "mcontroller.testing.mock_worker_group"
@@ -56,7 +57,7 @@ KEY = "mcontroller"
 
 @dataclass(frozen=True)
 class Rules:
-    """How a method is registered, as far as mypy knows; None for what it does not."""
+    """How a method is registered, as far as mypy knows; a rule that it does not know is None."""
 
     arguments: str | None
     result: str | None
@@ -71,7 +72,9 @@ class ControllerPlugin(Plugin):
         return _register if fullname == REGISTER else None
 
     def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
-        """Record a registered method; set the type parameters of ``Dispatch.over(...)``."""
+        """Record a registered method; set the type parameters of ``Dispatch.over(...)`` and of spawned groups."""
+        if fullname.endswith(".spawn"):
+            return _spawn  # the class in ``fullname`` is that of the object, which may be any kind of RayWorkerGroup
         return {f"{REGISTERING}.__call__": _record, OVER: _over}.get(fullname)
 
     def get_attribute_hook(self, fullname: str) -> Callable[[AttributeContext], Type] | None:
@@ -124,6 +127,15 @@ def _record(context: MethodContext) -> Type:
         methods = decorated.func.info.metadata.setdefault(KEY, {})
         methods[decorated.func.name] = [arguments, result, blocking]
     return context.default_return_type
+
+
+def _spawn(context: MethodContext) -> Type:
+    """The groups of single roles have worker classes of their own, which are known at run time only."""
+    spawned, group = get_proper_type(context.default_return_type), get_proper_type(context.type)
+    if not isinstance(spawned, Instance) or not isinstance(group, Instance) or not group.type.has_base(RAY_GROUP):
+        return spawned
+    role = group.copy_modified(args=[AnyType(TypeOfAny.special_form) for _ in group.args])
+    return spawned.copy_modified(args=[spawned.args[0], role])
 
 
 # ---- group.method --------------------------------------------------------------------------------------------------
@@ -182,7 +194,7 @@ def _rules(worker: TypeInfo, name: str) -> Rules | None:
 
 
 def _typed(checker: TypeChecker, method: Type, rules: Rules) -> Type | None:
-    """``GroupMethod[P, result, future]`` of a bound method; None where its signature is not simple enough."""
+    """``GroupMethod[P, result, future]`` of a bound method; None if its signature is generic, overloaded or unknown."""
     if not isinstance(method, CallableType) or method.variables or rules.arguments is None or rules.result is None:
         return None
     types = [_accepted(checker, each, rules.arguments) for each in method.arg_types]
@@ -271,7 +283,7 @@ def _argument(context: FunctionContext, index: int) -> Type | None:
 
 
 def _parameters(spec: Type | None, count: int) -> list[Type]:
-    """The type parameters of a mode; Any for what is not one, such as a dict of functions."""
+    """The type parameters of a mode; Any for other values, such as a dict of functions."""
     proper = get_proper_type(spec) if spec is not None else None
     if (
         isinstance(proper, Instance)

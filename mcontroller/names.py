@@ -26,6 +26,7 @@ class NamedMembers(type):
     members: dict[str, Any]
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, of: type) -> NamedMembers:
+        """Create a class and move its attributes of type ``of`` into ``members``."""
         members = {key: value for key, value in namespace.items() if isinstance(value, of)}
         cls = super().__new__(mcs, name, bases, {key: namespace[key] for key in namespace if key not in members})
         cls.members = members
@@ -59,7 +60,7 @@ class NamedMembers(type):
         return cls.members.pop(name)
 
     def new_member(cls, name: str, member: Any) -> Any:
-        """Return what is stored for ``register(name, member)``; every class defines it."""
+        """Return the member that ``register(name, member)`` stores; every class defines it."""
         raise NotImplementedError
 
     def __getitem__(cls, name: str) -> Any:

@@ -164,18 +164,18 @@ def _method(worker_cls: type, name: str, registration: Registration, names: _Nam
     function = inspect.unwrap(getattr(worker_cls, name))
     hints = _hints(function)
     spec, zero = registration.dispatch_mode, registration.execute_mode.rank_zero_only
-    arguments, shown = ("whole", "value") if zero else (spec.arguments, spec.result)
-    unknown = spec.functions is not None and not zero
+    unknown = spec.functions is not None and not zero  # what functions take and return is not known
+    arguments, shown = ("whole", "value") if zero or unknown else (spec.arguments, spec.result)
     parameters = list(inspect.signature(function).parameters.values())
     if not isinstance(static, staticmethod | classmethod):
         parameters = parameters[1:]
     taken = []
     for parameter in parameters:
-        text = _accepted(names.text(hints.get(parameter.name, Any)), arguments, names)
+        text = _accepted(names.text(Any if unknown else hints.get(parameter.name, Any)), arguments, names)
         default = inspect.Parameter.empty if parameter.default is inspect.Parameter.empty else ...
-        taken.append(parameter.replace(annotation=_Source("Any" if unknown else text), default=default))
-    value = names.text(_awaited(hints.get("return", Any)))
-    result, future = _results(value, "any" if unknown else shown, names)
+        taken.append(parameter.replace(annotation=_Source(text), default=default))
+    value = names.text(Any if unknown else _awaited(hints.get("return", Any)))
+    result, future = _results(value, shown, names)
     returned = result if registration.blocking else future
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     positional_only = any(each.kind is each.POSITIONAL_ONLY for each in taken)
@@ -221,7 +221,7 @@ def _accepted(text: str, rule: str, names: _Names) -> str:
 def _results(value: str, rule: str, names: _Names) -> tuple[str, str]:
     if rule == "concat":
         return names.add("mcontroller.data.protocol", "DataProto"), "DataProtoFuture"
-    result = {"list": f"list[{value}]", "value": value}.get(rule) or names.add("typing", "Any")
+    result = f"list[{value}]" if rule == "list" else value
     return result, f"{names.add('mcontroller.dispatch.future', 'Future')}[{result}]"
 
 

@@ -115,7 +115,7 @@ def register(
         ``blocking`` for single calls.
 
     Raises:
-        DispatchError: an argument has a wrong type or an unknown value; raised where the decorator is written.
+        DispatchError: an argument has a wrong type or an unknown value; raised at the decorator, not by a call.
 
     Example:
         >>> class Critic(Worker):

@@ -1,4 +1,4 @@
-"""A group's calls: what each rank gets, what comes back, what is rejected before anything is sent."""
+"""Calls of a group: arguments of each rank, results, and errors before anything is sent."""
 
 from __future__ import annotations
 
@@ -322,6 +322,8 @@ def test_calling_an_unregistered_method_explains_how_to_register_it() -> None:
         group.unregistered(1)
     with pytest.raises(AttributeError, match=r"has no method 'unheard'; it has .*compute"):
         group.unheard()
+    with pytest.raises(AttributeError, match="did you mean 'compute'"):
+        group.compuet()
     assert "compute" in dir(group)
 
 

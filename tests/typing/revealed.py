@@ -70,6 +70,8 @@ reveal_type(mock_worker_group(ClassWithInitArgs(Critic, {}), 2, failures={}).lat
 
 fused = MegatronRayWorkerGroup(pool, create_colocated_worker_cls_fused({"critic": init}))
 reveal_type(fused.critic)  # Any
+role: MegatronRayWorkerGroup[Critic] = fused.spawn(["critic"])["critic"]
+reveal_type(role.save("path"))  # list[int]
 
 
 def untyped(group: WorkerGroup, method: Callable[..., Future]) -> Any:

@@ -54,7 +54,7 @@ def test_megatron_pp_as_dp_has_a_shard_for_each_cp_dp_and_pp_with_pp_fastest(mod
     assert made.collected == (0, 8, 4, 12, 2, 10, 6, 14)
 
 
-def test_megatron_pp_only_gives_all_ranks_the_same_and_collects_one_rank_of_each_stage() -> None:
+def test_megatron_pp_only_sends_all_ranks_the_same_and_collects_one_rank_of_each_stage() -> None:
     made = plan(Dispatch.MEGATRON_PP_ONLY, TP2_CP2_PP2_DP2)
     assert set(made.shards) == {0} and len(made.ranks) == 16
     assert made.collected == (0, 8)
@@ -130,7 +130,7 @@ def test_rank_zero_cannot_be_asked_of_another_rank() -> None:
         plan(Dispatch.RANK_ZERO, TP2_PP2_DP2, ranks=[1])
 
 
-def test_an_axis_that_the_topology_lacks_is_rejected_with_those_it_has() -> None:
+def test_an_axis_that_the_topology_does_not_have_is_rejected_with_those_it_has() -> None:
     with pytest.raises(TopologyError, match="no axis 'island'; it has"):
         plan(Dispatch.over("island"), TP2_PP2_DP2)
     with pytest.raises(TopologyError, match="no axis 'dp'"):

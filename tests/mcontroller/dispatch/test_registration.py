@@ -1,4 +1,4 @@
-"""``register``: what it marks, what is inherited, and what it rejects at the decorator."""
+"""``register``: the attribute that it sets, inheritance, and errors at the decorator."""
 
 from __future__ import annotations
 
