@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.future import DataProtoFuture, Future
-from mcontroller.dispatch.modes import Plan
+from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule
 from mcontroller.dispatch.remote_batch import ResultBatch, Split
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration
@@ -72,7 +72,7 @@ class Dispatched:
         """Whether the result is one DataProto, which can be passed on before it is there."""
         return self.plan.spec.result == "concat"
 
-    def future(self, pending: Pending, executor: Executor) -> Future:
+    def future(self, pending: Pending, executor: Executor) -> Future[Any]:
         """The future of the collected result."""
 
         def collected(timeout: float | None) -> Any:
@@ -94,9 +94,10 @@ class Dispatched:
         """The caller's result from the values of the collecting ranks, in the order of results.
 
         A result of ``concat``: DataProtos are joined in the order of the caller's rows, without padding rows; those
-        that hold only ``meta_info`` are joined as ``DataProto.concat`` joins it; any other values stay a list. In a
-        list, padding rows are dropped from every DataProto. Raises DispatchError where padding or a changed order
-        cannot be undone, since a shard's rows did not come back as the same number of rows each.
+        that hold only ``meta_info`` are joined as ``DataProto.concat`` joins it. In a list, padding rows are dropped
+        from every DataProto. Raises DispatchError where a rank returned something else than a DataProto for a result
+        of ``concat``, or where padding or a changed order cannot be undone, since a shard's rows did not come back as
+        the same number of rows each.
         """
         spec = self.plan.spec
         if spec.functions is not None:
@@ -106,8 +107,9 @@ class Dispatched:
         origin = self.origin.partition(executor.fetch) if isinstance(self.origin, Split) else self.origin
         if not self.concatenates:
             return [self._own_rows(origin, shard, value) for shard, value in enumerate(values)]
-        if not all(isinstance(value, DataProto) for value in values):
-            return list(values)
+        for rank, value in zip(self.plan.collected, values, strict=True):
+            if not isinstance(value, DataProto):
+                raise self.call.error(not_a_batch(self.plan.spec, rank, value), rank=rank, type=type(value).__name__)
         return self._join(origin, values)
 
     def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
@@ -138,3 +140,14 @@ class Dispatched:
             return origin.restore(lengths)
         except DataError as error:
             raise self.call.error(str(error), **error.fields) from error
+
+
+def not_a_batch(spec: DispatchSpec[ArgumentRule, ResultRule], rank: int, value: object) -> str:
+    """Return the error text for a rank that returned something else than a DataProto in a mode that concatenates."""
+    mode = f"Dispatch.over({', '.join(map(repr, spec.axes))}, collect={dict(spec.collect)}, result='list')"
+    listed = "Dispatch.DP_COMPUTE_METRIC" if spec.axes == (RANK,) else mode
+    return (
+        f"rank {rank} returned {'None' if value is None else type(value).__name__}; expected a DataProto, because the "
+        "results are concatenated. Return DataProto.from_dict(...), or DataProto(meta_info=...) for metrics; for a "
+        f"list of values, register the method with {listed}"
+    )

@@ -5,19 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
+from typing_extensions import TypeVar
+
+from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.remote_batch import JoinedBatch, RemoteBatch, Window
 from mcontroller.errors import DispatchError
 from mcontroller.transport import Deferred, Fetch, Handle, Pending
 
 __all__ = ["DataProtoFuture", "Future", "LazyBatch"]
 
+T_co = TypeVar("T_co", covariant=True, default=Any)
 
-class Future:
+
+class Future(Generic[T_co]):
     """What a call with ``blocking=False`` gives: wait for it, poll it, cancel it, get its result."""
 
-    def __init__(self, pendings: Sequence[Pending], collect: Callable[[float | None], Any]) -> None:
+    def __init__(self, pendings: Sequence[Pending], collect: Callable[[float | None], T_co]) -> None:
         self._pendings = tuple(pendings)
         self._collect = collect
 
@@ -26,7 +31,7 @@ class Future:
         """The transport's handles of the values that come back, in rank order (over Ray: object references)."""
         return [part for pending in self._pendings for part in pending.parts]
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> T_co:
         """Waits, ``timeout`` seconds at most, and gives what the blocking call would have given or raises its error."""
         return self._collect(timeout)
 
@@ -56,7 +61,7 @@ class Future:
         return f"{type(self).__name__}({'done' if self.done() else 'running'})"
 
 
-class DataProtoFuture(Future):
+class DataProtoFuture(Future[DataProto]):
     """The future of a DataProto. Passed into another group's call it goes straight from worker to worker.
 
     A consumer with as many shards as the future has parts gets each part as it is, one on each shard, and no rank

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, Self
 
 from ray.actor import ActorClass
 
 from mcontroller.errors import ConfigError
-from mcontroller.worker import ClassWithInitArgs
+from mcontroller.worker import ClassWithInitArgs, W_co
 
 __all__ = ["RayClassWithInitArgs"]
 
-W = TypeVar("W")
+P = ParamSpec("P")
 
 OWN_OPTIONS = frozenset(
     {"num_cpus", "num_gpus", "scheduling_strategy", "name", "namespace", "lifetime"}
@@ -22,10 +22,10 @@ OWN_OPTIONS = frozenset(
 that Ray started again would have no worker in it."""
 
 
-class RayClassWithInitArgs(ClassWithInitArgs[W]):
+class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
     """A worker class, plain or made an actor by ``ray.remote``, whose object is made in every process of a group."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Callable[P, W_co], *args: P.args, **kwargs: P.kwargs) -> None:
         super().__init__(_plain(cls), *args, **kwargs)
         self.options: dict[str, Any] = {}
 

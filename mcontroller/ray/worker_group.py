@@ -14,12 +14,13 @@ from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.hosts import Hosts
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
+from mcontroller.worker import W_co
 from parallel_state.topology import Topology
 
 __all__ = ["MegatronRayWorkerGroup", "RayWorkerGroup"]
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(WorkerGroup[W_co]):
     """The workers of one role, one process on every place of ``resource_pool``, started when this is made.
 
     ``name_prefix`` is the group's role in every message, the worker class's name unless given. ``timeout`` (seconds)
@@ -36,7 +37,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs[Any],
+        ray_cls_with_init: RayClassWithInitArgs[W_co],
         name_prefix: str | None = None,
         detached: bool = False,
         *,
@@ -67,7 +68,7 @@ class RayWorkerGroup(WorkerGroup):
         self,
         hosts: Hosts,
         name: str,
-        worker_cls: type,
+        worker_cls: type[Any],
         role_classes: dict[str, type],
         timeout: float | None,
         topology: Topology | None = None,
@@ -82,7 +83,7 @@ class RayWorkerGroup(WorkerGroup):
         cls,
         name_prefix: str | None = None,
         worker_names: Sequence[str] | None = None,
-        ray_cls_with_init: RayClassWithInitArgs[Any] | None = None,
+        ray_cls_with_init: RayClassWithInitArgs[W_co] | None = None,
         *,
         timeout: float | None = None,
     ) -> Self:
@@ -140,7 +141,7 @@ class RayWorkerGroup(WorkerGroup):
         return group
 
 
-class MegatronRayWorkerGroup(RayWorkerGroup):
+class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
     """A RayWorkerGroup of Megatron workers: where its ranks stand is asked of Megatron itself, at the start.
 
     Raises ConfigError where the worker class cannot say it, and TopologyError where the ranks' answers are no full
@@ -161,14 +162,14 @@ class MegatronRayWorkerGroup(RayWorkerGroup):
         self,
         hosts: Hosts,
         name: str,
-        worker_cls: type,
+        worker_cls: type[Any],
         role_classes: dict[str, type],
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
         super()._join(hosts, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
-            self._set_topology(self._collect_topology())
+            self.collect_topology()
 
     @property
     def tp_size(self) -> int:
