@@ -1,4 +1,4 @@
-"""Mock ranks: torch.distributed and Megatron, in this process, return what they would on one rank of a topology.
+"""Mocked ranks: in this process, torch.distributed and Megatron behave as on one rank of a topology.
 
 Nothing is initialized and nothing communicates. Megatron's getters read module globals; inside ``activate(rank)``
 these are groups that know their ranks only, so that the getters work no matter how they were imported. Each rank has
@@ -149,7 +149,7 @@ class MockedRanks:
 
     @contextlib.contextmanager
     def activate(self, rank: int) -> Iterator[None]:
-        """Return a context manager in which torch.distributed and Megatron return what they would on ``rank``.
+        """Return a context manager in which torch.distributed and Megatron behave as on ``rank``.
 
         Blocks can be nested. Not thread-safe.
         """

@@ -1,6 +1,6 @@
 """Patch Megatron's own functions to run on a CPU: one small patch per module, applied when it is imported.
 
-Each patch checks that the name it replaces exists, so that one table works for all supported versions of megatron-core.
+A name that only some versions of megatron-core have is patched if it exists: one table works for all of them.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_workers_that_form_no_grid_are_reported_with_their_role() -> None:
         def get_megatron_global_info(self) -> DistGlobalInfo:
             return DistGlobalInfo(tp_size=1, dp_size=2, pp_size=1)
 
-    with pytest.raises(TopologyError, match=r"ranks 0 and 1 both .* rank 1 \(critic on node .*is the wrong one"):
+    with pytest.raises(TopologyError, match=r"ranks 0 and 1 both .* rank 1 \(critic on node .*is wrong"):
         _ = LocalWorkerGroup(Twice, 2, name_prefix="critic").topology
 
 
