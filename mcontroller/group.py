@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from mcontroller.dispatch.arguments import dispatch
-from mcontroller.dispatch.dispatched import Call
 from mcontroller.dispatch.explain import Explanation, explain
 from mcontroller.dispatch.future import Future
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan
+from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.partition import Padding
@@ -37,12 +37,13 @@ class GroupMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         group, rule = self.group, self.registration
-        call = Call(group, self.name, self.plan())
-        dispatched = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
-        measure = dispatched.concatenates and not rule.blocking
+        call = PreparedCall(group, self.name, self.plan())
+        call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
+        measure = call.concatenates and not rule.blocking
         timeout = group.deadline(rule.timeout)
-        pending = group.executor.submit(self.name, dispatched.calls, timeout=timeout, measure=measure)
-        future = dispatched.future(pending, group.executor)
+        returning = call.plan.collected
+        in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, measure=measure)
+        future = call.future(in_flight)
         return future.get() if rule.blocking else future
 
     def plan(self) -> Plan:
@@ -67,7 +68,7 @@ class GroupMethod:
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call with these arguments would send to whom and bring back from whom; the method does not run."""
-        call = Call(self.group, self.name, self.plan())
+        call = PreparedCall(self.group, self.name, self.plan())
         return explain(dispatch(call, args, kwargs, self.registration.rows, share=False))
 
     def options(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.dispatched import Dispatched
+from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.modes import Plan
 from mcontroller.partition import Partition
 from mcontroller.transport import Arguments, Deferred
@@ -67,7 +67,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(dispatched: Dispatched) -> Explanation:
+def explain(call: PreparedCall) -> Explanation:
     """The explanation of a call from what it would send."""
     plan, call = dispatched.plan, dispatched.call
     sizes = {id(arguments): payload_bytes(arguments) for arguments in dispatched.shards}

@@ -10,7 +10,7 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.advantages import advantage_estimator
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.kl import KL_ESTIMATORS
-from mcontroller.ray.manager import Role
+from mcontroller.ray.resource_pool import Role
 
 __all__ = ["RoleWorker", "check_roles", "role_workers"]
 

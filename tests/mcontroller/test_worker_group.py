@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +24,8 @@ from mcontroller import (
     register,
 )
 from mcontroller.local import LocalExecutor
-from mcontroller.local.executor import LocalPending
-from mcontroller.transport import RankCall
+from mcontroller.local.executor import LocalCall
+from mcontroller.transport import Arguments
 from parallel_state.topology import Topology
 from tests.mcontroller.batches import numbered, numbers
 from tests.mcontroller.groups import topology_of
@@ -96,9 +96,11 @@ class Model(Worker):
 class Recording(LocalExecutor):
     """Keeps what was submitted."""
 
-    def submit(self, method: str, calls: Sequence[RankCall], **options: Any) -> LocalPending:
-        self.last_calls, self.last_options = list(calls), options
-        return super().submit(method, calls, **options)
+    def submit(
+        self, method: str, arguments: Mapping[int, Arguments], returning: Sequence[int], **options: Any
+    ) -> LocalCall:
+        self.last_arguments, self.last_returning, self.last_options = arguments, returning, options
+        return super().submit(method, arguments, returning, **options)
 
 
 def group_of(worker_cls: type = Model, topology: Topology | None = None, **options: Any) -> Any:
@@ -110,18 +112,18 @@ def group_of(worker_cls: type = Model, topology: Topology | None = None, **optio
 def test_only_ranks_that_are_collected_ship_their_results() -> None:
     group = group_of()
     group.compute(numbered(4))
-    assert [call.rank for call in group.executor.last_calls if call.ship] == [4, 6]
-    assert len(group.executor.last_calls) == 8
+    assert group.executor.last_returning == (4, 6)
+    assert len(group.executor.last_arguments) == 8
 
 
 def test_replicas_of_a_shard_are_given_the_same_arguments_object() -> None:
     group = group_of()
     group.compute(numbered(4))
-    assert len({id(call.arguments) for call in group.executor.last_calls}) == 2
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 2
     group.where(torch.ones(3))
-    assert len({id(call.arguments) for call in group.executor.last_calls}) == 1
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 1
     group.each([numbered(1)] * 8)
-    assert len({id(call.arguments) for call in group.executor.last_calls}) == 1
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 1
 
 
 def test_row_counts_are_asked_for_only_where_a_result_may_be_passed_on() -> None:
@@ -227,13 +229,13 @@ def test_batches_of_different_lengths_are_refused_with_their_lengths() -> None:
     with pytest.raises(DispatchError, match="argument 0 has 4, argument 'other' has 3") as raised:
         group.compute(numbered(4), other=numbered(3))
     assert raised.value.lengths == {0: 4, "other": 3}
-    assert not hasattr(group.executor, "last_calls")
+    assert not hasattr(group.executor, "last_arguments")
 
 
 def test_one_to_all_with_execute_rank_zero_hands_over_the_value_itself() -> None:
     group = group_of()
     assert group.on_rank_zero([1, 2]) == [1, 2]
-    assert [call.rank for call in group.executor.last_calls] == [0]
+    assert list(group.executor.last_arguments) == [0]
 
 
 def test_a_tuple_of_entries_is_taken_as_a_list_of_them() -> None:
@@ -411,7 +413,7 @@ def test_a_group_is_gone_when_its_last_reference_is() -> None:
 def test_explain_runs_nothing_and_says_who_gets_which_rows_and_who_returns() -> None:
     group = group_of()
     told = group.compute.explain(numbered(3), scale=2.0)
-    assert not hasattr(group.executor, "last_calls")
+    assert not hasattr(group.executor, "last_arguments")
     assert [list(rank.rows) for rank in told.ranks] == [[0], [0], [1, 2], [1, 2]] * 2
     assert [rank.rank for rank in told.ranks if rank.returns] == [4, 6]
     assert told.ranks[2].coordinates["dp"] == 1 and told.ranks[2].padding == 0

@@ -246,7 +246,7 @@ def test_chunks_of_a_failed_call_raise_its_failure() -> None:
     future = group_of(TP2_DP2).compute(numbered(4))
     failed = group_of(TP2_DP2).fail(numbered(4))
     joined = DataProtoFuture.concat([future])
-    joined._pendings += failed._pendings
+    joined._calls += failed._calls
     with pytest.raises(WorkerError, match="out of memory"):
         joined.chunk(2)[0].get()
 
