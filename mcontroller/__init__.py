@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from mcontroller.data.batch_ops import collate_fn as collate_fn
     from mcontroller.data.batch_ops import fold_batch_dim as fold_batch_dim
     from mcontroller.data.batch_ops import pad_dataproto_to_divisor as pad_dataproto_to_divisor
     from mcontroller.data.batch_ops import unfold_batch_dim as unfold_batch_dim
-    from mcontroller.data.batch_ops import union_numpy_dict as union_numpy_dict
-    from mcontroller.data.batch_ops import union_tensor_dict as union_tensor_dict
     from mcontroller.data.batch_ops import unpad_dataproto as unpad_dataproto
     from mcontroller.data.protocol import DataProto as DataProto
     from mcontroller.data.protocol import DataProtoConfig as DataProtoConfig
     from mcontroller.data.protocol import DataProtoItem as DataProtoItem
-    from mcontroller.data.protocol import collate_fn as collate_fn
+    from mcontroller.data.union import union_numpy_dict as union_numpy_dict
+    from mcontroller.data.union import union_tensor_dict as union_tensor_dict
     from mcontroller.dispatch.explain import Explanation as Explanation
     from mcontroller.dispatch.future import DataProtoFuture as DataProtoFuture
     from mcontroller.dispatch.future import Future as Future

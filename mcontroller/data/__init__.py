@@ -1,1 +1,1 @@
-"""The batch: `DataProto`, its columns, how it is pickled and how it is stored."""
+"""The batch: `DataProto`, its columns, how it is pickled and how it is saved to disk."""

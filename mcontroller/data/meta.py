@@ -1,4 +1,4 @@
-"""The rules for ``meta_info``: how it is copied, compared and merged."""
+"""How ``meta_info`` is copied, compared and merged."""
 
 from __future__ import annotations
 
@@ -9,22 +9,36 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mcontroller.data import columns
+from mcontroller.data.column_info import describe_column, same_column, same_mapping
 from mcontroller.data.tensordicts import is_tensordict_base
 from mcontroller.errors import DataError
 
+__all__ = [
+    "METRICS",
+    "copy_meta",
+    "is_flat",
+    "merge_concat",
+    "merge_metrics",
+    "merge_union",
+    "meta_copier",
+    "same_array",
+    "same_value",
+    "short_repr",
+]
+
 METRICS = "metrics"
+"""The key whose values are gathered instead of compared."""
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def is_flat(info: Mapping[str, Any]) -> bool:
-    """Whether every value is a plain number, string or None."""
+    """Return whether every value is a plain number, string or None."""
     return _ATOMS.issuperset(map(type, info.values()))
 
 
 def copy_meta(value: Any) -> Any:
-    """The same value with dicts, lists, sets and tuples of its own; what they hold is shared, as columns are."""
+    """Copy the dicts, lists, sets and tuples of a value; share everything else, such as tensors."""
     kind = type(value)
     if kind is dict:
         return {key: copy_meta(item) for key, item in value.items()}
@@ -35,22 +49,25 @@ def copy_meta(value: Any) -> Any:
     return value
 
 
-def copier(info: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """What makes copies of ``info``, as ``copy_meta`` does, when many are needed."""
+def meta_copier(info: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Return a function that copies ``info`` as ``copy_meta`` does; faster if many copies are needed."""
     return info.copy if is_flat(info) else partial(copy_meta, info)
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two values agree in type and content, through containers, arrays and tensors; NaN equals NaN."""
+    """Return whether two values agree in type and content, also inside containers, arrays and tensors.
+
+    NaN equals NaN.
+    """
     if left is right:
         return True
     kinds = _tensor_kind(left), _tensor_kind(right)
     if any(kinds):
-        return kinds[0] == kinds[1] and columns.same(left, right)
+        return kinds[0] == kinds[1] and same_column(left, right)
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and same_array(left, right)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return columns.same_mapping(left, right, same_value)
+        return same_mapping(left, right, same_value)
     if isinstance(left, list | tuple) and type(left) is type(right):
         return len(left) == len(right) and all(map(same_value, left, right))
     if left != left and right != right:
@@ -59,7 +76,7 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def same_array(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether two arrays agree in dtype, shape and every element."""
+    """Return whether two arrays agree in dtype, shape and every element. NaN equals NaN."""
     if left is right:
         return True
     if left.dtype != right.dtype or left.shape != right.shape:
@@ -70,10 +87,13 @@ def same_array(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def merge_concat(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The meta_info of a batch joined from parts.
+    """Merge the meta_info of parts whose rows are concatenated.
 
-    A key whose values agree wherever it stands is kept. ``metrics``, a dict of name -> number or list, becomes
-    name -> flat list of the values of every part that has it, in part order. Raises DataError on any other difference.
+    A key is kept if its values agree in all parts that have it. ``metrics``, a dict of name -> number or list, becomes
+    name -> flat list of the values of every part that has the name, in the order of the parts.
+
+    Raises:
+        DataError: If the values of another key differ; names the key, the parts and the values.
     """
     first = parts[0]
     if all([_ATOMS.issuperset(map(type, part.values())) and part == first for part in parts]):
@@ -91,15 +111,15 @@ def merge_concat(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 raise _conflict("concat", key, (origin[key], merged[key]), (position, value))
     if metrics and METRICS in merged:
         raise DataError(
-            f"meta_info['metrics'] is {short(merged[METRICS])} in part {origin[METRICS]}, a dict in others: "
-            "give a dict of name -> number or list in all of them",
+            f"meta_info['metrics'] is {short_repr(merged[METRICS])} in part {origin[METRICS]} and a dict in others: "
+            "expected a dict of name -> number or list in all parts",
             key=METRICS,
         )
     return merged | {METRICS: merge_metrics(metrics)} if metrics else merged
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Name -> the values of every part that has it, lists joined flat; parts may differ in their names."""
+    """Return name -> flat list of the values of every part that has the name; parts may differ in their names."""
     merged: dict[str, list[Any]] = {}
     for part in parts:
         for name, value in part.items():
@@ -108,8 +128,12 @@ def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def merge_union(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of both; two dicts under ``metrics`` are united by name. Raises DataError where the values differ."""
-    merged = copy_meta(dict(left))
+    """Merge the meta_info of two batches whose columns are united; two dicts under ``metrics`` are merged by name.
+
+    Raises:
+        DataError: If the values of a key differ; names the key and the values.
+    """
+    merged: dict[str, Any] = copy_meta(dict(left))
     for key, value in right.items():
         if key not in merged:
             merged[key] = copy_meta(value)
@@ -122,8 +146,8 @@ def merge_union(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
 
 def _conflict(operation: str, key: str, first: tuple[int, Any], second: tuple[int, Any]) -> DataError:
     return DataError(
-        f"meta_info[{key!r}] differs in {operation}: {short(first[1])} in part {first[0]}, "
-        f"{short(second[1])} in part {second[0]}; drop or rename the key, or put numbers per part under 'metrics'",
+        f"meta_info[{key!r}] differs in {operation}: {short_repr(first[1])} in part {first[0]}, "
+        f"{short_repr(second[1])} in part {second[0]}; drop or rename the key, or put numbers per part under 'metrics'",
         key=key,
         parts=(first[0], second[0]),
         values=(first[1], second[1]),
@@ -134,9 +158,9 @@ def _tensor_kind(value: Any) -> str | None:
     return "tensor" if isinstance(value, Tensor) else "tensordict" if is_tensordict_base(value) else None
 
 
-def short(value: Any, limit: int = 80) -> str:
-    """A value in a few words: dtype and shape of a column, else its repr, cut."""
+def short_repr(value: Any, limit: int = 80) -> str:
+    """Return dtype and shape of a tensor or array, else the repr of the value, cut to ``limit`` characters."""
     if _tensor_kind(value) or isinstance(value, np.ndarray):
-        return columns.describe(value)
+        return describe_column(value)
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

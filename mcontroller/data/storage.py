@@ -1,8 +1,8 @@
-"""A batch in a file, without pickle: one safetensors file with a JSON description among its tensors.
+"""Save a batch to a file without pickle: one safetensors file with a JSON description among its tensors.
 
-Tensors and numeric arrays, wherever they stand, are tensors of the file, which refers to them by number. Everything
-else must be a JSON value, a tuple, or a numpy number. Reading builds nothing but these types, so that a file from
-elsewhere can be opened without running code of its author's.
+Tensors and numeric arrays, at any depth, are tensors of the file; the description refers to them by number. Everything
+else must be a JSON value, a tuple, or a numpy number. Loading builds only these types, so a file from an unknown source
+cannot run code.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from mcontroller.data import columns
+from mcontroller.data.columns import Columns
+from mcontroller.data.jagged import is_jagged, make_jagged, packed_parts
 from mcontroller.data.serialization import check_sendable
 from mcontroller.data.tensordicts import is_tensordict, make_tensordict
 from mcontroller.errors import DataError
 
+if TYPE_CHECKING:
+    from mcontroller.data.columns import Batch
+
+__all__ = ["load_batch", "save_batch"]
+
 _DESCRIPTION = "description"
 _FORMAT = "mcontroller.DataProto"
 _VERSION = 1
-# A dict with one key that starts with this mark stands for something JSON has no word for.
 _MARK = "$"
+"""A dict with one key that starts with this mark encodes a value of a type that JSON does not have."""
 
 _DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
@@ -35,17 +41,19 @@ _DTYPES = frozenset(
 )
 
 Parts = tuple[Any, dict[str, np.ndarray], dict[str, Any]]
+"""The tensors, the non-tensor columns and the meta_info of a batch."""
 
 
-def save(
+def save_batch(
     filepath: str | os.PathLike[str],
-    batch: columns.Batch | None,
+    batch: Batch | None,
     non_tensor_batch: dict[str, np.ndarray],
     meta_info: dict[str, Any],
 ) -> None:
-    """Writes the three parts of a batch; the file appears under its name when it is complete.
+    """Write the three parts of a batch; the file gets its name only when it is complete.
 
-    Raises DataError naming the column or key whose value has no place in such a file, and its type.
+    Raises:
+        DataError: If a value cannot be stored in such a file; names the column or key, and the type.
     """
     writer = _Writer()
     description = {
@@ -58,24 +66,28 @@ def save(
     text = json.dumps(description, ensure_ascii=False).encode()
     writer.tensors[_DESCRIPTION] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     target = Path(filepath)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    safetensors.torch.save_file(writer.tensors, part)
-    part.replace(target)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
+    safetensors.torch.save_file(writer.tensors, temporary)
+    temporary.replace(target)
 
 
-def load(filepath: str | os.PathLike[str]) -> Parts:
-    """The three parts of the batch that ``save`` wrote, on the CPU; DataError for a file of another kind."""
+def load_batch(filepath: str | os.PathLike[str]) -> Parts:
+    """Read the three parts of the batch that ``save_batch`` wrote, onto the CPU.
+
+    Raises:
+        DataError: If the file is no safetensors file, contains no batch, or was written by another version.
+    """
     try:
         tensors = safetensors.torch.load_file(filepath)
     except safetensors.SafetensorError as error:
-        raise DataError(f"{os.fspath(filepath)} is no safetensors file: {error}", path=filepath) from error
+        raise DataError(f"{os.fspath(filepath)} is not a safetensors file: {error}", path=filepath) from error
     if _DESCRIPTION not in tensors:
-        raise DataError(f"{os.fspath(filepath)} holds no saved DataProto: it has no {_DESCRIPTION!r}", path=filepath)
+        raise DataError(f"{os.fspath(filepath)} is not a saved DataProto: it has no {_DESCRIPTION!r}", path=filepath)
     description = json.loads(tensors[_DESCRIPTION].numpy().tobytes())
     if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
         raise DataError(
             f"{os.fspath(filepath)} is {description.get('format')!r} version {description.get('version')!r}: "
-            f"this reads {_FORMAT!r} version {_VERSION}",
+            f"expected {_FORMAT!r} version {_VERSION}",
             path=filepath,
         )
     reader = _Reader(tensors)
@@ -84,73 +96,76 @@ def load(filepath: str | os.PathLike[str]) -> Parts:
 
 
 class _Writer:
+    """Encodes values as JSON, and collects their tensors."""
+
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._memory: set[int] = set()
 
-    def encode(self, value: Any, place: str) -> Any:
+    def encode(self, value: Any, location: str) -> Any:
         if value is None or type(value) in (str, bool, int, float):
             return value
         if type(value) is dict:
-            return self._dict(value, place)
+            return self._dict(value, location)
         if type(value) is list:
-            return [self.encode(item, f"{place}[{index}]") for index, item in enumerate(value)]
+            return [self.encode(item, f"{location}[{index}]") for index, item in enumerate(value)]
         if type(value) is tuple:
-            return {"$tuple": [self.encode(item, f"{place}[{index}]") for index, item in enumerate(value)]}
-        if is_tensordict(value) or isinstance(value, columns.Columns):
-            columns_ = self._dict(dict(value.items()), place)
-            return {"$tensordict": [columns_, list(value.batch_size)]}
+            return {"$tuple": [self.encode(item, f"{location}[{index}]") for index, item in enumerate(value)]}
+        if is_tensordict(value) or isinstance(value, Columns):
+            return {"$tensordict": [self._dict(dict(value.items()), location), list(value.batch_size)]}
         if isinstance(value, Tensor):
-            return self._tensor(value, place)
+            return self._tensor(value, location)
         if isinstance(value, np.ndarray):
-            return self._array(value, place)
+            return self._array(value, location)
         if isinstance(value, np.bool_ | np.number):
-            return {"$number": self._array(np.asarray(value), place)}
+            return {"$number": self._array(np.asarray(value), location)}
         raise DataError(
-            f"{place} is {type(value).__name__}, which has no place in a file without pickle: "
-            "save numbers, strings, lists, tuples, dicts, arrays and tensors",
-            place=place,
+            f"cannot save {location}, which is {type(value).__name__}: "
+            "expected numbers, strings, lists, tuples, dicts, arrays and tensors",
+            location=location,
             type=type(value).__name__,
         )
 
-    def _dict(self, value: dict[Any, Any], place: str) -> dict[str, Any]:
-        items = [(key, self.encode(item, f"{place}[{key!r}]")) for key, item in value.items()]
+    def _dict(self, value: dict[Any, Any], location: str) -> dict[str, Any]:
+        items = [(key, self.encode(item, f"{location}[{key!r}]")) for key, item in value.items()]
         if all(type(key) is str and not key.startswith(_MARK) for key in value):
             return dict(items)
-        return {"$dict": [[self.encode(key, f"key {key!r} of {place}"), item] for key, item in items]}
+        return {"$dict": [[self.encode(key, f"key {key!r} of {location}"), item] for key, item in items]}
 
-    def _tensor(self, value: Tensor, place: str) -> dict[str, Any]:
-        if columns.is_jagged(value):
-            values, offsets, ragged = columns.packed(value)
-            return {"$jagged": [self._tensor(values, place), self._tensor(offsets, place), ragged]}
-        check_sendable(value, place)
+    def _tensor(self, value: Tensor, location: str) -> dict[str, Any]:
+        if is_jagged(value):
+            values, offsets, ragged = packed_parts(value)
+            return {"$jagged": [self._tensor(values, location), self._tensor(offsets, location), ragged]}
+        check_sendable(value, location)
         dense = value.detach().as_subclass(Tensor).cpu().contiguous()
-        return {"$tensor": self._store(dense, place)}
+        return {"$tensor": self._store(dense, location)}
 
-    def _store(self, tensor: Tensor, place: str) -> str:
+    def _store(self, tensor: Tensor, location: str) -> str:
         if tensor.dtype not in _DTYPES:
-            raise DataError(f"{place} is {tensor.dtype}, which a safetensors file does not hold", place=place)
+            raise DataError(f"cannot save {location}: safetensors has no dtype {tensor.dtype}", location=location)
         name = str(len(self.tensors))
         memory = tensor.untyped_storage().data_ptr()
         self.tensors[name] = tensor.clone() if memory in self._memory else tensor
         self._memory.add(memory)
         return name
 
-    def _array(self, value: np.ndarray, place: str) -> dict[str, Any]:
+    def _array(self, value: np.ndarray, location: str) -> dict[str, Any]:
         if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
-            return {"$array": self._store(torch.from_numpy(np.array(value)), place)}
+            return {"$array": self._store(torch.from_numpy(np.array(value)), location)}
         if value.dtype.kind not in "OU":
             raise DataError(
-                f"{place} is an array of {value.dtype}, which has no place in a file without pickle: "
-                "save arrays of numbers, strings or objects",
-                place=place,
+                f"cannot save {location}, which is an array of {value.dtype}: expected arrays of numbers, strings or "
+                "objects",
+                location=location,
                 type=str(value.dtype),
             )
-        entries = [self.encode(item, f"{place}[{index}]") for index, item in enumerate(value.ravel().tolist())]
+        entries = [self.encode(item, f"{location}[{index}]") for index, item in enumerate(value.ravel().tolist())]
         return {"$objects": [entries, list(value.shape), value.dtype.str]}
 
 
 class _Reader:
+    """Decodes what ``_Writer`` encoded."""
+
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
@@ -180,13 +195,13 @@ class _Reader:
             case "$objects", [entries, shape, dtype]:
                 return self._objects(entries, shape, dtype)
             case "$jagged", [values, offsets, ragged]:
-                return columns.jagged(self.decode(values), self.decode(offsets), ragged)
+                return make_jagged(self.decode(values), self.decode(offsets), ragged)
             case "$tensordict", [items, batch_size]:
                 return make_tensordict(self.decode(items), batch_size)
-        raise DataError(f"the description holds {kind!r}, which this version does not know", kind=kind)
+        raise DataError(f"the file contains a value of kind {kind!r}, which this version cannot read", kind=kind)
 
     def _objects(self, entries: list[Any], shape: list[int], dtype: str) -> np.ndarray:
         array = np.empty(len(entries), dtype=np.dtype(dtype))
-        for place, entry in enumerate(entries):
-            array[place] = self.decode(entry)
+        for index, entry in enumerate(entries):
+            array[index] = self.decode(entry)
         return array.reshape(shape)

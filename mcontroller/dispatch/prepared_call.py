@@ -104,7 +104,7 @@ class PreparedCall:
         return self._join(origin, values)
 
     def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
-        if origin is None or not any(map(_has_rows, values)):
+        if origin is None or not any(value.has_columns() for value in values):
             return self._concat(values)
         keep, order = self._restored(origin, [len(value) for value in values])
         kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
@@ -113,7 +113,7 @@ class PreparedCall:
 
     def _concat(self, values: Sequence[DataProto]) -> DataProto:
         try:
-            return DataProto.concat(values, spare_cores=True)  # the workers are about to compute again
+            return DataProto.concat(values)
         except DataError as error:
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
             fields = {**error.fields, "ranks": self.plan.collected}
@@ -121,7 +121,7 @@ class PreparedCall:
             raise DataError(f"{call}: its results do not join ({parts}): {error}", **fields) from error
 
     def _without_padding(self, origin: Partition | None, shard: int, value: Any) -> Any:
-        if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not _has_rows(value):
+        if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not value.has_columns():
             return value
         lengths = [len(value) if index == shard else 0 for index in range(len(origin.shards))]
         return value.slice(0, self._restored(origin, lengths).keep[shard])
@@ -131,8 +131,3 @@ class PreparedCall:
             return origin.restore(lengths)
         except DataError as error:
             raise self.error(str(error), **error.fields) from error
-
-
-def _has_rows(value: DataProto) -> bool:
-    """Whether a DataProto has columns, and not only ``meta_info``."""
-    return bool(value.tensors() or value.non_tensor_batch)

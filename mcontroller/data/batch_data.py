@@ -1,0 +1,362 @@
+"""The data of a batch: how it is made, measured, compared, copied, pickled and saved.
+
+`DataProto` adds the operations on rows and columns.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcontroller.data import checks
+from mcontroller.data.column_info import column_nbytes, describe_column
+from mcontroller.data.columns import Columns, map_columns, shallow_copy
+from mcontroller.data.jagged import is_jagged, packed_parts
+from mcontroller.data.meta import copy_meta, same_value, short_repr
+from mcontroller.data.serialization import OutOfBand, pack_tensors
+from mcontroller.data.sizes import format_bytes
+from mcontroller.data.storage import load_batch, save_batch
+from mcontroller.data.tensordicts import is_tensordict_base
+from mcontroller.errors import DataError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from tensordict import TensorDict
+
+    from mcontroller.data.columns import Batch
+
+__all__ = ["BatchData", "DataProtoConfig"]
+
+
+class DataProtoConfig:
+    """Process-wide defaults of `DataProto`.
+
+    Attributes:
+        auto_padding: Whether every batch may be padded if the number of shards does not divide its rows.
+        auto_padding_key: The key of ``meta_info`` that allows padding for one batch.
+    """
+
+    auto_padding: bool = False
+    auto_padding_key: str = "_auto_padding"
+
+
+class BatchData(OutOfBand):
+    """The three fields of a batch, all of the same number of rows. Base class of `DataProto`.
+
+    Args:
+        batch: Tensors, as a TensorDict whose dim 0 counts rows.
+        non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
+        meta_info: Values for the whole batch by name.
+
+    Attributes:
+        stored_batch: Low level: the tensors as they are stored, for code that moves rows. A TensorDict, or ``Columns``,
+            which are cheaper and become a TensorDict at the first access to ``batch``; None if there are no tensors.
+        non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
+        meta_info: Values for the whole batch by name.
+
+    Raises:
+        DataError: If a column has another number of rows than the first, or is of a kind that cannot be split.
+    """
+
+    stored_batch: Batch | None
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        batch: Batch | None = None,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        self.stored_batch = batch
+        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info = {} if meta_info is None else meta_info
+        self.check_consistency()
+
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensors as a TensorDict, or None if there are none."""
+        if isinstance(self.stored_batch, Columns):
+            self.stored_batch = self.stored_batch.tensordict()
+        return self.stored_batch
+
+    @batch.setter
+    def batch(self, batch: TensorDict | None) -> None:
+        self.stored_batch = batch
+
+    # ---- made from -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Any] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
+        """Make a batch of columns.
+
+        Args:
+            tensors: Tensors ``[rows, ...]``, dense or jagged, and TensorDicts by name.
+            non_tensors: Numpy arrays ``[rows, ...]`` or lists with one entry per row by name. A list becomes a 1-D
+                object array, whatever its entries are.
+            meta_info: Values for the whole batch by name. Its dicts and lists are copied.
+            num_batch_dims: Number of leading dims that all tensors share; must be 1 if there are non-tensor columns.
+            auto_padding: Whether this batch may be padded if the number of shards does not divide its rows.
+
+        Raises:
+            DataError: If columns differ in their number of rows, or are of the wrong type; names the column.
+
+        Example::
+
+            DataProto.from_dict(
+                tensors={"input_ids": torch.zeros(4, 16, dtype=torch.int64)},
+                non_tensors={"prompt": ["a", "b", "c", "d"]},
+                meta_info={"temperature": 0.7},
+            )
+        """
+        for name, value in (("tensors", tensors), ("non_tensors", non_tensors), ("meta_info", meta_info)):
+            checks.check_mapping(name, value)
+        if num_batch_dims < 1 or (num_batch_dims > 1 and non_tensors):
+            raise DataError(
+                f"num_batch_dims is {num_batch_dims}, with {len(non_tensors or {})} non-tensor columns: "
+                "expected at least 1, and exactly 1 if there are non-tensor columns",
+                num_batch_dims=num_batch_dims,
+            )
+        batch = checks.make_batch(tensors, num_batch_dims) if tensors else None
+        arrays = {key: checks.as_array(value, f"non_tensors[{key!r}]") for key, value in (non_tensors or {}).items()}
+        info = copy_meta(dict(meta_info or {}))
+        if auto_padding:
+            info[DataProtoConfig.auto_padding_key] = True
+        return cls(batch, arrays, info)
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
+    ) -> Self:
+        """Make a batch of one dict: tensors become ``batch``, numpy arrays and lists ``non_tensor_batch``.
+
+        Args:
+            data: Tensors, TensorDicts, numpy arrays and lists by name, each with one entry per row.
+            meta_info: Values for the whole batch by name.
+            auto_padding: Whether this batch may be padded if the number of shards does not divide its rows.
+
+        Raises:
+            DataError: If columns differ in their number of rows, or are of the wrong type; names the column.
+        """
+        checks.check_mapping("data", data)
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor) or is_tensordict_base(value)}
+        others = {key: value for key, value in data.items() if key not in tensors}
+        for key, value in others.items():
+            if not isinstance(value, np.ndarray | list | tuple):
+                raise DataError(
+                    f"column {key!r} is {type(value).__name__}: expected a tensor, a numpy array or a list; pass one "
+                    f"value for the whole batch as meta_info={{{key!r}: ...}}",
+                    column=key,
+                )
+        return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls,
+        tensor_dict: TensorDict | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+    ) -> Self:
+        """Make a batch of a TensorDict.
+
+        Args:
+            tensor_dict: Its tensors become ``batch``, a NonTensorStack a non-tensor column, NonTensorData an entry of
+                ``meta_info``.
+            meta_info: More values for the whole batch by name.
+            num_batch_dims: Number of leading dims that all tensors share.
+
+        Raises:
+            DataError: If columns differ in their number of rows; names the column.
+        """
+        from tensordict import NonTensorData, NonTensorStack
+
+        tensors, arrays, info = {}, {}, dict(meta_info or {})
+        for key, value in {} if tensor_dict is None else tensor_dict.items():
+            if isinstance(value, NonTensorStack):
+                arrays[key] = checks.as_array(value.tolist())
+            elif isinstance(value, NonTensorData):
+                info[key] = value.data
+            else:
+                tensors[key] = value
+        return cls.from_dict(tensors, arrays, info, num_batch_dims)
+
+    def derive(
+        self, batch: Batch | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any] | None = None
+    ) -> Self:
+        """Low level: make a batch of the same class from columns that are known to agree, without checking them.
+
+        Args:
+            batch: The tensors, as ``stored_batch`` has them.
+            non_tensor_batch: The non-tensor columns; the dict is not copied.
+            meta_info: Values for the whole batch; None copies those of this batch.
+        """
+        if meta_info is None:
+            meta_info = copy_meta(self.meta_info)
+        new = object.__new__(type(self))
+        if len(self.__dict__) > 3:  # attributes that a subclass or the user has added
+            new.__dict__.update(self.__dict__)
+        new.stored_batch, new.non_tensor_batch, new.meta_info = batch, non_tensor_batch, meta_info
+        return new
+
+    # ---- properties ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of rows; 0 without columns."""
+        if self.stored_batch is not None:
+            rows: int = self.stored_batch.batch_size[0]
+            return rows
+        for array in self.non_tensor_batch.values():
+            return int(array.shape[0])
+        return 0
+
+    def check_consistency(self) -> None:
+        """Check that all columns have the same number of rows; call it after changing a field directly.
+
+        Raises:
+            DataError: If a column has another number of rows, or is of a kind that cannot be split; names the column.
+        """
+        checks.check_columns(self.stored_batch, self.non_tensor_batch)
+
+    def has_columns(self) -> bool:
+        """Return whether the batch has columns, and not only ``meta_info``."""
+        return self.stored_batch is not None or bool(self.non_tensor_batch)
+
+    def is_padding_enabled(self) -> bool:
+        """Return whether this batch may be padded: made with ``auto_padding=True``, or by the process-wide default."""
+        return bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False) or DataProtoConfig.auto_padding)
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors by name in a new dict; cheaper than ``batch``, because no TensorDict is made."""
+        return {} if self.stored_batch is None else dict(self.stored_batch.items())
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns: those of ``batch``, then those of ``non_tensor_batch``."""
+        return [*self.tensors(), *self.non_tensor_batch]
+
+    def row_lengths(self, key: str = "attention_mask") -> list[int]:
+        """Return the length of every row.
+
+        Args:
+            key: A mask ``[rows, ...]``, whose entries are summed, or a jagged column, whose rows are measured.
+
+        Raises:
+            DataError: If there is no such tensor.
+        """
+        tensors = self.tensors()
+        checks.check_keys("tensor column", [key], tensors)
+        column = tensors[key]
+        if is_jagged(column):
+            lengths = packed_parts(column)[1].diff()
+        else:
+            lengths = column.flatten(1).sum(dim=1, dtype=torch.int64) if column.ndim > 1 else column
+        return list(lengths.tolist())
+
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors and numpy arrays; object arrays count as their pointers."""
+        return sum(self._sizes())
+
+    def _sizes(self) -> tuple[int, int]:
+        tensors = 0 if self.stored_batch is None else column_nbytes(self.stored_batch)
+        return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
+
+    def summary(self) -> str:
+        """Return one line: rows, dtype and shape of every column, keys of ``meta_info``, bytes."""
+        tensors = "{}" if self.stored_batch is None else describe_column(self.stored_batch)
+        arrays = ", ".join(f"{key}: {describe_column(array)}" for key, array in self.non_tensor_batch.items())
+        return (
+            f"DataProto({len(self)} rows, batch {tensors}, non_tensor_batch {{{arrays}}}, "
+            f"meta_info {list(self.meta_info)}, {format_bytes(self.nbytes())})"
+        )
+
+    __repr__ = summary
+
+    def print_size(self, prefix: str = "") -> None:
+        """Print the size of the tensors and of the non-tensor columns.
+
+        Args:
+            prefix: Text before it, such as the name of the batch.
+        """
+        tensors, others = map(format_bytes, self._sizes())
+        sys.stdout.write(f"{prefix}{', ' if prefix else ''}batch: {tensors}, non_tensor_batch: {others}\n")
+
+    def difference(self, other: BatchData) -> str | None:
+        """Describe the first difference from another batch.
+
+        Compares rows, keys, dtypes, shapes, values and ``meta_info``. NaN equals NaN, and devices may differ.
+
+        Args:
+            other: The other batch.
+
+        Returns:
+            One line, or None if the batches are equal.
+        """
+        if len(self) != len(other):
+            return f"{len(self)} rows, other has {len(other)}"
+        for name in ("batch", "non_tensor_batch", "meta_info"):
+            mine, others = (batch.tensors() if name == "batch" else getattr(batch, name) for batch in (self, other))
+            if mine.keys() != others.keys():
+                return f"{name} has keys {sorted(mine)}, other has {sorted(others)}"
+            for key, value in mine.items():
+                if not same_value(value, others[key]):
+                    return f"{name}[{key!r}] differs: {short_repr(value)} and {short_repr(others[key])}"
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether ``difference`` finds none."""
+        return self.difference(other) is None if isinstance(other, BatchData) else NotImplemented
+
+    # ---- copies and files (pickling: serialization.OutOfBand) -------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        stored = self.stored_batch
+        columns = None if stored is None else map_columns(stored, lambda column: column)
+        state: dict[str, Any] = pack_tensors({**self.__dict__, "stored_batch": columns})
+        return state
+
+    def __copy__(self) -> Self:
+        return self.derive(shallow_copy(self.stored_batch), dict(self.non_tensor_batch))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        stored = self.stored_batch
+        batch = None if stored is None else map_columns(stored, lambda column: column.clone())
+        return self.derive(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
+
+    def save_to_disk(self, filepath: str | PathLike[str]) -> None:
+        """Write the batch to one safetensors file.
+
+        Args:
+            filepath: Path of the file; an existing file is replaced when the new one is complete.
+
+        Raises:
+            DataError: If a value can be stored only with pickle; names the column or key. Values can be tensors,
+                numpy arrays of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
+        """
+        save_batch(filepath, self.stored_batch, self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def load_from_disk(cls, filepath: str | PathLike[str]) -> Self:
+        """Read a batch that ``save_to_disk`` wrote, onto the CPU. No code from the file is executed.
+
+        Args:
+            filepath: Path of the file.
+
+        Raises:
+            DataError: If the file is not such a file, or was written by another version.
+        """
+        return cls(*load_batch(filepath))

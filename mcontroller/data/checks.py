@@ -1,0 +1,289 @@
+"""Checks of the columns, keys and row numbers that a batch is given; all raise DataError with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcontroller.data.columns import Columns, make_columns
+from mcontroller.data.jagged import is_jagged
+from mcontroller.data.tensordicts import is_tensordict, is_tensordict_base, make_tensordict
+from mcontroller.errors import DataError
+
+if TYPE_CHECKING:
+    from mcontroller.data.columns import Batch
+
+__all__ = [
+    "Index",
+    "Keys",
+    "RowIndexError",
+    "as_array",
+    "as_keys",
+    "check_columns",
+    "check_keys",
+    "check_mapping",
+    "check_permutation",
+    "check_same_columns",
+    "make_batch",
+    "row_index",
+]
+
+Index = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
+"""Row numbers (negative: from the end) or a mask with one boolean per row."""
+
+Keys = str | Sequence[str]
+"""One name or several."""
+
+
+class RowIndexError(DataError, IndexError):
+    """A row that the batch does not have; fields ``index`` and ``rows``."""
+
+
+def check_mapping(argument: str, value: object) -> None:
+    """Check that an argument is a dict or another mapping, or None.
+
+    Raises:
+        DataError: If it is not; names the argument.
+    """
+    if not (value is None or isinstance(value, Mapping) or is_tensordict_base(value)):
+        raise DataError(f"{argument} is {type(value).__name__}: expected a dict of name -> value", argument=argument)
+
+
+def check_columns(batch: Batch | None, arrays: Mapping[str, Any]) -> None:
+    """Check the kind of every column, and that all have the same number of rows.
+
+    Raises:
+        DataError: If a column is of another kind, or its number of rows is not that of the first; names it.
+    """
+    expected: int | None = None
+    if batch is not None:
+        _check_batch(batch)
+        expected = batch.batch_size[0]
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.ndim == 0:
+            kind = "a 0-d numpy array" if isinstance(array, np.ndarray) else type(array).__name__
+            raise DataError(
+                f"non_tensor_batch[{key!r}] is {kind}: expected a numpy array with one entry per row", column=key
+            )
+        if expected is not None and array.shape[0] != expected:
+            raise DataError(
+                f"non_tensor_batch[{key!r}] has {array.shape[0]} rows, the batch has {expected}: "
+                "all columns of a batch must have the same number of rows",
+                column=key,
+                found=array.shape[0],
+                rows=expected,
+            )
+        expected = array.shape[0]
+
+
+def _check_batch(batch: Any) -> None:
+    if not (isinstance(batch, Columns) or (is_tensordict(batch) and batch.batch_dims >= 1)):
+        dims = f" of batch dims {list(batch.batch_size)}" if is_tensordict(batch) else ""
+        raise DataError(
+            f"batch is {type(batch).__name__}{dims}: expected a TensorDict of at least one batch dim; "
+            "to make a batch of a dict of tensors, call DataProto.from_dict"
+        )
+    for key, value in batch.items():
+        if is_tensordict(value):
+            continue
+        if not isinstance(value, Tensor):
+            raise DataError(
+                f"batch[{key!r}] is {type(value).__name__}: expected a tensor; put other values into non_tensor_batch",
+                column=key,
+            )
+        if value.layout != torch.strided and not is_jagged(value):
+            raise DataError(f"batch[{key!r}] has layout {value.layout}: expected a dense or jagged tensor", column=key)
+
+
+def check_same_columns(parts: Sequence[tuple[Batch | None, Mapping[str, Any]]]) -> None:
+    """Check that parts to be joined agree in their non-tensor columns, and that all or none have tensors.
+
+    Args:
+        parts: Tensors and non-tensor columns of every part.
+
+    Raises:
+        DataError: If a part differs from part 0; names the part.
+    """
+    if not any([arrays or batch is None for batch, arrays in parts]):
+        return
+    first_batch, first_arrays = parts[0]
+    for position, (batch, arrays) in enumerate(parts):
+        if arrays.keys() != first_arrays.keys():
+            raise DataError(
+                f"non_tensor_batch of part {position} has columns {sorted(arrays)}, of part 0 "
+                f"{sorted(first_arrays)}: all parts must have the same columns",
+                part=position,
+                columns=sorted(arrays),
+                expected=sorted(first_arrays),
+            )
+        if (batch is None) is not (first_batch is None):
+            without, other = (position, 0) if batch is None else (0, position)
+            raise DataError(
+                f"part {without} has no tensors, part {other} has: all parts must have the same columns", part=position
+            )
+
+
+def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> Batch:
+    """Make a batch of tensors.
+
+    Args:
+        tensors: Columns by name.
+        batch_dims: Number of leading dims that all columns must share.
+
+    Raises:
+        DataError: If a column is no tensor, or its batch dims are not those of the first; names the column.
+    """
+    first_key, batch_size = "", torch.Size()
+    for key, value in tensors.items():
+        if not (isinstance(value, Tensor) or is_tensordict_base(value)):
+            raise _not_a_tensor(key, value)
+        if value.ndim < batch_dims:
+            raise DataError(
+                f"tensors[{key!r}] has {value.ndim} dims: expected at least {batch_dims}, dim 0 being the rows",
+                column=key,
+            )
+        found = value.shape[:batch_dims]
+        if not first_key:
+            first_key, batch_size = key, found
+        elif found != batch_size:
+            raise DataError(
+                f"tensors[{key!r}] has {_size_text(found)}, tensors[{first_key!r}] has {_size_text(batch_size)}: "
+                "all columns of a batch must have the same number of rows",
+                column=key,
+                found=tuple(found),
+                expected=tuple(batch_size),
+            )
+    if all(isinstance(value, Tensor) and type(key) is str for key, value in tensors.items()):
+        return make_columns(tensors, batch_size)
+    return make_tensordict(tensors, batch_size)
+
+
+def _size_text(batch_size: torch.Size) -> str:
+    return f"{batch_size[0]} rows" if len(batch_size) == 1 else f"batch dims {list(batch_size)}"
+
+
+def _not_a_tensor(key: str, value: Any) -> DataError:
+    """Return the error for a column that is no tensor, with the fix for values of its type."""
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        kind = f"a numpy array of {value.dtype}"
+        fix = f"convert it with torch.from_numpy, or pass it as non_tensors={{{key!r}: ...}}"
+    elif isinstance(value, np.ndarray):
+        kind = f"a numpy array of {value.dtype}"
+        fix = f"pass strings and objects as non_tensors={{{key!r}: ...}}"
+    elif isinstance(value, list | tuple) and value and all(isinstance(entry, int | float) for entry in value):
+        kind = f"a {kind} of numbers"
+        fix = f"convert it with torch.tensor, or pass it as non_tensors={{{key!r}: ...}}"
+    elif isinstance(value, list | tuple):
+        kind = f"a {kind}" + (f" of {type(value[0]).__name__}" if value else "")
+        fix = f"pass strings and objects as non_tensors={{{key!r}: ...}}"
+    else:
+        fix = f"pass one value for the whole batch as meta_info={{{key!r}: ...}}"
+    return DataError(f"tensors[{key!r}] is {kind}: expected a torch.Tensor; {fix}", column=key)
+
+
+def as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
+    """Return an array unchanged, and a list as a 1-D object array of its entries, whatever they are.
+
+    Args:
+        value: A numpy array, list or tuple with one entry per row.
+        name: What to call the value in an error.
+
+    Raises:
+        DataError: If the value is of another type.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        fix = "; pass tensors as tensors={...}" if isinstance(value, Tensor) else ""
+        raise DataError(
+            f"{name} is {type(value).__name__}: expected a numpy array or a list with one entry per row{fix}"
+        )
+    column = np.empty(len(value), dtype=object)
+    for row, entry in enumerate(value):
+        column[row] = entry
+    return column
+
+
+def as_keys(keys: Keys | None, default: Iterable[str] = ()) -> list[str]:
+    """Return names as a list: one name, several, or ``default`` for None."""
+    if keys is None:
+        return list(default)
+    return [keys] if isinstance(keys, str) else list(keys)
+
+
+def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None:
+    """Check that all wanted keys are present.
+
+    Args:
+        kind: What the keys are, for the message, such as "meta_info key".
+        wanted: Keys that must be present.
+        present: Keys that exist.
+
+    Raises:
+        DataError: If some are missing; names them and those that exist.
+    """
+    existing = list(present)
+    missing = [key for key in wanted if key not in existing]
+    if missing:
+        raise DataError(f"no {kind} {missing}; existing: {sorted(existing)}", missing=missing, present=sorted(existing))
+
+
+def row_index(idxs: Any, rows: int) -> np.ndarray:
+    """Convert an index or a mask to row numbers.
+
+    Args:
+        idxs: Integers (negative: from the end) or booleans, as a 1-D list, array or tensor.
+        rows: Number of rows of the batch.
+
+    Returns:
+        Row numbers between 0 and ``rows - 1``, int64.
+
+    Raises:
+        RowIndexError: If a row does not exist.
+        DataError: If the index is of another type or shape.
+    """
+    if isinstance(idxs, str):
+        raise DataError(
+            f"row {idxs!r}: rows are selected by number; a column is batch.batch[{idxs!r}] or "
+            f"batch.non_tensor_batch[{idxs!r}]",
+            column=idxs,
+        )
+    index = np.asarray(idxs.detach().cpu() if isinstance(idxs, Tensor) else idxs)
+    if index.dtype == bool:
+        if index.shape != (rows,):
+            raise DataError(
+                f"mask of shape {index.shape} for {rows} rows: expected one boolean per row",
+                shape=index.shape,
+                rows=rows,
+            )
+        return np.flatnonzero(index)
+    if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+        raise DataError(
+            f"rows selected by {index.dtype} of shape {index.shape}: expected a 1-D list, array or tensor of integers "
+            "or booleans"
+        )
+    index = index.astype(np.int64)
+    if index.size and (index.min() < -rows or index.max() >= rows):
+        wrong = int(index[(index < -rows) | (index >= rows)][0])
+        raise RowIndexError(f"row {wrong} does not exist in a batch of {rows} rows", index=wrong, rows=rows)
+    return np.where(index < 0, index + rows, index)
+
+
+def check_permutation(index: np.ndarray, rows: int) -> None:
+    """Check that an index contains each row exactly once.
+
+    Raises:
+        DataError: If it does not.
+    """
+    distinct = len(np.unique(index))
+    if len(index) != rows or distinct != rows:
+        raise DataError(
+            f"reorder of {rows} rows by {len(index)} indices, {distinct} of them distinct: expected each row once",
+            rows=rows,
+            indices=len(index),
+        )

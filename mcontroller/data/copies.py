@@ -1,0 +1,56 @@
+"""Copy rows: concatenate tensors and select by index, with large results in huge pages.
+
+A large result on the CPU gets its memory from numpy, which asks the kernel for huge pages; torch does not. Mapping new
+memory in pages of 4 KiB takes longer than filling it. Measured on 2 cores, medians of 60 calls, four columns in 8
+parts: at 120 MB, ``DataProto.concat`` takes 18.9 ms instead of 28.2 ms, and ``select_idxs`` with a random order 16.9 ms
+instead of 33.6 ms; up to 30 MB there is no difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["INTEGER_OF_SIZE", "concat_tensors", "index_select"]
+
+LARGE_BYTES = 4 << 20
+"""From this size on, a result is allocated in huge pages."""
+
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype of each element size in bytes. Every operation supports it; some do not support every dtype."""
+
+_SELECTABLE = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
+    | {torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+
+
+def concat_tensors(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors along ``dim``, as ``torch.cat`` does."""
+    if tensors[0].nbytes * len(tensors) < LARGE_BYTES:  # an estimate of the result's size that costs little
+        return torch.cat(tensors, dim=dim)  # type: ignore[arg-type]
+    shape = list(tensors[0].shape)
+    shape[dim] = sum([tensor.shape[dim] for tensor in tensors])
+    return torch.cat(tensors, dim=dim, out=_huge_pages(tensors, shape))  # type: ignore[arg-type]
+
+
+def index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Select entries along ``dim`` of a tensor of any dtype, as ``torch.index_select`` does for most."""
+    if tensor.dtype not in _SELECTABLE:
+        return index_select(tensor.view(INTEGER_OF_SIZE[tensor.dtype.itemsize]), dim, index).view(tensor.dtype)
+    shape = list(tensor.shape)
+    shape[dim] = len(index)
+    return torch.index_select(tensor, dim, index.to(tensor.device), out=_huge_pages([tensor], shape))
+
+
+def _huge_pages(sources: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+    """Allocate a large result on the CPU in huge pages; None if torch should allocate it."""
+    first = sources[0]
+    size = first.dtype.itemsize * math.prod(shape)
+    if size < LARGE_BYTES or first.device.type != "cpu" or any(source.requires_grad for source in sources):
+        return None
+    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(first.dtype).view(shape)
