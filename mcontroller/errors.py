@@ -1,6 +1,6 @@
 """The errors of the controller, each with its fields; those of ``parallel_state`` are exported here too.
 
-``MControllerError`` is the root of all.
+``MControllerError`` is the root of all. The fields of an error are its attributes.
 """
 
 from __future__ import annotations
@@ -25,31 +25,41 @@ __all__ = [
 
 
 class ConfigError(MControllerError, ValueError):
-    """A configuration key that does not exist, or a value that does not fit; fields: ``key``, ``value``."""
+    """An unknown configuration key, or a value that is not allowed; fields: ``key``, ``value``."""
 
 
 class DataError(MControllerError, ValueError):
-    """A batch that does not hold what is asked of it; fields name the columns, the lengths or the keys."""
+    """A batch without the expected columns, rows or keys; the fields name them."""
 
 
 class DispatchError(MControllerError, ValueError):
-    """Arguments that do not fit a method's dispatch mode; raised before anything is sent."""
+    """Arguments, options or results that do not fit a method's dispatch mode.
+
+    Errors in arguments and options are raised before anything is sent, and the group stays usable.
+    """
 
 
 class ResourceError(MControllerError):
-    """Resources that the cluster or a pool cannot give; fields: what was asked, what exists, what is taken."""
+    """A request for more resources than the cluster or a pool has; the fields count them."""
 
 
 class GroupError(MControllerError):
-    """Root of what can go wrong while a group's method runs."""
+    """Root of the errors of a running call."""
 
 
 class WorkerError(GroupError):
     """An exception raised by a worker's method.
 
-    Fields: ``role``, ``rank``, ``coordinates`` (axis -> index), ``node``, ``pid``, ``method``, ``cause`` (the type
-    and text of the worker's exception), ``worker_traceback`` (its own traceback as text), ``followers`` (how many
-    other ranks failed after it).
+    Attributes:
+        role: the name of the group.
+        rank: the rank that raised first.
+        coordinates: its index on each axis.
+        node: the name of its node.
+        pid: the id of its process.
+        method: the method that was called.
+        cause: the type and text of the worker's exception.
+        worker_traceback: the worker's own traceback, as text.
+        followers: the number of other ranks that failed after it.
     """
 
     role: str
@@ -64,7 +74,14 @@ class WorkerError(GroupError):
 
 
 class WorkerDied(GroupError):
-    """A worker process that ended; fields as in ``WorkerError``, with ``exit_cause`` and ``log_tail``."""
+    """A worker process that ended; it has the fields of ``WorkerError`` that are known, and two more.
+
+    Attributes:
+        role: the name of the group.
+        rank: the rank whose process ended.
+        exit_cause: the reason, such as a signal.
+        log_tail: the last lines of the process's log.
+    """
 
     role: str
     rank: int
@@ -73,7 +90,15 @@ class WorkerDied(GroupError):
 
 
 class CallTimeout(GroupError, TimeoutError):
-    """A call past its deadline; fields: ``role``, ``method``, ``timeout`` in seconds, ``ranks``, ``stacks`` by rank."""
+    """A call that did not finish before its deadline.
+
+    Attributes:
+        role: the name of the group.
+        method: the method that was called.
+        timeout: the deadline in seconds.
+        ranks: the ranks that have not answered.
+        stacks: the Python stacks of these ranks, as text, by rank.
+    """
 
     role: str
     method: str
@@ -83,7 +108,12 @@ class CallTimeout(GroupError, TimeoutError):
 
 
 class GroupBroken(GroupError):
-    """A call to a group that an earlier failure has broken; ``first_cause`` is that failure."""
+    """A call to a group that an earlier failure has broken.
+
+    Attributes:
+        role: the name of the group.
+        first_cause: that failure.
+    """
 
     role: str
     first_cause: BaseException

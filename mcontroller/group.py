@@ -5,9 +5,10 @@ A call of a registered method is ``GroupMethod.__call__``, from top to bottom: p
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
 from mcontroller.dispatch.arguments import dispatch
 from mcontroller.dispatch.explain import Explanation, explain
@@ -18,24 +19,60 @@ from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.partition import Padding
 from mcontroller.transport import Executor
+from mcontroller.worker import W_co
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
-__all__ = ["GroupMethod", "WorkerGroup"]
+__all__ = ["CallOptions", "GroupMethod", "WorkerGroup"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Result_co = TypeVar("Result_co", covariant=True)
+Future_co = TypeVar("Future_co", bound=Future[Any], covariant=True)
 
 _UNSET: Any = object()
 
 
-@dataclass(frozen=True)
-class GroupMethod:
-    """A method of a group: call it, ask it to ``explain`` a call, or give a call ``options``."""
+class CallOptions(TypedDict, total=False):
+    """The keywords of ``GroupMethod.options`` next to ``blocking``; see there."""
 
-    group: WorkerGroup
+    timeout: float | None
+    padding: Padding | None
+    balance: str | None
+    group_by: str | None
+    ranks: Collection[int] | None
+
+
+@dataclass(frozen=True)
+class GroupMethod(Generic[P, Result_co, Future_co]):
+    """A registered method of a group: call it, ``explain`` a call, or change the ``options`` of a call.
+
+    The type parameters are the parameters of a call, its result, and the future that it returns with
+    ``blocking=False``. See docs/typing.md for how type checkers learn them.
+
+    Attributes:
+        group: the group that is called.
+        name: the name of the method.
+        registration: how the method is registered.
+        ranks: the ranks that a call is restricted to; None for all.
+    """
+
+    group: WorkerGroup[Any]
     name: str
     registration: Registration
     ranks: tuple[int, ...] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result_co:
+        """Run the method on the group: plan, dispatch, execute, collect.
+
+        Returns:
+            The collected result; if the method is non-blocking, its future.
+
+        Raises:
+            DispatchError: the arguments do not fit the mode or the method's signature. Nothing has been sent then.
+            TopologyError: the mode names an axis that the group's topology does not have.
+            GroupError: the call failed: WorkerError, WorkerDied, CallTimeout or GroupBroken.
+        """
         group, rule = self.group, self.registration
         call = PreparedCall(group, self.name, self.plan())
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
@@ -44,10 +81,15 @@ class GroupMethod:
         returning = call.plan.collected
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, measure=measure)
         future = call.future(in_flight)
-        return future.get() if rule.blocking else future
+        return future.get() if rule.blocking else future  # type: ignore[return-value]  # as Result_co was declared
 
     def plan(self) -> Plan:
-        """Who gets which shard and who returns, for a call of this method."""
+        """Return the plan of a call: which rank gets which shard, and which ranks return.
+
+        Raises:
+            DispatchError: the method is not callable through a group, or the mode does not fit ``ranks``.
+            TopologyError: the mode names an axis that the group's topology does not have.
+        """
         spec = self.registration.dispatch_mode.current()
         if spec.in_worker_only:
             raise DispatchError(
@@ -66,11 +108,25 @@ class GroupMethod:
             who = {"role": self.group.name, "method": self.name, "mode": spec.name}
             raise type(error)(f"{self.group.name}.{self.name} ({spec}): {error}", **{**error.fields, **who}) from error
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What a call with these arguments would send to whom and bring back from whom; the method does not run."""
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+        """Return what a call with these arguments would send to and collect from each rank, without running it."""
         call = PreparedCall(self.group, self.name, self.plan())
         return explain(dispatch(call, args, kwargs, self.registration.rows, share=False))
 
+    @overload
+    def options(self, **options: Unpack[CallOptions]) -> Self: ...
+    @overload
+    def options(
+        self, *, blocking: Literal[False], **options: Unpack[CallOptions]
+    ) -> GroupMethod[P, Future_co, Future_co]: ...
+    @overload
+    def options(
+        self: GroupMethod[P, Future[T], Future_co], *, blocking: Literal[True], **options: Unpack[CallOptions]
+    ) -> GroupMethod[P, T, Future_co]: ...
+    @overload
+    def options(self, *, blocking: Literal[True], **options: Unpack[CallOptions]) -> Self: ...
+    @overload
+    def options(self, *, blocking: bool, **options: Unpack[CallOptions]) -> GroupMethod[P, Any, Future_co]: ...
     def options(
         self,
         *,
@@ -80,8 +136,25 @@ class GroupMethod:
         group_by: str | None = _UNSET,
         blocking: bool = _UNSET,
         ranks: Collection[int] | None = _UNSET,
-    ) -> GroupMethod:
-        """This method with other settings than it is registered with; ``ranks`` restricts calls to these ranks."""
+    ) -> GroupMethod[P, Any, Any]:
+        """Return this method with other settings than those it is registered with.
+
+        Args:
+            timeout: seconds after which a call fails with CallTimeout; None uses the group's timeout.
+            padding: which rows are added to uneven shards; see ``RowRule``.
+            balance: the column whose row sums are balanced over the shards; see ``RowRule``.
+            group_by: the column whose equal labels stay in one shard; see ``RowRule``.
+            blocking: whether a call waits for its result (True) or returns a future at once (False).
+            ranks: run on these ranks only; None for all.
+
+        Raises:
+            DispatchError: a value is not of the expected kind.
+
+        Example:
+            >>> future = actor.update_actor.options(blocking=False, timeout=600)(batch)
+            >>> critic.update_critic(batch)  # both groups train at the same time
+            >>> metrics = future.get().meta_info["metrics"]
+        """
         rows = _changed(self.registration.rows, padding=padding, balance=balance, group_by=group_by)
         registration = _changed(self.registration, timeout=timeout, blocking=blocking, rows=rows)
         chosen = self.ranks if ranks is _UNSET else ranks
@@ -90,18 +163,32 @@ class GroupMethod:
         return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
 
 
-class WorkerGroup:
+class WorkerGroup(Generic[W_co]):
     """The ranks of one role, behind an executor; every registered method of the worker class is a method of it.
 
-    ``name`` is the role in every message. ``timeout`` (seconds) is the deadline of calls that set none of their own.
-    ``topology`` is collected from the workers when a mode first asks for axes, unless it is given; it must then be that
-    of the ``declared`` layout, where there is one.
-    Raises DispatchError where a registered method has the name of something that groups have themselves.
+    The type parameter is the worker class. With ``mcontroller.mypy_plugin``, mypy knows the registered methods.
+
+    Args:
+        worker_cls: the class of the worker objects.
+        executor: the transport that runs calls on the ranks.
+        name: the role, in every message.
+        timeout: the deadline in seconds of calls that set none of their own; None for no deadline.
+        topology: the coordinates of the ranks. By default they are collected from the workers when a mode first needs
+            axes.
+        declared: the layout that the collected topology must agree with.
+
+    Raises:
+        DispatchError: a registered method has the name of a member of the group's class.
+
+    Example:
+        >>> with RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, weight=0.5), name_prefix="scorer") as scorer:
+        ...     scores = scorer.score(batch)  # split, sent, computed on every rank, collected
+        ...     print(scorer.score.explain(batch))
     """
 
     def __init__(
         self,
-        worker_cls: type,
+        worker_cls: type[W_co],
         executor: Executor,
         name: str,
         *,
@@ -120,16 +207,16 @@ class WorkerGroup:
         taken = sorted(method for method in self._methods if hasattr(type(self), method))
         if taken:
             raise DispatchError(
-                f"{worker_cls.__name__}.{taken[0]} is registered under a name that {type(self).__name__} has for "
-                "itself: rename the method",
+                f"{worker_cls.__name__}.{taken[0]} has the name of a member of {type(self).__name__}: "
+                "rename the method",
                 role=name,
                 methods=taken,
             )
         if topology is not None:
             self._set_topology(topology)
 
-    def __getattr__(self, method: str) -> GroupMethod:
-        methods = self.__dict__.get("_methods")  # not there while the group is being made
+    def __getattr__(self, method: str) -> GroupMethod[..., Any, Any]:
+        methods = self.__dict__.get("_methods")  # not set until __init__ has run
         if methods is None:
             raise AttributeError(method)
         if method not in methods:
@@ -145,88 +232,109 @@ class WorkerGroup:
                 f"{self.worker_cls.__name__}.{method} cannot be called through group {self.name}: decorate it with "
                 "@register(...), or call it on every rank with execute_all"
             )
-        return f"group {self.name} has no method {method!r}; it has {', '.join(sorted(self._methods))}"
+        close = difflib.get_close_matches(method, self._methods, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"group {self.name} has no method {method!r}; it has {', '.join(sorted(self._methods))}{hint}"
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks."""
         return self.executor.world_size
 
     @property
     def topology(self) -> Topology:
-        """Where every rank stands: asked of the workers once, and validated.
+        """The coordinates of every rank, collected from the workers at first use and validated.
 
-        Workers without ``get_megatron_rank_info`` stand on no axis but "rank". Raises TopologyError where what they
-        report is no full grid.
+        Workers without ``get_megatron_rank_info`` have no axis but "rank".
+
+        Raises:
+            TopologyError: the coordinates that the workers report do not form a full grid.
         """
-        return self._topology or self._set_topology(self._collect_topology())
+        return self._topology or self.collect_topology()
 
-    def topology_for(self, spec: DispatchSpec) -> Topology:
-        """The topology that a mode is planned on: no worker is asked for axes that the mode does not name.
+    def topology_for(self, spec: DispatchSpec[Any, Any]) -> Topology:
+        """Return the topology that a mode is planned on; collect it only if the mode names axes.
 
-        Raises TopologyError where the mode names axes, and the workers report none.
+        Raises:
+            TopologyError: the mode names axes, but the workers report no coordinates.
         """
         if not spec.needs_topology:
             return self._topology or self._flat
         if self.topology == self._flat:
             raise TopologyError(
-                f"group {self.name}: mode {spec} splits or collects by axes, and {self.worker_cls.__name__} reports no "
-                "coordinates: give it get_megatron_rank_info and get_megatron_global_info, as MegatronWorker has, or "
-                "make the group with topology=...",
+                f"group {self.name}: mode {spec} splits or collects by axes, but {self.worker_cls.__name__} reports no "
+                "coordinates: define get_megatron_rank_info and get_megatron_global_info, as MegatronWorker does, or "
+                "create the group with topology=...",
                 role=self.name,
                 mode=spec.name,
             )
         return self.topology
+
+    def collect_topology(self) -> Topology:
+        """Collect the coordinates of every rank from the workers, validate and keep them.
+
+        Raises:
+            TopologyError: the coordinates do not form a full grid, or contradict the declared layout.
+        """
+        if not hasattr(self.worker_cls, "get_megatron_rank_info"):
+            return self._set_topology(self._flat)
+        queries = [self.execute_all_async(f"get_megatron_{kind}_info") for kind in ("rank", "global")]
+        rank_infos, global_infos = (query.get() for query in queries)
+        nodes, names = self.executor.nodes, [self.name] * self.world_size
+        return self._set_topology(Topology.from_infos(rank_infos, global_infos, nodes, names, declared=self.declared))
 
     def _set_topology(self, topology: Topology) -> Topology:
         self._topology = topology
         self.executor.set_coordinates([topology.coordinates(rank) for rank in range(topology.world_size)])
         return topology
 
-    def _collect_topology(self) -> Topology:
-        if not hasattr(self.worker_cls, "get_megatron_rank_info"):
-            return self._flat
-        asked = [self.execute_all_async(f"get_megatron_{what}_info") for what in ("rank", "global")]
-        rank_infos, global_infos = (answer.get() for answer in asked)
-        nodes, names = self.executor.nodes, [self.name] * self.world_size
-        return Topology.from_infos(rank_infos, global_infos, nodes, names, declared=self.declared)
-
     def deadline(self, timeout: float | None) -> float | None:
-        """The deadline of a call in seconds: its own, or the group's."""
+        """Return the deadline of a call in seconds: its own if it has one, else the group's."""
         return self.timeout if timeout is None else timeout
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future:
-        """Calls a method, registered or not, on every rank, and gives the future of the list of values by rank.
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """Call a method, registered or not, on every rank, and return the future of the list of values by rank.
 
-        Where every argument is a list or tuple of ``world_size`` entries, each rank gets its own entries; otherwise
-        every rank gets the arguments as they are.
+        If every argument is a list or tuple of ``world_size`` entries, each rank gets its own entries; otherwise every
+        rank gets the arguments as they are.
+
+        Raises:
+            DispatchError: the worker class has no such method.
         """
         given = [*args, *kwargs.values()]
         entries = given and all(isinstance(value, list | tuple) and len(value) == self.world_size for value in given)
         return self._execute(Dispatch.ALL_TO_ALL if entries else Dispatch.ONE_TO_ALL, method_name, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As ``execute_all_async``, waited for."""
+        """Call ``execute_all_async``, wait, and return the values by rank."""
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future:
-        """Calls a method, registered or not, on rank 0 with the arguments as they are; the future of its value."""
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method, registered or not, on rank 0 with the arguments as they are; return the future of its value.
+
+        Raises:
+            DispatchError: the worker class has no such method.
+        """
         return self._execute(Dispatch.RANK_ZERO, method_name, args, kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """As ``execute_rank_zero_async``, waited for."""
+        """Call ``execute_rank_zero_async``, wait, and return the value."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
 
-    def _execute(self, spec: DispatchSpec, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
+    def _execute(
+        self, spec: DispatchSpec[Any, Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
         if not hasattr(self.worker_cls, method):
             raise DispatchError(f"{self.worker_cls.__name__} has no method {method!r}", role=self.name, method=method)
-        return GroupMethod(self, method, Registration(spec, Execute.ALL, blocking=False))(*args, **kwargs)
+        registration = Registration(spec, Execute.ALL, blocking=False)
+        called: GroupMethod[..., Future[Any], Future[Any]] = GroupMethod(self, method, registration)
+        return called(*args, **kwargs)
 
     def shutdown(self) -> None:
-        """Ends the ranks; a second call does nothing."""
+        """End the ranks; a second call does nothing."""
         self.executor.shutdown()
 
     def __enter__(self) -> Self:
@@ -239,6 +347,6 @@ class WorkerGroup:
         return f"{type(self).__name__}({self.name}: {self.world_size} x {self.worker_cls.__name__})"
 
 
-def _changed(value: Any, **changes: Any) -> Any:
+def _changed(value: T, **changes: Any) -> T:
     given = {name: change for name, change in changes.items() if change is not _UNSET}
-    return replace(value, **given) if given else value
+    return replace(value, **given) if given else value  # type: ignore[type-var]  # T is a dataclass

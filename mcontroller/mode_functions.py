@@ -1,8 +1,8 @@
-"""Modes as pairs of functions, the form in which users of this model write modes of their own.
+"""Modes as pairs of functions, the form in which users of this model write custom modes.
 
-``dispatch_fn(worker_group, *args, **kwargs)`` gives ``(args, kwargs)`` with one list entry per rank in each of them;
-``collect_fn(worker_group, outputs)`` makes the caller's result of the list of every rank's output. The modes of the
-table are there in this form too, for functions that build on them; the table's own calls do not go through it.
+``dispatch_fn(worker_group, *args, **kwargs)`` returns ``(args, kwargs)``, each value a list with one entry per rank.
+``collect_fn(worker_group, outputs)`` makes the caller's result from the list of every rank's output. The modes of the
+table exist in this form too, for functions that build on them; calls of the table's modes do not use these functions.
 """
 
 from __future__ import annotations
@@ -26,63 +26,76 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
-Mode = DispatchSpec | str
+Spec = DispatchSpec[Any, Any]
+Mode = Spec | str
+Group = WorkerGroup[Any]
 
 
-def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Function, collect_fn: Function) -> DispatchSpec:
-    """Adds ``Dispatch.<name>`` with these functions, and gives it; DispatchError where the name is taken."""
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Function, collect_fn: Function) -> Spec:
+    """Add ``Dispatch.<name>`` with these functions and return it.
+
+    Raises:
+        DispatchError: the name is taken or is no identifier.
+    """
     mode = mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn)
-    spec: DispatchSpec = Dispatch.register(dispatch_mode_name, mode)
+    spec: Spec = Dispatch.register(dispatch_mode_name, mode)
     return spec
 
 
 def update_dispatch_mode(dispatch_mode: Mode, dispatch_fn: Function, collect_fn: Function) -> None:
-    """Replaces what a mode does, by name: for methods registered before as for those after."""
+    """Replace the functions of a mode, also for methods that were registered with it before.
+
+    Raises:
+        DispatchError: there is no mode of this name.
+    """
     name = _spec(dispatch_mode).name
     Dispatch.members[name] = mode_of_functions(name, dispatch_fn, collect_fn)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Mode) -> dict[str, Function]:
-    """``{"dispatch_fn": ..., "collect_fn": ...}`` of a mode.
+    """Return the functions of a mode as ``{"dispatch_fn": ..., "collect_fn": ...}``.
 
-    For a row of the table they split without padding, and collect from the returning ranks in shard order.
+    For a mode of the table, they split without padding, and collect from the returning ranks in shard order.
+
+    Raises:
+        DispatchError: there is no mode of this name.
     """
     spec = _spec(dispatch_mode)
     dispatch_fn, collect_fn = spec.functions or _functions_of(spec)
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
 
-def get_predefined_execute_fn(execute_mode: ExecuteMode) -> dict[str, str]:
-    """``{"execute_fn_name": ...}``: the method of a group that runs an execute mode."""
+def get_predefined_execute_fn(execute_mode: ExecuteMode[bool]) -> dict[str, str]:
+    """Return ``{"execute_fn_name": ...}``: the method of a group that runs this execute mode."""
     return {"execute_fn_name": "execute_rank_zero" if execute_mode.rank_zero_only else "execute_all"}
 
 
-def collect_all_to_all(worker_group: WorkerGroup, output: Any) -> Any:
-    """The outputs as they are, by rank."""
+def collect_all_to_all(worker_group: Group, output: Any) -> Any:
+    """Return the outputs as they are, by rank."""
     return output
 
 
-def _spec(mode: Mode) -> DispatchSpec:
-    spec: DispatchSpec = Dispatch[mode] if isinstance(mode, str) else mode.current()
+def _spec(mode: Mode) -> Spec:
+    spec: Spec = Dispatch[mode] if isinstance(mode, str) else mode.current()
     return spec
 
 
-def _functions_of(spec: DispatchSpec) -> tuple[Function, Function]:
-    def dispatch_fn(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _functions_of(spec: Spec) -> tuple[Function, Function]:
+    def dispatch_fn(worker_group: Group, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = PreparedCall(worker_group, "dispatch_fn", _plan(spec, worker_group))
         call = dispatch(call, args, kwargs, RowRule(padding="none"), share=False)
         given = call.arguments.values()
         lists = tuple([arguments.args[index] for arguments in given] for index in range(len(args)))
         return lists, {name: [arguments.kwargs[name] for arguments in given] for name in kwargs}
 
-    def collect_fn(worker_group: WorkerGroup, output: Sequence[Any]) -> Any:
+    def collect_fn(worker_group: Group, output: Sequence[Any]) -> Any:
         call = PreparedCall(worker_group, "collect_fn", _plan(spec, worker_group))
         return call.collect([output[rank] for rank in call.plan.collected])
 
     return dispatch_fn, collect_fn
 
 
-def _plan(spec: DispatchSpec, group: WorkerGroup) -> Plan:
+def _plan(spec: Spec, group: Group) -> Plan:
     return plan(spec, group.topology_for(spec))
 
 
@@ -96,14 +109,14 @@ class _Registry(MutableMapping[Mode, Mapping[str, Function]]):
         name = mode if isinstance(mode, str) else mode.name
         if set(functions) != {"dispatch_fn", "collect_fn"}:
             raise DispatchError(
-                f"mode {name} is given {sorted(functions)}; expected dispatch_fn and collect_fn", mode=name
+                f"mode {name} is set to {sorted(functions)}; expected dispatch_fn and collect_fn", mode=name
             )
         Dispatch.members[name] = mode_of_functions(name, **functions)
 
     def __delitem__(self, mode: Mode) -> None:
         Dispatch.remove(_spec(mode).name)
 
-    def __iter__(self) -> Iterator[DispatchSpec]:
+    def __iter__(self) -> Iterator[Spec]:
         return iter(Dispatch)
 
     def __len__(self) -> int:
@@ -114,3 +127,4 @@ class _Registry(MutableMapping[Mode, Mapping[str, Function]]):
 
 
 DISPATCH_MODE_FN_REGISTRY: MutableMapping[Mode, Mapping[str, Function]] = _Registry()
+"""The functions of every mode, by name or mode; setting an entry updates or adds the mode."""

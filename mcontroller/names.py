@@ -1,9 +1,9 @@
-"""Classes whose members have names, like those of an enum, and which can be given more of them."""
+"""Classes with named members, like those of an enum, that accept more members at run time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcontroller.errors import DispatchError
 
@@ -11,15 +11,39 @@ __all__ = ["NamedMembers"]
 
 
 class NamedMembers(type):
-    """A class whose members are looked up like those of an enum, and which can be given more of them by name."""
+    """The metaclass of ``Dispatch`` and ``Execute``: look members up as in an enum, and register more by name.
+
+    The members of a class are its class attributes of type ``of``. ``members`` maps their names to them. A member that
+    is registered later is not known to type checkers as an attribute: use the value that ``register`` returns.
+
+    Example:
+        >>> class Colors(metaclass=NamedMembers, of=str):
+        ...     RED: ClassVar[str] = "#f00"
+        >>> Colors.RED, Colors["RED"]
+        ('#f00', '#f00')
+    """
 
     members: dict[str, Any]
 
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, of: type) -> NamedMembers:
+        """Create a class and move its attributes of type ``of`` into ``members``."""
+        members = {key: value for key, value in namespace.items() if isinstance(value, of)}
+        cls = super().__new__(mcs, name, bases, {key: namespace[key] for key in namespace if key not in members})
+        cls.members = members
+        return cls
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, of: type) -> None:
+        super().__init__(name, bases, namespace)
+
     def register(cls, name: str, member: Any = None) -> Any:
-        """Adds a member of that name and gives it; DispatchError where the name is taken or is no identifier."""
+        """Add a member under ``name`` and return it.
+
+        Raises:
+            DispatchError: the name is taken or is no identifier.
+        """
         if not name.isidentifier() or name in cls.members or hasattr(cls, name):
             raise DispatchError(
-                f"{cls.__name__} cannot take the name {name!r}: it must be a new identifier, not one of "
+                f"{cls.__name__} cannot use the name {name!r}: it must be a new identifier, not one of "
                 f"{', '.join(cls.members)}",
                 name=name,
             )
@@ -27,11 +51,16 @@ class NamedMembers(type):
         return cls.members[name]
 
     def remove(cls, name: str) -> Any:
-        """Takes out a member that was added by name, and gives it."""
+        """Remove a member and return it.
+
+        Raises:
+            DispatchError: there is no member of this name.
+        """
         cls[name]
         return cls.members.pop(name)
 
     def new_member(cls, name: str, member: Any) -> Any:
+        """Return the member that ``register(name, member)`` stores; every class defines it."""
         raise NotImplementedError
 
     def __getitem__(cls, name: str) -> Any:
@@ -43,10 +72,13 @@ class NamedMembers(type):
             )
         return cls.members[name]
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("_") or name not in cls.members:
-            raise AttributeError(f"{cls.__name__} has no {name!r}; it has {', '.join(cls.members)}")
-        return cls.members[name]
+    if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
+
+        def __getattr__(cls, name):
+            """Return a member, or report the members that there are."""
+            if name.startswith("_") or name not in cls.members:
+                raise AttributeError(f"{cls.__name__} has no {name!r}; it has {', '.join(cls.members)}")
+            return cls.members[name]
 
     def __iter__(cls) -> Iterator[Any]:
         return iter(cls.members.values())

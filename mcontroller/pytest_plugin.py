@@ -1,7 +1,7 @@
-"""Fixtures for tests of topology-aware workers; loaded by pytest where mcontroller is installed.
+"""Fixtures for tests of topology-aware workers; pytest loads them when mcontroller is installed.
 
-``mock_group(Worker, layout, ...)`` makes mocked worker groups as ``mcontroller.testing.mock_worker_group`` does and
-shuts them down after the test; ``mock_rank(layout, rank)`` stands the rest of the test on one rank of a layout.
+``mock_group(Worker, layout, ...)`` makes mocked worker groups as ``mcontroller.testing.mock_worker_group`` does, and
+shuts them down after the test. ``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def mock_group() -> Iterator[Callable[..., MockWorkerGroup]]:
-    """Makes mocked worker groups that end with the test."""
-    from mcontroller.testing import mock_worker_group  # when a test asks for it: it loads torch and Megatron
+def mock_group() -> Iterator[Callable[..., MockWorkerGroup[Any]]]:
+    """Make mocked worker groups that end with the test; takes the arguments of ``mock_worker_group``."""
+    from mcontroller.testing import mock_worker_group  # imported by the tests that need it: it loads torch and Megatron
 
     with contextlib.ExitStack() as stack:
 
-        def make(*args: Any, **kwargs: Any) -> MockWorkerGroup:
+        def make(*args: Any, **kwargs: Any) -> MockWorkerGroup[Any]:
             return stack.enter_context(mock_worker_group(*args, **kwargs))
 
         yield make
@@ -31,12 +31,12 @@ def mock_group() -> Iterator[Callable[..., MockWorkerGroup]]:
 
 @pytest.fixture
 def mock_rank() -> Iterator[Callable[..., dict[str, int]]]:
-    """Stands the rest of the test on a rank of a layout, and gives its coordinates."""
+    """Run the rest of the test as one rank of a layout; takes the arguments of ``mocked_rank``."""
     from mcontroller.testing import mocked_rank
 
     with contextlib.ExitStack() as stack:
 
-        def stand(*args: Any, **kwargs: Any) -> dict[str, int]:
+        def enter(*args: Any, **kwargs: Any) -> dict[str, int]:
             return stack.enter_context(mocked_rank(*args, **kwargs))
 
-        yield stand
+        yield enter

@@ -1,14 +1,14 @@
-"""Mocked worker groups: unit tests of topology-aware workers without Ray, without a GPU, in one process.
+"""Mocked worker groups: unit tests of topology-aware workers in one process, without Ray or a GPU.
 
-``mock_worker_group`` gives a real group, with the real dispatch and collect, whose ranks are objects in the calling
-process. Inside a worker's methods the rank stands at its coordinates: ``torch.distributed.get_rank()`` and Megatron's
-``parallel_state`` getters answer as they would there. Ranks run one after another and cannot communicate.
+``mock_worker_group`` returns a real group, with the real dispatch and collect, whose ranks are objects in the calling
+process. Inside a worker's methods, ``torch.distributed.get_rank()`` and the getters of Megatron's ``parallel_state``
+return what they would return on that rank. Ranks run one after another and cannot communicate.
 
     group = mock_worker_group(MyWorker, ParallelLayout(world_size=8, tp=2, pp=2), config)
     result = group.compute_log_prob(batch)
     assert [call.method for call in group.calls[3]] == ["compute_log_prob"]
 
-Failures are injected by rank, to see what the code that drives the group does about them:
+Failures are injected by rank, to test how the code that drives the group handles them:
 
     group = mock_worker_group(MyWorker, layout, failures={3: raises(ValueError("nan")), 5: dies(), 2: is_late(30)})
 """
@@ -16,16 +16,18 @@ Failures are injected by rank, to see what the code that drives the group does a
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcontroller.dispatch.registration import registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.group import WorkerGroup
 from mcontroller.local.copies import private_copy
 from mcontroller.local.executor import LocalCall, LocalExecutor
 from mcontroller.transport import Arguments, Deferred
-from mcontroller.worker import ClassWithInitArgs
+from mcontroller.worker import ClassWithInitArgs, W_co
 from parallel_state.axes import ranks_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.mocked import MockedRanks
@@ -45,7 +47,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class InjectedFailure:
-    """What is to happen on a rank instead of a method's run; ``method`` None: of whichever method is called first."""
+    """A failure of one rank, made by ``raises``, ``dies`` or ``is_late``.
+
+    Attributes:
+        error: the exception that the rank raises.
+        exit_cause: the reason of the process's death.
+        late_by: seconds by which the answer is late.
+        method: the method that fails; None for every method.
+    """
 
     error: Exception | None = None
     exit_cause: str | None = None
@@ -54,23 +63,23 @@ class InjectedFailure:
 
 
 def raises(error: Exception | str, *, method: str | None = None) -> InjectedFailure:
-    """The rank raises this exception (a text: a RuntimeError); the caller gets a WorkerError."""
+    """Make a rank raise ``error`` (a string becomes a RuntimeError); the caller gets a WorkerError."""
     return InjectedFailure(error=RuntimeError(error) if isinstance(error, str) else error, method=method)
 
 
 def dies(exit_cause: str = "killed by signal 9 (SIGKILL)", *, method: str | None = None) -> InjectedFailure:
-    """The rank's process ends; the caller gets a WorkerDied with this exit cause."""
+    """Make a rank's process end; the caller gets a WorkerDied with this ``exit_cause``."""
     return InjectedFailure(exit_cause=exit_cause, method=method)
 
 
 def is_late(seconds: float, *, method: str | None = None) -> InjectedFailure:
-    """The rank answers that much later, without anybody waiting: a call with a shorter deadline gets a CallTimeout."""
+    """Make a rank answer late, without any real waiting: a call with a shorter deadline gets a CallTimeout."""
     return InjectedFailure(late_by=seconds, method=method)
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One run of a method on one rank: what the rank was given, as it was given it, and what it gave."""
+    """One run of a method on one rank: its arguments as they were at the call, and its result."""
 
     method: str
     args: tuple[Any, ...]
@@ -79,7 +88,7 @@ class RecordedCall:
 
 
 class MockExecutor(LocalExecutor):
-    """A LocalExecutor whose ranks stand at their coordinates, record their calls, and fail as they are told."""
+    """A LocalExecutor whose ranks have coordinates, record their calls, and fail as ``failures`` says."""
 
     def __init__(
         self,
@@ -146,7 +155,7 @@ class MockExecutor(LocalExecutor):
 
     def _timed_out(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout:
         return CallTimeout(
-            f"{self.role}.{method}: after {timeout:g} s no answer from {self._named(ranks)}",
+            f"{self.role}.{method}: after {timeout:g} s no answer from {self._label(ranks)}",
             role=self.role,
             method=method,
             timeout=timeout,
@@ -154,12 +163,12 @@ class MockExecutor(LocalExecutor):
             stacks={rank: "(mocked: late)" for rank in ranks},
         )
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def _label(self, ranks: Sequence[int]) -> str:
         return f"{self.role} {ranks_text(ranks)}"
 
     def _died(self, rank: int, method: str, exit_cause: str) -> GroupError:
         return WorkerDied(
-            f"{self._named([rank])} died in {method}: {exit_cause}",
+            f"{self._label([rank])} died in {method}: {exit_cause}",
             role=self.role,
             rank=rank,
             coordinates=dict(self.coordinates[rank]) if self.coordinates else {},
@@ -170,71 +179,106 @@ class MockExecutor(LocalExecutor):
         )
 
 
-class MockWorkerGroup(WorkerGroup):
+class MockWorkerGroup(WorkerGroup[W_co]):
     """A group of mocked ranks; see ``mock_worker_group``."""
 
     executor: MockExecutor
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[W_co]:
         """The worker objects, by rank."""
         return self.executor.workers
 
     @property
     def calls(self) -> list[list[RecordedCall]]:
-        """What ran on each rank, by rank, in order."""
+        """The calls that each rank ran, in order, by rank."""
         return self.executor.calls
 
     @property
     def failures(self) -> dict[int, InjectedFailure]:
-        """What is to go wrong, by rank; entries may be added and taken out between calls."""
+        """The injected failures by rank; entries may be added and removed between calls."""
         return self.executor.failures
 
 
 def mock_worker_group(
-    worker: type | ClassWithInitArgs[Any],
+    worker: type[W_co] | ClassWithInitArgs[W_co],
     layout: int | ParallelLayout | Topology,
     *args: Any,
     name: str = "mock",
     failures: Mapping[int, InjectedFailure] | None = None,
     timeout: float | None = None,
     **kwargs: Any,
-) -> MockWorkerGroup:
-    """A group of ``worker`` objects, one per rank of ``layout``, made with ``args`` and ``kwargs`` on mocked ranks.
+) -> MockWorkerGroup[W_co]:
+    """Make a group of ``worker`` objects on mocked ranks, one per rank of ``layout``.
 
     Args:
         worker: the worker class, or a ClassWithInitArgs (then without further arguments for it).
-        layout: a ParallelLayout; a Topology, for ranks in another order than the layout's; or a number of ranks, which
-            are then data-parallel.
+        layout: a ParallelLayout; a Topology, whose ranks may be in any order; or a number of ranks, which are then
+            data-parallel.
+        args: positional arguments of the worker's ``__init__``.
         name: the role, in messages.
-        failures: what goes wrong on which rank: ``raises(...)``, ``dies(...)`` or ``is_late(...)``.
-        timeout: seconds; the deadline of calls that set none of their own.
+        failures: failures by rank: ``raises(...)``, ``dies(...)`` or ``is_late(...)``.
+        timeout: the deadline in seconds of calls that set none of their own; None for no deadline.
+        kwargs: keyword arguments of the worker's ``__init__``; ``mcontroller.mypy_plugin`` checks them.
 
-    Raises DispatchError where ``failures`` names a rank that the layout does not have or something that is no failure.
+    Raises:
+        DispatchError: ``failures`` names a rank that the layout does not have or a method that is not called through
+            a group, or contains something else than a failure; or there are arguments next to a ClassWithInitArgs.
+        LayoutError: ``layout`` is of another type.
+
+    Example:
+        >>> group = mock_worker_group(CriticWorker, ParallelLayout(8, tp=2, pp=2), config, failures={5: dies()})
+        >>> with pytest.raises(WorkerDied):
+        ...     group.compute_values(batch)
     """
     topology = as_topology(layout)
-    for rank, failure in (failures or {}).items():
+    if isinstance(worker, ClassWithInitArgs) and (args or kwargs):
+        raise DispatchError(
+            f"{worker!r} has its arguments; remove the others: {', '.join([*map(repr, args), *kwargs])}",
+            arguments=(*args, *kwargs),
+        )
+    init = worker if isinstance(worker, ClassWithInitArgs) else ClassWithInitArgs(worker, *args, **kwargs)
+    _check_failures(failures or {}, topology.world_size, init.cls)
+    executor = MockExecutor(init, topology, name, failures or {})
+    return MockWorkerGroup(init.cls, executor, name, timeout=timeout, topology=topology)
+
+
+def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, worker_cls: type) -> None:
+    outside = [rank for rank in failures if rank not in range(world_size)]
+    if outside:
+        raise DispatchError(
+            f"failures has {ranks_text(outside)}, but the layout has {world_size} ranks",
+            ranks=outside,
+            world_size=world_size,
+        )
+    for rank, failure in failures.items():
         if not isinstance(failure, InjectedFailure):
             raise DispatchError(
                 f"failures[{rank!r}] is {failure!r}; expected raises(...), dies(...) or is_late(...)", failure=failure
             )
-    strangers = [rank for rank in failures or {} if rank not in range(topology.world_size)]
-    if strangers:
-        raise DispatchError(
-            f"failures are given for {ranks_text(strangers)}, and the layout has {topology.world_size} ranks",
-            ranks=strangers,
-            world_size=topology.world_size,
-        )
-    made = worker if isinstance(worker, ClassWithInitArgs) else ClassWithInitArgs(worker, *args, **kwargs)
-    executor = MockExecutor(made, topology, name, failures or {})
-    return MockWorkerGroup(made.cls, executor, name, timeout=timeout, topology=topology)
+        method = failure.method
+        if method is not None and not callable(getattr(worker_cls, method, None)):
+            registered = sorted(registrations(worker_cls))
+            close = difflib.get_close_matches(method, registered, n=1)
+            raise DispatchError(
+                f"failures[{rank!r}]: {worker_cls.__name__} has no method {method!r}; it has "
+                f"{', '.join(registered)}{f'; did you mean {close[0]!r}?' if close else ''}",
+                method=method,
+            )
 
 
 @contextlib.contextmanager
 def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[dict[str, int]]:
-    """While the block runs, Megatron and torch.distributed answer as on this rank of the layout; gives its coordinates.
+    """Make Megatron and torch.distributed answer as on one rank of a layout; the context's value is its coordinates.
 
-    For tests of plain functions that ask Megatron where they are.
+    Use it to test plain functions that read Megatron's state.
+
+    Raises:
+        LayoutError: ``layout`` is neither a ParallelLayout, nor a Topology, nor a number of ranks.
+
+    Example:
+        >>> with mocked_rank(ParallelLayout(8, tp=2, pp=2), rank=5) as coordinates:
+        ...     assert parallel_state.get_tensor_model_parallel_rank() == coordinates["tp"]
     """
     topology = as_topology(layout)
     with MockedRanks(topology).standing(rank):
@@ -242,6 +286,11 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
 
 
 def as_topology(layout: int | ParallelLayout | Topology) -> Topology:
+    """Return the topology of a layout, or of a number of data-parallel ranks.
+
+    Raises:
+        LayoutError: ``layout`` is of another type.
+    """
     if isinstance(layout, Topology):
         return layout
     if not isinstance(layout, int | ParallelLayout):

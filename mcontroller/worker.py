@@ -1,11 +1,13 @@
-"""Worker: what a rank knows about itself, and the delayed construction of its object."""
+"""Worker: the object of one rank, and ClassWithInitArgs: its class and arguments, constructed later in its process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self
+
+from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13
 
 from mcontroller.dispatch.modes import Dispatch, Execute
 from mcontroller.dispatch.registration import register
@@ -13,14 +15,17 @@ from mcontroller.errors import ConfigError
 
 __all__ = ["ClassWithInitArgs", "RankEnvironment", "Worker"]
 
-W = TypeVar("W")
+P = ParamSpec("P")
+W_co = TypeVar("W_co", covariant=True, default=Any)
+"""The worker class of a group; ``WorkerGroup`` alone means ``WorkerGroup[Any]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """What torch's rendezvous wants to know of a rank, in the variables that torchrun sets too.
+    """The variables of torch's rendezvous for one rank, the same that torchrun sets.
 
-    A group sets them before it makes the worker; in a process that no group started, this is rank 0 of 1.
+    A group sets them before it constructs the worker. The defaults are rank 0 of 1, for a process that no group
+    started.
     """
 
     rank: int = 0
@@ -31,25 +36,28 @@ class RankEnvironment:
     master_port: int = 0
 
     def variables(self) -> dict[str, str]:
-        """As environment variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+        """Return the environment variables RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_PORT."""
         return {name.upper(): str(getattr(self, name)) for name in self.__slots__}
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> Self:
-        """What the variables say, with the defaults for those that are not set."""
+        """Read the environment variables; those that are not set keep their defaults."""
         known = {name: variables[name.upper()] for name in cls.__slots__ if name.upper() in variables}
         return cls(**{name: value if name == "master_addr" else int(value) for name, value in known.items()})  # type: ignore[arg-type]
 
 
 class Worker:
-    """The base of a role's object on one rank. A subclass may, and need not, call ``super().__init__()``."""
+    """The base class of workers: one object per rank. Subclasses need not call ``super().__init__()``."""
 
     _environment: RankEnvironment
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        worker = super().__new__(cls)
-        worker._environment = RankEnvironment.from_variables(os.environ)
-        return worker
+    if not TYPE_CHECKING:  # for a type checker, the arguments of a subclass are those of its __init__
+
+        def __new__(cls, *args, **kwargs):
+            """Construct the worker and record its rank; ``__init__`` can use it already."""
+            worker = super().__new__(cls)
+            worker._environment = RankEnvironment.from_variables(os.environ)
+            return worker
 
     @property
     def rank(self) -> int:
@@ -58,7 +66,7 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """How many ranks its group has."""
+        """The number of ranks of its group."""
         return self._environment.world_size
 
     @property
@@ -67,41 +75,52 @@ class Worker:
         return self._environment.local_rank
 
     def get_master_addr_port(self) -> tuple[str, int]:
-        """Where rank 0 listens for the rendezvous of the group."""
+        """Return the address and port of the group's rendezvous, on the node of rank 0."""
         return self._environment.master_addr, self._environment.master_port
 
     def before_shutdown(self) -> None:
-        """Called on every rank when its group is shut down: finish what is under way. By default nothing is.
+        """Finish pending work. Every rank runs this when its group is shut down; by default it does nothing.
 
-        Not called where the group ends otherwise: it is broken, a call has not answered, nobody holds it any more.
+        It does not run if the group ends in another way: it is broken, a call has not returned, or the group object
+        was garbage-collected.
         """
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks."""
+        """Return ``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``func(*args, **kwargs)`` on rank 0, and its value."""
+        """Return ``func(*args, **kwargs)`` on rank 0."""
         return func(*args, **kwargs)
 
 
-class ClassWithInitArgs(Generic[W]):
-    """A worker class and what to make it with; the object is made where the call of this is."""
+class ClassWithInitArgs(Generic[W_co]):
+    """A worker class and the arguments to construct it with; calling this object constructs a worker.
 
-    def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
+    Args:
+        cls: the worker class.
+        args: positional arguments of its ``__init__``.
+        kwargs: keyword arguments of its ``__init__``; type checkers compare them with its signature.
+
+    Raises:
+        ConfigError: ``cls`` is not a class.
+    """
+
+    def __init__(self, cls: Callable[P, W_co], *args: P.args, **kwargs: P.kwargs) -> None:
         if not isinstance(cls, type):
             raise ConfigError(
-                f"{type(self).__name__} was given {cls!r}; expected the worker class first, then its arguments",
+                f"{type(self).__name__} got {cls!r}; expected the worker class first, then its arguments",
                 key="cls",
                 value=cls,
             )
-        self.cls = cls
+        self.cls: type[W_co] = cls
         self.args = args
         self.kwargs = kwargs
 
-    def __call__(self) -> W:
+    def __call__(self) -> W_co:
+        """Construct the worker."""
         return self.cls(*self.args, **self.kwargs)
 
     def __repr__(self) -> str:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
+from typing_extensions import TypeVar
+
+from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.remote_batch import JoinedBatch, RemoteBatch, Window
 from mcontroller.errors import DispatchError
 from mcontroller.transport import Deferred, Fetch, Handle, InFlightCall
 
 __all__ = ["DataProtoFuture", "Future", "LazyBatch"]
 
+T_co = TypeVar("T_co", covariant=True, default=Any)
 
-class Future:
+
+class Future(Generic[T_co]):
     """The result of a call with ``blocking=False``, before it has arrived.
 
     Args:
@@ -22,7 +27,7 @@ class Future:
         collect: waits for the calls (seconds at most, None for no limit) and returns the result.
     """
 
-    def __init__(self, calls: Sequence[InFlightCall], collect: Callable[[float | None], Any]) -> None:
+    def __init__(self, calls: Sequence[InFlightCall], collect: Callable[[float | None], T_co]) -> None:
         self._calls = tuple(calls)
         self._collect = collect
 
@@ -31,7 +36,7 @@ class Future:
         """The transport's handles of the returned values, in the order of the results (over Ray: object references)."""
         return [part for call in self._calls for part in call.parts]
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> T_co:
         """Wait for the result and return it, or raise the error of the call, as a blocking call does.
 
         Args:
@@ -72,7 +77,7 @@ class Future:
         return f"{type(self).__name__}({'done' if self.done() else 'running'})"
 
 
-class DataProtoFuture(Future):
+class DataProtoFuture(Future[DataProto]):
     """The future of a DataProto. Passed to a call of another group, its rows go from worker to worker.
 
     If the consumer has as many shards as the future has parts, each shard gets one part, unchanged. Otherwise every

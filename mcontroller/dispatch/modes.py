@@ -1,75 +1,89 @@
-"""Dispatch modes as rows of one table, and the plan that a row and a topology give.
+"""Dispatch modes as rows of one table, and the plan that a row and a topology make.
 
-A mode says three things: what becomes of the arguments (as they are, rows split over axes, or one list entry each),
-which ranks return, and what the caller gets. A plan says the same by rank. Both are pure: they need neither torch,
-nor Ray, nor a process, and a plan is computed once for each mode and topology.
+A mode defines how the arguments are sent (as they are, rows split over axes, or one list entry per shard), which ranks
+return, and what the caller gets. A plan lists the same by rank. Both are pure: they need neither torch, nor Ray, nor a
+process. A plan is computed once for each mode and topology.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal, NoReturn, get_args
+from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.names import NamedMembers
 from mcontroller.partition import Padding
+from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
 from parallel_state.topology import Topology
 
 __all__ = ["Dispatch", "DispatchSpec", "Execute", "ExecuteMode", "Plan", "RowRule", "plan"]
 
-RANK = "rank"
-"""The pseudo-axis on which every rank stands for itself, in rank order; every topology has it."""
+RANK = RANK_AXIS
+"""The pseudo-axis with one index per rank, in rank order; every topology has it."""
 
 ArgumentRule = Literal["whole", "rows", "entries"]
 ResultRule = Literal["value", "list", "concat"]
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
+A_co = TypeVar("A_co", bound=ArgumentRule, covariant=True)
+R_co = TypeVar("R_co", bound=ResultRule, covariant=True)
+ZeroOnly_co = TypeVar("ZeroOnly_co", bound=bool, covariant=True)
+
 
 @dataclass(frozen=True)
-class DispatchSpec:
+class DispatchSpec(Generic[A_co, R_co]):
     """One row of the table of modes.
 
-    arguments: ``whole`` (every rank gets them as they are), ``rows`` (the rows of every DataProto are split, all else
-        goes to every shard) or ``entries`` (every argument is a list with one entry per shard).
-    axes: the axes that are split over, first axis slowest; a shard is one combination of indices on them.
-    collect: the index on each named axis that a returning rank has (negative counts from the end).
-    by: the axes whose combinations index the results, first axis slowest; one rank returns for each of them. Of
-        several candidates the one with the lowest indices on the axes that are not named returns.
-    result: ``concat`` (one DataProto in the order of the input), ``list`` (in the order of ``by``) or ``value``.
-    leading_function: whether the first positional argument is a function, which goes to every rank.
-    rank_zero_only: whether no other rank runs.
-    in_worker_only: whether the method cannot be called through a group at all.
-    functions: a user's ``(dispatch_fn, collect_fn)``, which replace all of the above.
+    The two type parameters are the literal values of ``arguments`` and ``result``, so that type checkers know what a
+    call through a group takes and returns.
+
+    Attributes:
+        name: the name in messages.
+        arguments: ``whole`` sends every rank the arguments as they are. ``rows`` splits the rows of every DataProto
+            and sends everything else to every shard. ``entries`` expects lists with one entry per shard.
+        axes: the axes that are split over, first axis slowest; a shard is one combination of indices on them.
+        collect: the index on each named axis that a returning rank has; a negative index counts from the end.
+        by: the axes whose combinations index the results, first axis slowest; one rank returns for each of them. Of
+            several candidates, the rank with the lowest indices on the other axes returns.
+        result: ``concat`` (one DataProto in the order of the input), ``list`` (in the order of ``by``) or ``value``.
+        leading_function: whether the first positional argument is a function, which goes to every rank.
+        rank_zero_only: whether only rank 0 runs.
+        in_worker_only: whether the method cannot be called through a group at all.
+        functions: a user's ``(dispatch_fn, collect_fn)``, which replace all of the above.
+
+    Raises:
+        DispatchError: a rule is unknown, an axis is not a string, or the parts contradict each other.
     """
 
     name: str
-    arguments: ArgumentRule = "whole"
+    arguments: A_co
     axes: tuple[str, ...] = ()
     collect: tuple[tuple[str, int], ...] = ()
     by: tuple[str, ...] = ()
-    result: ResultRule = "list"
+    result: R_co = "list"  # type: ignore[assignment]  # a default cannot be typed for each R_co
     leading_function: bool = False
     rank_zero_only: bool = False
     in_worker_only: bool = False
     functions: Functions | None = None
 
     def __post_init__(self) -> None:
-        for what, rule, rules in (("arguments", self.arguments, ArgumentRule), ("result", self.result, ResultRule)):
+        for field, rule, rules in (("arguments", self.arguments, ArgumentRule), ("result", self.result, ResultRule)):
             if rule not in get_args(rules):
                 raise DispatchError(
-                    f"mode {self.name}: {what} is {rule!r}; expected one of {', '.join(get_args(rules))}",
+                    f"mode {self.name}: {field} is {rule!r}; expected one of {', '.join(get_args(rules))}",
                     mode=self.name,
                 )
-        for what, axes in (("axes", self.axes), ("by", self.by), ("collect", tuple(axis for axis, _ in self.collect))):
+        for field, axes in (("axes", self.axes), ("by", self.by), ("collect", tuple(axis for axis, _ in self.collect))):
             if not all(isinstance(axis, str) for axis in axes):
                 raise DispatchError(
-                    f"mode {self.name}: {what} has {axes}; expected names of axes, each a text by itself",
+                    f"mode {self.name}: {field} contains {axes}; expected names of axes, each a separate string",
                     mode=self.name,
                 )
         if self.arguments != "whole" and not self.axes:
-            raise DispatchError(f"mode {self.name} splits its arguments over no axis: name one", mode=self.name)
+            raise DispatchError(f"mode {self.name} splits its arguments but names no axis: name one", mode=self.name)
         if self.result == "concat" and self.by != self.axes:
             raise DispatchError(
                 f"mode {self.name} splits over {self.axes} but would concatenate by {self.by}: the two must be equal",
@@ -84,55 +98,83 @@ class DispatchSpec:
         named = {*self.axes, *self.by, *(axis for axis, _ in self.collect)}
         return not named <= {RANK} and not self.rank_zero_only
 
-    def current(self) -> DispatchSpec:
-        """What the mode of this name is now: the row itself, unless it has been updated by name."""
+    def current(self) -> DispatchSpec[Any, Any]:
+        """Return the mode that now has this name: this one, unless ``update_dispatch_mode`` has replaced it."""
         return Dispatch.members.get(self.name, self)
 
     def __str__(self) -> str:
         return self.name
 
 
-def mode_of_functions(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> DispatchSpec:
-    """The mode whose splitting and collecting are a user's own functions; see ``mcontroller.mode_functions``."""
+def mode_of_functions(
+    name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> DispatchSpec[Any, Any]:
+    """Return a mode that splits and collects with user-defined functions; see ``mcontroller.mode_functions``."""
     return DispatchSpec(name, "entries", (RANK,), by=(RANK,), functions=(dispatch_fn, collect_fn))
 
 
 def _undefined(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise DispatchError(f"mode {name} has a name and no functions: give it two with update_dispatch_mode", mode=name)
+    raise DispatchError(f"mode {name} has a name but no functions: set them with update_dispatch_mode", mode=name)
 
 
-def _row(name: str, arguments: ArgumentRule, axes: str, collect: Mapping[str, int], by: str, **more: Any) -> Any:
-    return DispatchSpec(name, arguments, tuple(axes.split()), tuple(collect.items()), tuple(by.split()), **more)
+Whole = Literal["whole"]
+Rows = Literal["rows"]
+Entries = Literal["entries"]
+Value = Literal["value"]
+Listed = Literal["list"]
+Concat = Literal["concat"]
+
+_BY_RANK = (RANK,)
+_DP = ("dp",)
+_CP_DP_PP = ("cp", "dp", "pp")
+_LAST_STAGE = (("tp", 0), ("cp", 0), ("pp", -1))
 
 
-_LAST_STAGE = {"tp": 0, "cp": 0, "pp": -1}
-_TABLE = (
-    _row("RANK_ZERO", "whole", "", {}, "", result="value", rank_zero_only=True),
-    _row("ONE_TO_ALL", "whole", "", {}, RANK),
-    _row("ALL_TO_ALL", "entries", RANK, {}, RANK),
-    _row("MEGATRON_COMPUTE", "entries", "dp", _LAST_STAGE, "dp"),
-    _row("MEGATRON_COMPUTE_PROTO", "rows", "dp", _LAST_STAGE, "dp", result="concat"),
-    _row("MEGATRON_PP_AS_DP", "entries", "cp dp pp", {"tp": 0}, "cp dp pp"),
-    _row("MEGATRON_PP_AS_DP_PROTO", "rows", "cp dp pp", {"tp": 0}, "cp dp pp", result="concat"),
-    _row("MEGATRON_PP_ONLY", "whole", "", {"tp": 0, "cp": 0, "dp": 0}, "pp"),
-    _row("DP_COMPUTE", "entries", RANK, {}, RANK),
-    _row("DP_COMPUTE_PROTO", "rows", RANK, {}, RANK, result="concat"),
-    _row("DP_COMPUTE_PROTO_WITH_FUNC", "rows", RANK, {}, RANK, result="concat", leading_function=True),
-    _row("DP_COMPUTE_METRIC", "rows", RANK, {}, RANK),
-    _row("DIRECT_ROLLOUT_METHOD", "whole", "", {}, "", result="value", in_worker_only=True),
-)
-
-
-class Dispatch(metaclass=NamedMembers):
+class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
     """The dispatch modes, each a ``DispatchSpec``: ``Dispatch.MEGATRON_COMPUTE_PROTO``, ``Dispatch["DP_COMPUTE"]``.
 
-    ``Dispatch.over`` makes a mode of one's own; ``Dispatch.register(name, mode)`` gives it a name.
+    ``Dispatch.over`` makes a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it.
     """
 
-    members: ClassVar[dict[str, DispatchSpec]] = {spec.name: spec for spec in _TABLE}
+    members: ClassVar[dict[str, DispatchSpec[Any, Any]]]
+
+    RANK_ZERO: ClassVar[DispatchSpec[Whole, Value]] = DispatchSpec(
+        "RANK_ZERO", "whole", result="value", rank_zero_only=True
+    )
+    ONE_TO_ALL: ClassVar[DispatchSpec[Whole, Listed]] = DispatchSpec("ONE_TO_ALL", "whole", by=_BY_RANK)
+    ALL_TO_ALL: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec("ALL_TO_ALL", "entries", _BY_RANK, by=_BY_RANK)
+    MEGATRON_COMPUTE: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec(
+        "MEGATRON_COMPUTE", "entries", _DP, _LAST_STAGE, _DP
+    )
+    MEGATRON_COMPUTE_PROTO: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
+        "MEGATRON_COMPUTE_PROTO", "rows", _DP, _LAST_STAGE, _DP, result="concat"
+    )
+    MEGATRON_PP_AS_DP: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec(
+        "MEGATRON_PP_AS_DP", "entries", _CP_DP_PP, (("tp", 0),), _CP_DP_PP
+    )
+    MEGATRON_PP_AS_DP_PROTO: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
+        "MEGATRON_PP_AS_DP_PROTO", "rows", _CP_DP_PP, (("tp", 0),), _CP_DP_PP, result="concat"
+    )
+    MEGATRON_PP_ONLY: ClassVar[DispatchSpec[Whole, Listed]] = DispatchSpec(
+        "MEGATRON_PP_ONLY", "whole", collect=(("tp", 0), ("cp", 0), ("dp", 0)), by=("pp",)
+    )
+    DP_COMPUTE: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec("DP_COMPUTE", "entries", _BY_RANK, by=_BY_RANK)
+    DP_COMPUTE_PROTO: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
+        "DP_COMPUTE_PROTO", "rows", _BY_RANK, by=_BY_RANK, result="concat"
+    )
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
+        "DP_COMPUTE_PROTO_WITH_FUNC", "rows", _BY_RANK, by=_BY_RANK, result="concat", leading_function=True
+    )
+    DP_COMPUTE_METRIC: ClassVar[DispatchSpec[Rows, Listed]] = DispatchSpec(
+        "DP_COMPUTE_METRIC", "rows", _BY_RANK, by=_BY_RANK
+    )
+    DIRECT_ROLLOUT_METHOD: ClassVar[DispatchSpec[Whole, Value]] = DispatchSpec(
+        "DIRECT_ROLLOUT_METHOD", "whole", result="value", in_worker_only=True
+    )
 
     @staticmethod
-    def new_member(name: str, member: DispatchSpec | None) -> DispatchSpec:
+    def new_member(name: str, member: DispatchSpec[Any, Any] | None) -> DispatchSpec[Any, Any]:
+        """Return ``member`` under a new name; without one, a mode that waits for ``update_dispatch_mode``."""
         undefined = partial(_undefined, name)
         return mode_of_functions(name, undefined, undefined) if member is None else replace(member, name=name)
 
@@ -143,66 +185,108 @@ class Dispatch(metaclass=NamedMembers):
         result: ResultRule | None = None,
         arguments: Literal["rows", "entries"] = "rows",
         by: str | Collection[str] | None = None,
-    ) -> DispatchSpec:
-        """A mode that splits over ``axes``, first axis slowest, and collects from the ranks at ``collect``.
+        extra: Collection[str] = (),
+    ) -> DispatchSpec[Any, Any]:
+        """Make a mode that splits over ``axes`` and collects from the ranks at ``collect``.
 
-        The axes may be Megatron's, expert ones or those of the layout's own naming. Without axes every rank gets the
-        arguments as they are, and ``by`` says which axes the results are listed by (every rank where it is None).
-        ``result`` is ``concat`` unless given, without axes ``list``.
+        Args:
+            axes: the axes to split over, first axis slowest: Megatron's dense ones (tp, cp, dp, pp), its expert ones
+                (etp, ep, edp), or axes that the layout declares itself (``ParallelLayout(extra=...)``). Without axes,
+                every rank gets the arguments as they are.
+            collect: the index on each axis that a returning rank has; a negative index counts from the end.
+            result: ``concat`` (default with axes), ``list`` (default without axes) or ``value``.
+            arguments: ``rows`` splits the rows of DataProtos, ``entries`` takes lists with one entry per shard.
+            by: the axes that the results are listed by; ``axes`` by default, or every rank without axes.
+            extra: axes of the layout's own whose names are close to a Megatron axis, such as ``"fsdp"``; without this,
+                a close name is rejected as a typing error.
 
-        >>> Dispatch.over("dp", "cp", collect={"tp": 0, "pp": -1})
-        >>> Dispatch.over("edp", "ep", collect={"etp": 0, "pp": -1}, result="list")
-        >>> Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")
+        Returns:
+            The mode, for ``register``. Its type parameters are known to the mypy plugin only.
 
-        Raises DispatchError for what is no axis, index or rule; an axis that a topology lacks is told by the call.
+        Raises:
+            DispatchError: an axis is misspelled, or an index or a rule is unknown. An axis that a topology does not
+                have is reported by the call, as TopologyError.
+
+        Example:
+            >>> Dispatch.over("dp", "cp", collect={"tp": 0, "pp": -1})
+            >>> Dispatch.over("edp", "ep", collect={"etp": 0, "pp": -1}, result="list")
+            >>> Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")
         """
         name = f"over({', '.join(map(str, axes))})"
-        wanted = {} if collect is None else collect
-        if not isinstance(wanted, Mapping) or not all(type(index) is int for index in wanted.values()):
+        selected = {} if collect is None else collect
+        if not isinstance(selected, Mapping) or not all(type(index) is int for index in selected.values()):
             raise DispatchError(
                 f"mode {name}: collect is {collect!r}; expected the index on each axis, as {{'tp': 0, 'pp': -1}}",
                 mode=name,
                 collect=collect,
             )
         listed = (by,) if isinstance(by, str) else tuple(by) if by is not None else axes or (RANK,)
+        _reject_misspelled(name, [*axes, *selected, *listed], extra)
         rule: ArgumentRule = arguments if axes else "whole"
         shown: ResultRule = result or ("concat" if axes else "list")
-        return DispatchSpec(name, rule, axes, tuple(wanted.items()), listed, shown)
+        return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
+
+
+def _reject_misspelled(mode: str, axes: Iterable[object], extra: Collection[str]) -> None:
+    known = (*DENSE_AXES, *EXPERT_AXES, RANK)
+    for axis in axes:
+        if not isinstance(axis, str) or axis in known or axis in extra:
+            continue
+        close = difflib.get_close_matches(axis.lower(), known, n=3)
+        if close:
+            intended = " or ".join(repr(name) for name in known if name in close)
+            raise DispatchError(
+                f"mode {mode}: there is no axis {axis!r}; did you mean {intended}? If the layout declares it "
+                f"(ParallelLayout(..., extra={{{axis!r}: size}})), pass extra=[{axis!r}] to Dispatch.over",
+                mode=mode,
+                axis=axis,
+            )
 
 
 @dataclass(frozen=True)
-class ExecuteMode:
-    """Which ranks run: those of the dispatch mode, or rank 0 alone, with the arguments as they are."""
+class ExecuteMode(Generic[ZeroOnly_co]):
+    """Which ranks run: those of the dispatch mode, or rank 0 alone, with the arguments as they are.
 
-    name: str
-    rank_zero_only: bool = False
-
-
-class Execute(metaclass=NamedMembers):
-    """The execute modes by name: ``ALL`` runs the dispatch mode as it is.
-
-    ``RANK_ZERO`` hands the arguments as they are to rank 0 alone and gives its value, whatever the dispatch mode.
+    Attributes:
+        name: the name in messages.
+        rank_zero_only: whether only rank 0 runs. The type parameter is its literal value.
     """
 
-    members: ClassVar[dict[str, ExecuteMode]] = {
-        "ALL": ExecuteMode("ALL"),
-        "RANK_ZERO": ExecuteMode("RANK_ZERO", rank_zero_only=True),
-    }
+    name: str
+    rank_zero_only: ZeroOnly_co = False  # type: ignore[assignment]  # a default cannot be typed for each ZeroOnly_co
+
+
+class Execute(metaclass=NamedMembers, of=ExecuteMode):
+    """The execute modes by name: ``ALL`` runs the dispatch mode as it is.
+
+    ``RANK_ZERO`` sends the arguments as they are to rank 0 alone and returns its value, whatever the dispatch mode.
+    """
+
+    members: ClassVar[dict[str, ExecuteMode[bool]]]
+
+    ALL: ClassVar[ExecuteMode[Literal[False]]] = ExecuteMode("ALL", False)
+    RANK_ZERO: ClassVar[ExecuteMode[Literal[True]]] = ExecuteMode("RANK_ZERO", True)
 
     @staticmethod
-    def new_member(name: str, member: ExecuteMode | None) -> ExecuteMode:
-        return ExecuteMode(name) if member is None else replace(member, name=name)
+    def new_member(name: str, member: ExecuteMode[bool] | None) -> ExecuteMode[bool]:
+        """Return ``member`` under a new name; without one, a mode that runs as ``ALL`` does."""
+        return ExecuteMode(name, False) if member is None else replace(member, name=name)
 
 
 @dataclass(frozen=True)
 class RowRule:
     """How the rows of DataProtos are split over the shards; the caller's batch and the result's order never change.
 
-    padding: None or ``spread`` repeats a row for a shard that would have none, so that no rank is missing from a
-        collective computation, and adds nothing else; ``repeat`` makes all shards equally long with repeated rows;
-        ``zero_loss`` does so with rows whose ``response_mask`` and ``loss_mask`` are 0; ``none`` adds no row.
-    balance: a column whose sum over each row is its length (``attention_mask``): every shard gets about as many tokens.
-    group_by: a non-tensor column of labels (a prompt's id): rows of one label stay in one shard.
+    Attributes:
+        padding: None or ``spread`` repeats a row only for a shard that would otherwise have none, so that every rank
+            takes part in collectives. ``repeat`` makes all shards equally long with repeated rows; ``zero_loss`` does
+            the same with rows whose ``response_mask`` and ``loss_mask`` are 0. ``none`` adds no row.
+        balance: a column whose sum over each row is its length (``attention_mask``); every shard gets about the same
+            number of tokens.
+        group_by: a non-tensor column of labels (a prompt's id); rows with the same label stay in one shard.
+
+    Raises:
+        DispatchError: ``padding`` is unknown, or a column is not a string.
     """
 
     padding: Padding | None = None
@@ -215,20 +299,25 @@ class RowRule:
                 f"padding is {self.padding!r}; expected None or one of {', '.join(get_args(Padding))}",
                 padding=self.padding,
             )
-        for what, column in (("balance", self.balance), ("group_by", self.group_by)):
+        for field, column in (("balance", self.balance), ("group_by", self.group_by)):
             if column is not None and not isinstance(column, str):
-                raise DispatchError(f"{what} is {column!r}; expected None or the name of a column", column=column)
+                raise DispatchError(f"{field} is {column!r}; expected None or the name of a column", column=column)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A mode on a topology: which shard each running rank gets, and which ranks return, in the order of the results.
+    """A mode on a topology: which shard each running rank gets, and which ranks return.
 
-    ``ranks`` run, in rank order; ``shards`` says, for each of them, which of the ``shard_count`` shards it gets (0
-    where nothing is split); ``collected`` are the ranks that return, one per result.
+    Attributes:
+        spec: the mode.
+        topology: the topology that it is planned on.
+        ranks: the ranks that run, in rank order.
+        shards: for each of ``ranks``, the index of the shard that it gets (0 if nothing is split).
+        shard_count: the number of shards.
+        collected: the ranks that return, one per result, in the order of the results.
     """
 
-    spec: DispatchSpec
+    spec: DispatchSpec[ArgumentRule, ResultRule]
     topology: Topology
     ranks: tuple[int, ...]
     shards: tuple[int, ...]
@@ -236,14 +325,14 @@ class Plan:
     collected: tuple[int, ...]
 
     def readers(self) -> list[list[int]]:
-        """The ranks that get each shard."""
+        """Return the ranks that get each shard, by shard."""
         readers: list[list[int]] = [[] for _ in range(self.shard_count)]
         for rank, shard in zip(self.ranks, self.shards, strict=True):
             readers[shard].append(rank)
         return readers
 
     def describe(self) -> str:
-        """The plan for people: the rule on the first line, then shard by shard who reads and who returns."""
+        """Return the plan as text: the rule, then for each shard the ranks that read it and those that return."""
         split = f"split over {' x '.join(self.spec.axes)}" if self.spec.axes else "arguments as they are"
         lines = [f"{self.spec}: {len(self.ranks)} ranks, {split}, {len(self.collected)} return ({self.spec.result})"]
         returning = set(self.collected)
@@ -253,18 +342,24 @@ class Plan:
         return "\n".join([*lines, "  * returns its result"])
 
 
-def plan(spec: DispatchSpec, topology: Topology, ranks: Collection[int] | None = None) -> Plan:
-    """The plan of a mode on a topology, from a cache where it was made before.
+def plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: Collection[int] | None = None) -> Plan:
+    """Plan a mode on a topology; equal calls return the cached plan.
 
-    ``ranks`` restricts the call to some of the ranks: the shards of the others are left out, and the arguments are
-    split over those that remain. Raises TopologyError for an axis that the topology does not have, DispatchError
-    where a shard would not be collected from any rank, or where ``ranks`` names ranks that do not exist.
+    Args:
+        spec: the mode.
+        topology: the coordinates of every rank.
+        ranks: run on these ranks only. The shards of the others are left out: the arguments are split over those
+            that remain.
+
+    Raises:
+        TopologyError: the topology does not have an axis that the mode names.
+        DispatchError: no rank would return a shard's result, or ``ranks`` contains a rank that does not exist.
     """
     return _plan(spec, topology, None if ranks is None else tuple(sorted(ranks)))
 
 
 @lru_cache(maxsize=256)
-def _plan(spec: DispatchSpec, topology: Topology, ranks: tuple[int, ...] | None) -> Plan:
+def _plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: tuple[int, ...] | None) -> Plan:
     run = (0,) if spec.rank_zero_only else tuple(range(topology.world_size)) if ranks is None else ranks
     _check_ranks(spec, topology, run, ranks)
     of_rank = topology.shard_indices(spec.axes)
@@ -273,35 +368,37 @@ def _plan(spec: DispatchSpec, topology: Topology, ranks: tuple[int, ...] | None)
     return Plan(spec, topology, run, shards, len(position), _collected(spec, topology, run))
 
 
-def _collected(spec: DispatchSpec, topology: Topology, run: tuple[int, ...]) -> tuple[int, ...]:
-    """For every result, in order: of the running ranks that ``collect`` selects, the one nearest the origin."""
-    slot_of = topology.shard_indices(spec.by)
+def _collected(spec: DispatchSpec[Any, Any], topology: Topology, run: tuple[int, ...]) -> tuple[int, ...]:
+    """Return one rank for every result, in order: of the running ranks at ``collect``, the one nearest the origin."""
+    result_of = topology.shard_indices(spec.by)
     selected = set(topology.select(**dict(spec.collect)))
-    candidates: dict[int, list[int]] = {slot_of[rank]: [] for rank in run}
+    candidates: dict[int, list[int]] = {result_of[rank]: [] for rank in run}
     for rank in run:
         if rank in selected:
-            candidates[slot_of[rank]].append(rank)
-    for slot, ranks in candidates.items():
+            candidates[result_of[rank]].append(rank)
+    for result, ranks in candidates.items():
         if not ranks:
-            waiting = [rank for rank in run if slot_of[rank] == slot]
+            running = [rank for rank in run if result_of[rank] == result]
             raise DispatchError(
-                f"mode {spec} collects from {dict(spec.collect) or 'every rank'}, and none of the running ranks "
-                f"{_some(waiting)} stands there: result {slot} would come from nobody",
+                f"mode {spec} collects from {dict(spec.collect) or 'every rank'}, but none of the running ranks "
+                f"{_some(running)} is there: no rank would return result {result}",
                 mode=spec.name,
                 collect=dict(spec.collect),
-                ranks=tuple(waiting),
+                ranks=tuple(running),
             )
-    return tuple(_nearest_origin(topology, [candidates[slot] for slot in sorted(candidates)]))
+    return tuple(_nearest_origin(topology, [candidates[result] for result in sorted(candidates)]))
 
 
 def _nearest_origin(topology: Topology, choices: list[list[int]]) -> list[int]:
     if all(len(ranks) == 1 for ranks in choices):
         return [ranks[0] for ranks in choices]
-    places = list(zip(*topology.columns.values(), strict=True))
-    return [min(ranks, key=places.__getitem__) for ranks in choices]
+    coordinates = list(zip(*topology.columns.values(), strict=True))
+    return [min(ranks, key=coordinates.__getitem__) for ranks in choices]
 
 
-def _check_ranks(spec: DispatchSpec, topology: Topology, run: tuple[int, ...], ranks: tuple[int, ...] | None) -> None:
+def _check_ranks(
+    spec: DispatchSpec[Any, Any], topology: Topology, run: tuple[int, ...], ranks: tuple[int, ...] | None
+) -> None:
     if ranks is None:
         return
     world = topology.world_size

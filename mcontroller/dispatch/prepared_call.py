@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.future import DataProtoFuture, Future
-from mcontroller.dispatch.modes import Plan
+from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule
 from mcontroller.dispatch.remote_batch import ResultBatch, Split
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration
@@ -66,7 +66,7 @@ class PreparedCall:
         """Whether the result is one DataProto, which can be passed on before it has arrived."""
         return self.plan.spec.result == "concat"
 
-    def future(self, in_flight: InFlightCall) -> Future:
+    def future(self, in_flight: InFlightCall) -> Future[Any]:
         """Return the future of the collected result."""
         executor = self.group.executor
 
@@ -84,12 +84,13 @@ class PreparedCall:
         """Return the caller's result from the values of the returning ranks, in the order of the results.
 
         With the result ``concat``, DataProtos are joined in the order of the caller's rows, without padding rows.
-        DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does. Other values stay a list. In
-        a list, padding rows are dropped from every DataProto.
+        DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does. In a list, padding rows are
+        dropped from every DataProto.
 
         Raises:
-            DispatchError: padding or a changed order of rows cannot be undone, because the rows of a shard did not
-                all come back as the same number of rows.
+            DispatchError: a rank returned something else than a DataProto for ``concat``; or padding or a changed
+                order of rows cannot be undone, because the rows of a shard did not all come back as the same number
+                of rows.
         """
         spec = self.plan.spec
         if spec.functions is not None:
@@ -99,8 +100,9 @@ class PreparedCall:
         origin = self.origin.partition(self.group.executor.fetch) if isinstance(self.origin, Split) else self.origin
         if not self.concatenates:
             return [self._without_padding(origin, shard, value) for shard, value in enumerate(values)]
-        if not all(isinstance(value, DataProto) for value in values):
-            return list(values)
+        for rank, value in zip(self.plan.collected, values, strict=True):
+            if not isinstance(value, DataProto):
+                raise self.error(_not_a_batch(self.plan.spec, rank, value), rank=rank, type=type(value).__name__)
         return self._join(origin, values)
 
     def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
@@ -131,3 +133,14 @@ class PreparedCall:
             return origin.restore(lengths)
         except DataError as error:
             raise self.error(str(error), **error.fields) from error
+
+
+def _not_a_batch(spec: DispatchSpec[ArgumentRule, ResultRule], rank: int, value: object) -> str:
+    """Return the error text for a rank that returned something else than a DataProto in a mode that concatenates."""
+    mode = f"Dispatch.over({', '.join(map(repr, spec.axes))}, collect={dict(spec.collect)}, result='list')"
+    listed = "Dispatch.DP_COMPUTE_METRIC" if spec.axes == (RANK,) else mode
+    return (
+        f"rank {rank} returned {'None' if value is None else type(value).__name__}; expected a DataProto, because the "
+        "results are concatenated. Return DataProto.from_dict(...), or DataProto(meta_info=...) for metrics; for a "
+        f"list of values, register the method with {listed}"
+    )

@@ -1,51 +1,90 @@
-"""``register``: marks a worker's method as one that a group can call, and says how.
+"""``register``: declare a worker's method as callable through its group, and how.
 
-The mark is an attribute of the function, which is otherwise left as it is: called on the worker itself, the method
-does what it says, with what it is given.
+The decorator sets one attribute of the function and leaves it otherwise as it is: called on the worker itself, the
+method is an ordinary one.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, ExecuteMode, RowRule, mode_of_functions
+from mcontroller.dispatch.modes import (
+    A_co,
+    Dispatch,
+    DispatchSpec,
+    Execute,
+    ExecuteMode,
+    R_co,
+    RowRule,
+    mode_of_functions,
+)
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 
-__all__ = ["MAGIC_ATTR", "Registration", "register", "registration_of", "registrations"]
+__all__ = ["MAGIC_ATTR", "Registering", "Registration", "register", "registration_of", "registrations"]
 
 MAGIC_ATTR = "attrs_3141562937"
 """The attribute of a registered function that holds its ``Registration``."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Mode = DispatchSpec | Mapping[str, Callable[..., Any]]
+Blocking_co = TypeVar("Blocking_co", bound=bool, covariant=True)
+Mode = DispatchSpec[Any, Any] | Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What ``register`` was told about a method."""
+    """The arguments of ``register``, checked.
 
-    dispatch_mode: DispatchSpec
-    execute_mode: ExecuteMode
+    Raises:
+        DispatchError: a flag is not a bool, or ``timeout`` is not a positive number.
+    """
+
+    dispatch_mode: DispatchSpec[Any, Any]
+    execute_mode: ExecuteMode[bool]
     blocking: bool = True
     materialize_futures: bool = True
     rows: RowRule = field(default_factory=RowRule)
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        for what, flag in (("blocking", self.blocking), ("materialize_futures", self.materialize_futures)):
+        for name, flag in (("blocking", self.blocking), ("materialize_futures", self.materialize_futures)):
             if not isinstance(flag, bool):
-                raise DispatchError(f"{what} is {flag!r}; expected True or False", **{what: flag})
+                raise DispatchError(f"{name} is {flag!r}; expected True or False", **{name: flag})
         seconds = self.timeout
         if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
             raise DispatchError(f"timeout is {seconds!r}; expected None or more than 0 seconds", timeout=seconds)
 
 
+@dataclass(frozen=True)
+class Registering(Generic[A_co, R_co, Blocking_co]):
+    """The decorator that ``register`` returns; it returns the function unchanged, with its signature.
+
+    The type parameters (the mode's rules for arguments and results, and whether a call blocks) are set by
+    ``mcontroller.mypy_plugin``, which computes from them the type of ``group.method``.
+    """
+
+    registration: Registration
+
+    def __call__(self, function: Function) -> Function:
+        """Register ``function``.
+
+        Raises:
+            DispatchError: it is not callable, as a property is not.
+        """
+        if not callable(function):
+            raise DispatchError(
+                f"@register decorates functions, not {function!r}: write it below the decorator that made this object"
+            )
+        setattr(function, MAGIC_ATTR, self.registration)
+        return function
+
+
 def register(
     dispatch_mode: Mode = Dispatch.ALL_TO_ALL,
-    execute_mode: ExecuteMode = Execute.ALL,
+    execute_mode: ExecuteMode[bool] = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
     *,
@@ -53,51 +92,59 @@ def register(
     balance: str | None = None,
     group_by: str | None = None,
     timeout: float | None = None,
-) -> Callable[[Function], Function]:
-    """Makes a worker's method, sync or async, callable through its group: a decorator.
+) -> Registering[Any, Any, Any]:
+    """Make a worker's method, sync or async, callable through its group.
+
+    A method that overrides a registered one is registered in the same way, unless it is decorated itself.
 
     Args:
-        dispatch_mode: a row of ``Dispatch``, ``Dispatch.over(...)``, or a dict of a user's own
-            ``dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs)``, one list entry per rank, and
+        dispatch_mode: a member of ``Dispatch``, ``Dispatch.over(...)``, or a dict of two user-defined functions,
+            ``dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs)`` with one list entry per rank, and
             ``collect_fn(worker_group, outputs)``.
-        execute_mode: ``Execute.ALL``, or ``Execute.RANK_ZERO``: as they are to rank 0 alone, and its value back.
-        blocking: whether a call waits for its result, or gives a future at once.
-        materialize_futures: whether a DataProtoFuture that is passed in is a DataProto by the time the method runs.
-        padding, balance, group_by: how rows are split; see ``RowRule``. Per call by ``group.method.options(...)``.
-        timeout: seconds after which a call fails with CallTimeout; None leaves it to the group.
+        execute_mode: ``Execute.ALL``; or ``Execute.RANK_ZERO``, which sends the arguments as they are to rank 0 alone
+            and returns its value.
+        blocking: whether a call waits for its result (True) or returns a future at once (False).
+        materialize_futures: whether the method receives a DataProto for a DataProtoFuture that the caller passed.
+        padding: which rows are added to uneven shards; see ``RowRule``.
+        balance: the column whose row sums are balanced over the shards; see ``RowRule``.
+        group_by: the column whose equal labels stay in one shard; see ``RowRule``.
+        timeout: seconds after which a call fails with CallTimeout; None uses the group's timeout.
 
-    A method that overrides a registered one is registered like it, unless it is decorated itself.
-    Raises DispatchError, where it stands, for anything that is not a mode or does not fit.
+    Returns:
+        A decorator. ``group.method.options(...)`` changes ``padding``, ``balance``, ``group_by``, ``timeout`` and
+        ``blocking`` for single calls.
+
+    Raises:
+        DispatchError: an argument has a wrong type or an unknown value; raised at the decorator, not by a call.
+
+    Example:
+        >>> class Critic(Worker):
+        ...     @register(Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
+        ...     def compute_values(self, batch: DataProto) -> DataProto: ...
     """
-    registration = Registration(
-        _as_spec(dispatch_mode),
-        _as_execute_mode(execute_mode),
-        blocking,
-        materialize_futures,
-        RowRule(padding, balance, group_by),
-        timeout,
+    return Registering(
+        Registration(
+            _as_spec(dispatch_mode),
+            _as_execute_mode(execute_mode),
+            blocking,
+            materialize_futures,
+            RowRule(padding, balance, group_by),
+            timeout,
+        )
     )
-
-    def mark(function: Function) -> Function:
-        if not callable(function):
-            raise DispatchError(f"@register marks functions; it was put on {function!r}: put it below any decorator")
-        setattr(function, MAGIC_ATTR, registration)
-        return function
-
-    return mark
 
 
 def registration_of(worker_cls: type, method: str) -> Registration | None:
-    """How a method is registered: by itself, or by the method that it overrides; None where it is not."""
+    """Return how a method is registered, by itself or by the method that it overrides; None if it is not."""
     for base in worker_cls.__mro__:
-        registration = getattr(vars(base).get(method), MAGIC_ATTR, None)
+        registration: Registration | None = getattr(vars(base).get(method), MAGIC_ATTR, None)
         if registration is not None:
             return registration
     return None
 
 
 def registrations(worker_cls: type) -> dict[str, Registration]:
-    """Every registered method of a worker class, inherited ones too, by name."""
+    """Return the registration of every registered method of a worker class, inherited ones too, by name."""
     found = {}
     for method in dir(worker_cls):
         registration = registration_of(worker_cls, method)
@@ -106,7 +153,7 @@ def registrations(worker_cls: type) -> dict[str, Registration]:
     return found
 
 
-def _as_spec(mode: Any) -> DispatchSpec:
+def _as_spec(mode: Any) -> DispatchSpec[Any, Any]:
     if isinstance(mode, DispatchSpec):
         return mode
     if isinstance(mode, Mapping):
@@ -114,19 +161,28 @@ def _as_spec(mode: Any) -> DispatchSpec:
             names = ", ".join(getattr(function, "__name__", "a function") for function in mode.values())
             return mode_of_functions(f"functions({names})", **mode)
         raise DispatchError(
-            f"a mode as a dict has two functions, dispatch_fn and collect_fn; this one has {dict(mode)}",
+            f"dispatch_mode is the dict {dict(mode)}; expected two functions, dispatch_fn and collect_fn",
             dispatch_mode=mode,
         )
-    hint = ": write @register() with its parentheses" if callable(mode) else ""
     raise DispatchError(
-        f"dispatch_mode is {mode!r}; expected one of Dispatch's modes, Dispatch.over(...) or a dict of functions{hint}",
+        f"dispatch_mode is {mode!r}; expected a member of Dispatch, Dispatch.over(...) or a dict of functions"
+        f"{_mode_hint(mode)}",
         dispatch_mode=mode,
     )
 
 
-def _as_execute_mode(mode: Any) -> ExecuteMode:
+def _mode_hint(mode: Any) -> str:
+    if isinstance(mode, str):
+        name = mode.removeprefix("Dispatch.")
+        close = [name] if name in Dispatch.members else difflib.get_close_matches(name.upper(), Dispatch.members, n=1)
+        return f": write Dispatch.{close[0]}, without quotes" if close else f"; modes are {', '.join(Dispatch.members)}"
+    return ": write @register() with its parentheses" if callable(mode) else ""
+
+
+def _as_execute_mode(mode: Any) -> ExecuteMode[bool]:
     if isinstance(mode, ExecuteMode):
         return mode
     raise DispatchError(
-        f"execute_mode is {mode!r}; expected {' or '.join(f'Execute.{m.name}' for m in Execute)}", execute_mode=mode
+        f"execute_mode is {mode!r}; expected {' or '.join(f'Execute.{each.name}' for each in Execute)}",
+        execute_mode=mode,
     )

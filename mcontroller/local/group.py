@@ -6,14 +6,14 @@ from typing import Any
 
 from mcontroller.group import WorkerGroup
 from mcontroller.local.executor import LocalExecutor
-from mcontroller.worker import ClassWithInitArgs
+from mcontroller.worker import ClassWithInitArgs, W_co
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
 __all__ = ["LocalWorkerGroup"]
 
 
-class LocalWorkerGroup(WorkerGroup):
+class LocalWorkerGroup(WorkerGroup[W_co]):
     """A group to step through with a debugger: the ranks run in this thread, one after another.
 
     ``layout`` is the number of ranks, or a ParallelLayout whose coordinates they are taken to have. Workers that
@@ -25,7 +25,7 @@ class LocalWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        cls_with_init: type | ClassWithInitArgs[Any],
+        cls_with_init: type[W_co] | ClassWithInitArgs[W_co],
         layout: int | ParallelLayout = 1,
         *,
         name_prefix: str = "local",
@@ -40,6 +40,6 @@ class LocalWorkerGroup(WorkerGroup):
         super().__init__(made.cls, executor, name_prefix, timeout=timeout, topology=topology, declared=declared)
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[W_co]:
         """The worker objects, by rank."""
         return self.executor.workers

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, Self
 
 from ray.actor import ActorClass
 
 from mcontroller.errors import ConfigError
-from mcontroller.worker import ClassWithInitArgs
+from mcontroller.worker import ClassWithInitArgs, W_co
 
 __all__ = [
     "Colocated",
@@ -19,7 +19,7 @@ __all__ = [
     "create_colocated_worker_cls_fused",
 ]
 
-W = TypeVar("W")
+P = ParamSpec("P")
 
 RESERVED_OPTIONS = frozenset(
     {"num_cpus", "num_gpus", "scheduling_strategy", "name", "namespace", "lifetime"}
@@ -29,7 +29,7 @@ RESERVED_OPTIONS = frozenset(
 and a process that Ray restarts would have no worker in it."""
 
 
-class RayClassWithInitArgs(ClassWithInitArgs[W]):
+class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
     """A worker class and its init arguments; every process of a group makes one object of it.
 
     Args:
@@ -41,7 +41,7 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
         ConfigError: ``cls`` is no class.
     """
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Callable[P, W_co], *args: P.args, **kwargs: P.kwargs) -> None:
         super().__init__(_plain(cls), *args, **kwargs)
         self.options: dict[str, Any] = {}
 

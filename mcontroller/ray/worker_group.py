@@ -13,12 +13,13 @@ from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.ray.supervision import GroupProcesses
+from mcontroller.worker import W_co
 from parallel_state.topology import Topology
 
 __all__ = ["MegatronRayWorkerGroup", "RayWorkerGroup"]
 
 
-class RayWorkerGroup(WorkerGroup):
+class RayWorkerGroup(WorkerGroup[W_co]):
     """The workers of one role: one process in every bundle of a pool.
 
     The constructor starts the processes. ``shutdown``, a ``with`` block, or dropping the group ends them and frees
@@ -47,7 +48,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs[Any],
+        ray_cls_with_init: RayClassWithInitArgs[W_co],
         name_prefix: str | None = None,
         detached: bool = False,
         *,
@@ -80,7 +81,7 @@ class RayWorkerGroup(WorkerGroup):
         self,
         processes: GroupProcesses,
         name: str,
-        worker_cls: type,
+        worker_cls: type[Any],
         role_classes: dict[str, type],
         timeout: float | None,
         topology: Topology | None = None,
@@ -95,7 +96,7 @@ class RayWorkerGroup(WorkerGroup):
         cls,
         name_prefix: str | None = None,
         worker_names: Sequence[str] | None = None,
-        ray_cls_with_init: RayClassWithInitArgs[Any] | None = None,
+        ray_cls_with_init: RayClassWithInitArgs[W_co] | None = None,
         *,
         timeout: float | None = None,
     ) -> Self:
@@ -166,7 +167,7 @@ class RayWorkerGroup(WorkerGroup):
         return group
 
 
-class MegatronRayWorkerGroup(RayWorkerGroup):
+class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
     """A RayWorkerGroup of Megatron workers, which collects the topology from Megatron at the start.
 
     Args: see ``RayWorkerGroup``.
@@ -190,14 +191,14 @@ class MegatronRayWorkerGroup(RayWorkerGroup):
         self,
         processes: GroupProcesses,
         name: str,
-        worker_cls: type,
+        worker_cls: type[Any],
         role_classes: dict[str, type],
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
         super()._join(processes, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
-            self._set_topology(self._collect_topology())
+            self.collect_topology()
 
     @property
     def tp_size(self) -> int:

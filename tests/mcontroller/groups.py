@@ -21,7 +21,7 @@ from tests.parallel_state.layouts import layouts
 
 
 class Echo(Worker):
-    """Gives back what it gets; keeps what it was called with."""
+    """Returns its arguments and records them."""
 
     def __init__(self) -> None:
         self.received: list[Any] = []
@@ -40,15 +40,17 @@ class Echo(Worker):
         return batch.repeat(times, interleave=True)
 
 
-def group_on(topology: Topology | int, worker_cls: type = Echo, name: str = "echo") -> WorkerGroup:
-    """A local group whose ranks are taken to stand as the topology says."""
+def group_on(topology: Topology | int, worker_cls: type = Echo, name: str = "echo") -> WorkerGroup[Any]:
+    """A local group whose ranks have the coordinates of the topology."""
     topology = Topology.flat(topology) if isinstance(topology, int) else topology
     executor = LocalExecutor(ClassWithInitArgs(worker_cls), topology.world_size, name)
     return WorkerGroup(worker_cls, executor, name, topology=topology)
 
 
-def method(group: WorkerGroup, name: str, mode: DispatchSpec, *, blocking: bool = True, **rows: Any) -> GroupMethod:
-    """A method of the group as if it had been registered so."""
+def method(
+    group: WorkerGroup[Any], name: str, mode: DispatchSpec, *, blocking: bool = True, **rows: Any
+) -> GroupMethod[..., Any, Any]:
+    """A method of the group, as if it had been registered with this mode."""
     return GroupMethod(group, name, Registration(mode, Execute.ALL, blocking=blocking, rows=RowRule(**rows)))
 
 
@@ -61,9 +63,9 @@ def topology_of(world_size: int, **sizes: Any) -> Topology:
     return Topology.from_layout(ParallelLayout(world_size, **sizes))
 
 
-def permuted(topology: Topology, places: Sequence[int]) -> Topology:
-    """The same grid with rank ``r`` where rank ``places[r]`` stood."""
-    columns = {axis: tuple(column[place] for place in places) for axis, column in topology.columns.items()}
+def permuted(topology: Topology, positions: Sequence[int]) -> Topology:
+    """The same grid, in which rank ``r`` has the coordinates of the former rank ``positions[r]``."""
+    columns = {axis: tuple(column[position] for position in positions) for axis, column in topology.columns.items()}
     return replace(topology, columns=FrozenMap(columns))
 
 

@@ -1,4 +1,4 @@
-"""Modes as pairs of functions: a user's own, and those of the table in that form."""
+"""Modes as pairs of functions: user-defined ones, and those of the table in that form."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_a_dict_of_two_functions_is_a_mode() -> None:
 def test_a_named_mode_of_functions_is_a_member_of_dispatch(named: Any) -> None:
     assert Dispatch.BACKWARDS is named and named in DISPATCH_MODE_FN_REGISTRY
     assert group_of(Dispatch.BACKWARDS).method("x")[2] == (7, (("x", 0),), {})
-    with pytest.raises(DispatchError, match="cannot take the name 'BACKWARDS'"):
+    with pytest.raises(DispatchError, match="cannot use the name 'BACKWARDS'"):
         register_dispatch_mode("BACKWARDS", backwards, last_two)
 
 
-def test_a_mode_that_has_only_a_name_says_what_it_lacks() -> None:
+def test_a_mode_without_functions_is_rejected_by_the_call() -> None:
     group = group_of(Dispatch.register("NAME_ONLY"))
-    with pytest.raises(DispatchError, match="mode NAME_ONLY has a name and no functions"):
+    with pytest.raises(DispatchError, match="mode NAME_ONLY has a name but no functions"):
         group.method("x")
     update_dispatch_mode("NAME_ONLY", backwards, collect_all_to_all)
     assert len(group.method("x")) == 8
@@ -98,7 +98,7 @@ def test_the_registry_sets_adds_and_removes_modes(named: Any) -> None:
         DISPATCH_MODE_FN_REGISTRY[named] = {"dispatch_fn": backwards}
 
 
-def test_functions_that_do_not_give_a_list_entry_per_rank_are_refused() -> None:
+def test_functions_that_do_not_return_a_list_entry_per_rank_are_rejected() -> None:
     short = {"dispatch_fn": lambda group, value: (([value],), {}), "collect_fn": collect_all_to_all}
     with pytest.raises(DispatchError, match="has 1 entries; expected 8"):
         group_of(short).method("x")
@@ -107,14 +107,14 @@ def test_functions_that_do_not_give_a_list_entry_per_rank_are_refused() -> None:
         group_of(bare).method("x")
 
 
-def test_execute_rank_zero_passes_functions_by() -> None:
+def test_execute_rank_zero_does_not_use_the_functions() -> None:
     mode = {"dispatch_fn": backwards, "collect_fn": last_two}
     assert group_of(mode, Execute.RANK_ZERO).method("x") == (0, ("x",), {})
 
 
 @pytest.mark.parametrize("name", ["MEGATRON_COMPUTE_PROTO", "MEGATRON_PP_AS_DP_PROTO", "DP_COMPUTE_PROTO"])
 @pytest.mark.parametrize("rows", [0, 3, 8, 13])
-def test_the_tables_modes_as_functions_give_back_the_batch(name: str, rows: int) -> None:
+def test_the_tables_modes_as_functions_return_the_batch(name: str, rows: int) -> None:
     group = group_of(get_predefined_dispatch_fn(name))
     assert numbers(group.identity(numbered(rows))) == list(range(rows))
 

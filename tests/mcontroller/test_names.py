@@ -1,4 +1,4 @@
-"""The package's names: those that users of this model know, each where a type checker finds it too."""
+"""The package's public names: known to users of this model, and declared for type checkers."""
 
 from __future__ import annotations
 

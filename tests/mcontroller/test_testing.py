@@ -1,4 +1,4 @@
-"""Mocked groups: ranks that stand at their coordinates, recorded calls, injected failures, the pytest plugin."""
+"""Mocked groups: coordinates of ranks, recorded calls, injected failures, the pytest plugin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUT = ParallelLayout(8, tp=2, pp=2)
 
 
 class StageModel(Worker):
-    """Knows its place from Megatron alone."""
+    """Reads its coordinates from Megatron alone."""
 
     def __init__(self, scale: int = 1) -> None:
         from megatron.core import parallel_state
@@ -43,7 +43,7 @@ class StageModel(Worker):
         self.stage_at_init = parallel_state.get_pipeline_model_parallel_rank()
 
     @register(Dispatch.ONE_TO_ALL)
-    def place(self) -> dict[str, int]:
+    def coordinates(self) -> dict[str, int]:
         mpu = self.parallel_state
         return {
             "tp": mpu.get_tensor_model_parallel_rank(),
@@ -57,7 +57,7 @@ class StageModel(Worker):
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute(self, batch: DataProto) -> DataProto:
-        """Adds the data-parallel rank where the model ends; other stages give nothing."""
+        """Adds the data-parallel rank on the last stage; other stages return an empty batch."""
         if not self.parallel_state.is_pipeline_last_stage():
             return DataProto()
         dp = torch.full((len(batch),), self.parallel_state.get_data_parallel_rank() * self.scale)
@@ -68,9 +68,9 @@ class StageModel(Worker):
         return batch
 
 
-def test_ranks_stand_at_their_coordinates_when_made_and_when_called() -> None:
+def test_ranks_have_their_coordinates_in_init_and_in_calls() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT)
-    assert group.place() == [LAYOUT.coordinates(rank) for rank in range(8)]
+    assert group.coordinates() == [LAYOUT.coordinates(rank) for rank in range(8)]
     assert [worker.stage_at_init for worker in group.workers] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
@@ -84,27 +84,27 @@ def test_the_result_is_that_of_the_last_stage_with_the_real_dispatch() -> None:
 def test_a_topology_in_another_order_and_a_number_of_ranks_are_layouts_too() -> None:
     backwards = permuted(Topology.from_layout(LAYOUT), range(7, -1, -1))
     group: Any = mock_worker_group(StageModel, backwards)
-    assert group.place() == [LAYOUT.coordinates(rank) for rank in range(7, -1, -1)]
+    assert group.coordinates() == [LAYOUT.coordinates(rank) for rank in range(7, -1, -1)]
     assert group.compute(numbered(5)).batch["dp"].tolist() == [0, 0, 1, 1, 1]
     three: Any = mock_worker_group(ClassWithInitArgs(StageModel, 2), 3)
     assert three.compute(numbered(3)).batch["dp"].tolist() == [0, 2, 4]
 
 
-def test_calls_are_recorded_by_rank_as_they_were_given() -> None:
+def test_calls_are_recorded_by_rank_as_they_were_at_the_call() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT)
     batch = numbered(4)
-    group.place()
+    group.coordinates()
     future = group.compute.options(blocking=False)(batch=batch)
     batch.batch["n"] += 100
     group.update(future)
     first, second, third = group.calls[6]
-    assert (first.method, first.args, first.result["pp"]) == ("place", (), 1)
+    assert (first.method, first.args, first.result["pp"]) == ("coordinates", (), 1)
     assert (second.method, numbers(second.kwargs["batch"])) == ("compute", [2, 3])
     assert (third.method, third.args[0].batch["dp"].tolist()) == ("update", [1, 1])
     assert len(group.calls[0][1].result) == 0
 
 
-def test_every_rank_of_a_large_layout_is_stood_on() -> None:
+def test_every_rank_of_a_large_layout_runs() -> None:
     group: Any = mock_worker_group(StageModel, ParallelLayout(1024, tp=8, pp=8, cp=2))
     assert group.update(every_kind(16)) == every_kind(16)
     assert all(len(calls) == 1 for calls in group.calls)
@@ -116,12 +116,12 @@ def test_a_rank_that_raises_is_a_worker_error_and_breaks_the_group() -> None:
         group.update(numbered(4))
     assert raised.value.rank == 3 and raised.value.coordinates["dp"] == 1
     with pytest.raises(GroupBroken):
-        group.place()
+        group.coordinates()
 
 
-def test_a_failure_can_wait_for_one_method() -> None:
+def test_a_failure_can_be_limited_to_one_method() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT, failures={3: raises("no", method="update")})
-    group.place()
+    group.coordinates()
     with pytest.raises(WorkerError, match="RuntimeError: no"):
         group.update(numbered(4))
 
@@ -133,10 +133,10 @@ def test_a_rank_that_dies_is_a_worker_died_with_its_exit_cause() -> None:
     assert (raised.value.rank, raised.value.exit_cause) == (5, "out of memory")
 
 
-def test_ranks_that_are_late_are_a_call_timeout_that_names_them_without_anybody_waiting() -> None:
+def test_ranks_that_are_late_are_a_call_timeout_that_names_them_without_real_waiting() -> None:
     late: dict[int, Any] = {2: is_late(30), 7: is_late(11), 4: is_late(9)}
     group: Any = mock_worker_group(StageModel, LAYOUT, name="actor", failures=late)
-    group.place()  # it has no deadline
+    group.coordinates()  # it has no deadline
     with pytest.raises(CallTimeout, match=r"actor\.update: after 10 s no answer from actor ranks 2 and 7") as raised:
         group.update(numbered(4))
     assert (raised.value.ranks, raised.value.timeout) == ((2, 7), 10)
@@ -146,15 +146,33 @@ def test_ranks_that_are_late_are_a_call_timeout_that_names_them_without_anybody_
 
 def test_failures_can_be_changed_between_calls() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT)
-    group.place()
+    group.coordinates()
     group.failures[0] = raises("now")
     with pytest.raises(WorkerError, match="now"):
-        group.place()
+        group.coordinates()
 
 
-def test_failures_of_ranks_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(DispatchError, match="failures are given for rank 8, and the layout has 8 ranks"):
+def test_failures_of_ranks_that_do_not_exist_are_rejected() -> None:
+    with pytest.raises(DispatchError, match="failures has rank 8, but the layout has 8 ranks"):
         mock_worker_group(StageModel, LAYOUT, failures={8: dies()})
+
+
+def test_failures_of_methods_that_do_not_exist_are_rejected_with_those_that_do() -> None:
+    message = r"failures\[1\]: StageModel has no method 'updat'; it has compute, .*; did you mean 'update'\?"
+    with pytest.raises(DispatchError, match=message) as raised:
+        mock_worker_group(StageModel, LAYOUT, failures={1: raises("no", method="updat")})
+    assert raised.value.method == "updat"
+
+
+def test_failures_of_methods_called_on_every_rank_by_name_are_accepted() -> None:
+    group: Any = mock_worker_group(StageModel, LAYOUT, failures={1: raises("no", method="get_master_addr_port")})
+    with pytest.raises(WorkerError, match="RuntimeError: no"):
+        group.execute_all_sync("get_master_addr_port")
+
+
+def test_arguments_next_to_a_class_with_init_args_are_rejected() -> None:
+    with pytest.raises(DispatchError, match=r"ClassWithInitArgs\(StageModel, 2\) has its arguments; .*: 3, scale"):
+        mock_worker_group(ClassWithInitArgs(StageModel, 2), LAYOUT, 3, scale=4)
 
 
 def test_a_plain_function_can_be_tested_on_one_rank() -> None:
@@ -191,7 +209,7 @@ def test_nothing_is_left_over():
 """
 
 
-def test_the_plugin_gives_users_its_fixtures(tmp_path: Path) -> None:
+def test_the_pytest_plugin_provides_its_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_user.py").write_text(USERS_TEST)
     installed = any(point.value == "mcontroller.pytest_plugin" for point in entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", "mcontroller.pytest_plugin"]

@@ -24,7 +24,7 @@ paddings = st.sampled_from([None, "spread", "repeat", "zero_loss", "none"])
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Topology, DispatchSpec]:
-    """A topology, and a mode that splits rows over axes of one of its grids: a row of the table, or one's own."""
+    """A topology, and a mode that splits rows over axes of one of its grids: a row of the table, or a custom mode."""
     topology = draw(topologies())
     if draw(st.booleans()):
         return topology, draw(st.sampled_from(ROW_MODES))
@@ -36,14 +36,14 @@ def calls(draw: st.DrawFn) -> tuple[Topology, DispatchSpec]:
 
 
 def with_mask(batch: DataProto) -> DataProto:
-    """The batch with the loss mask that zero-loss padding asks for, all ones."""
+    """The batch with the loss mask that zero-loss padding needs, all ones."""
     ones = batch.batch["ids"].new_ones(len(batch), 2)  # type: ignore[index]
     return batch.union(DataProto.from_dict({"response_mask": ones}))
 
 
 @unhurried
 @given(calls(), row_counts, paddings)
-def test_identity_gives_back_the_batch(call: tuple[Topology, DispatchSpec], rows: int, padding: Any) -> None:
+def test_identity_returns_the_batch(call: tuple[Topology, DispatchSpec], rows: int, padding: Any) -> None:
     topology, mode = call
     batch = with_mask(every_kind(rows))
     before = copy.deepcopy(batch)
@@ -54,7 +54,7 @@ def test_identity_gives_back_the_batch(call: tuple[Topology, DispatchSpec], rows
 
 @unhurried
 @given(calls(), row_counts, st.data())
-def test_identity_gives_back_a_balanced_batch_and_keeps_groups_together(
+def test_identity_returns_a_balanced_batch_and_keeps_groups_together(
     call: tuple[Topology, DispatchSpec], rows: int, data: st.DataObject
 ) -> None:
     topology, mode = call
@@ -84,7 +84,7 @@ def group_is_unpadded(group: Any, rows: int) -> bool:
 
 @unhurried
 @given(calls(), row_counts)
-def test_every_row_reaches_each_rank_of_its_shard_and_no_rank_is_left_without(
+def test_every_row_reaches_each_rank_of_its_shard_and_every_rank_has_one(
     call: tuple[Topology, DispatchSpec], rows: int
 ) -> None:
     topology, mode = call
@@ -141,7 +141,7 @@ def digits(number: int, sizes: list[int]) -> list[int]:
 
 @brief
 @given(calls(), calls(), row_counts, paddings_kept)
-def test_a_future_passed_on_gives_what_waiting_would_have(
+def test_a_future_passed_on_has_the_same_result_as_waiting(
     first: tuple[Topology, DispatchSpec], second: tuple[Topology, DispatchSpec], rows: int, padding: Any
 ) -> None:
     batch = every_kind(rows)
@@ -171,7 +171,7 @@ def test_futures_chunk_and_join_as_batches_do(call: tuple[Topology, DispatchSpec
 
 @unhurried
 @given(calls(), row_counts, st.data())
-def test_a_batch_beside_a_future_is_split_as_the_future_is(
+def test_a_batch_next_to_a_future_is_split_as_the_future_is(
     call: tuple[Topology, DispatchSpec], rows: int, data: st.DataObject
 ) -> None:
     topology, mode = call

@@ -1,4 +1,4 @@
-"""``register``: what it marks, what is inherited, and what it refuses where it stands."""
+"""``register``: the attribute that it sets, inheritance, and errors at the decorator."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_a_registered_method_stays_callable_as_it_is() -> None:
     assert Base.compute.__name__ == "compute" and Base.compute.__doc__ == "Doubles."
 
 
-def test_the_mark_holds_what_register_was_told() -> None:
+def test_a_registered_function_has_its_registration_as_an_attribute() -> None:
     assert MAGIC_ATTR == "attrs_3141562937"
     assert getattr(Base.compute, MAGIC_ATTR) == Registration(
         Dispatch.ONE_TO_ALL, Execute.ALL, rows=RowRule("repeat", "attention_mask", "uid"), timeout=3.0
     )
 
 
-def test_the_defaults_are_a_list_entry_per_rank_on_all_ranks_and_waited_for() -> None:
+def test_the_defaults_are_a_list_entry_per_rank_on_all_ranks_and_blocking() -> None:
     @register()
     def method(self: Any) -> None: ...
 
@@ -75,27 +75,27 @@ def test_registrations_lists_inherited_methods_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dispatch_mode": "DP_COMPUTE"}, "expected one of Dispatch's modes"),
+        ({"dispatch_mode": "DP_COMPUTE"}, "expected a member of Dispatch, .*: write Dispatch.DP_COMPUTE, without"),
         ({"dispatch_mode": {"dispatch_fn": print}}, "two functions, dispatch_fn and collect_fn"),
         ({"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}}, "two functions, dispatch_fn and collect_fn"),
         ({"execute_mode": Dispatch.RANK_ZERO}, "expected Execute.ALL or Execute.RANK_ZERO"),
         ({"padding": "left"}, "spread, repeat, zero_loss, none"),
     ],
 )
-def test_what_is_no_mode_is_refused_at_the_decorator(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_rejected_at_the_decorator(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DispatchError, match=message):
         register(**arguments)
 
 
-def test_register_without_parentheses_is_told_apart() -> None:
+def test_register_without_parentheses_is_rejected_with_the_fix() -> None:
     with pytest.raises(DispatchError, match=r"write @register\(\) with its parentheses"):
 
         @register
         def method(self: Any) -> None: ...
 
 
-def test_register_on_something_else_than_a_function_is_refused() -> None:
-    with pytest.raises(DispatchError, match="put it below any decorator"):
+def test_register_on_something_else_than_a_function_is_rejected() -> None:
+    with pytest.raises(DispatchError, match="write it below the decorator that made this object"):
         register()(property(lambda self: 1))  # type: ignore[type-var]
 
 

@@ -146,8 +146,8 @@ def test_nothing_stays_in_shared_memory_after_a_group(groups: dict[str, RayWorke
     with RayResourcePool([1], use_gpu=False, name_prefix="brief") as pool:
         with RayWorkerGroup(pool, RayClassWithInitArgs(Batches), name_prefix="brief") as group:
             sums = group.total(torch.ones(4 * LARGE))
-            kept = group.execute_with_func_generator(lambda worker: torch.ones(4 * LARGE))
-        assert (sums, kept[0].sum()) == ([4 * LARGE], 4 * LARGE)
+            kept = group.execute_func_rank_zero(torch.ones, 4 * LARGE)
+        assert (sums, kept.sum()) == ([4 * LARGE], 4 * LARGE)
     del kept, group
     gc.collect()
     waited = threading.Event()

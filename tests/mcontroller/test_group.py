@@ -1,4 +1,4 @@
-"""A group's calls: what is sent to whom, what is shipped back, what is refused before anything is sent."""
+"""Calls of a group: arguments of each rank, results, and errors before anything is sent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Model(Worker):
         return batch[batch.batch["n"] % 2 == 0]  # type: ignore[index]
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO)
-    def nothing(self, batch: DataProto | None = None) -> None: ...
+    def nothing(self, batch: DataProto | None = None) -> DataProto:
+        return DataProto()
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO)
     def spoil(self, batch: DataProto) -> DataProto:
@@ -94,7 +95,7 @@ class Model(Worker):
 
 
 class Recording(LocalExecutor):
-    """Keeps what was submitted."""
+    """Records what was submitted."""
 
     def submit(
         self, method: str, arguments: Mapping[int, Arguments], returning: Sequence[int], **options: Any
@@ -116,7 +117,7 @@ def test_only_ranks_that_are_collected_ship_their_results() -> None:
     assert len(group.executor.last_arguments) == 8
 
 
-def test_replicas_of_a_shard_are_given_the_same_arguments_object() -> None:
+def test_replicas_of_a_shard_get_the_same_arguments_object() -> None:
     group = group_of()
     group.compute(numbered(4))
     assert len(set(map(id, group.executor.last_arguments.values()))) == 2
@@ -126,7 +127,7 @@ def test_replicas_of_a_shard_are_given_the_same_arguments_object() -> None:
     assert len(set(map(id, group.executor.last_arguments.values()))) == 1
 
 
-def test_row_counts_are_asked_for_only_where_a_result_may_be_passed_on() -> None:
+def test_row_counts_are_measured_only_if_a_result_may_be_passed_on() -> None:
     group = group_of()
     for call, measured in ((group.compute, False), (group.compute.options(blocking=False), True)):
         call(numbered(4))
@@ -135,7 +136,7 @@ def test_row_counts_are_asked_for_only_where_a_result_may_be_passed_on() -> None
     assert group.executor.last_options["measure"] is False
 
 
-def test_plain_values_beside_batches_are_shared_once_for_all_their_readers() -> None:
+def test_plain_values_next_to_batches_are_shared_once_for_all_their_readers() -> None:
     group, shared = group_of(), []
     group.executor.share = lambda value, readers: shared.append((value, readers)) or value
     group.compute(numbered(4), scale=0.5)
@@ -149,7 +150,7 @@ def test_padding_with_keyword_arguments_loses_no_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_padding_is_undone_for_calls_that_are_not_waited_for(rows: int) -> None:
+def test_padding_is_undone_for_non_blocking_calls(rows: int) -> None:
     future = group_of().compute.options(padding="repeat", blocking=False)(numbered(rows))
     assert numbers(future.get()) == list(range(rows))
 
@@ -159,7 +160,7 @@ def test_padding_is_undone_in_list_results_and_no_rank_is_dropped() -> None:
     assert [numbers(part) for part in result] == [[], [], [0], [], [], [1], [], [2]]
 
 
-def test_padding_leaves_the_callers_batch_as_it_was() -> None:
+def test_padding_does_not_change_the_callers_batch() -> None:
     batch = numbered(3, stops=["a"])
     batch.batch["response_mask"] = torch.ones(3, 2)
     group_of().compute.options(padding="zero_loss")(batch)
@@ -183,7 +184,7 @@ def test_no_rank_is_left_without_a_row_when_there_are_fewer_rows_than_shards() -
     assert [numbers(worker.seen[0][0]) for worker in group.executor.workers] == [[0]] * 8
 
 
-def test_shards_have_a_meta_info_and_memory_of_their_own() -> None:
+def test_shards_do_not_share_meta_info_or_memory_with_the_batch() -> None:
     batch = numbered(4, stops=["a"])
     result = group_of().spoil(batch)
     assert batch.meta_info == {"stops": ["a"]} and numbers(batch) == [0, 1, 2, 3]
@@ -194,10 +195,6 @@ def test_metrics_of_all_data_parallel_ranks_are_kept_though_their_keys_differ() 
     result = group_of().update(numbered(4))
     assert result.meta_info == {"metrics": {"loss": [4.0, 6.0], "extra": [1]}}
     assert group_of().update(numbered(1)).meta_info["metrics"]["loss"] == [4.0, 6.0]
-
-
-def test_what_is_no_batch_comes_back_as_a_list_by_shard() -> None:
-    assert group_of().nothing(numbered(4)) == [None, None]
 
 
 def test_a_batch_of_meta_info_alone_goes_to_every_shard_and_comes_back() -> None:
@@ -218,13 +215,13 @@ def test_rows_may_be_dropped_by_a_method_when_nothing_has_to_be_undone() -> None
     assert numbers(group_of().keep_even(numbered(7))) == [0, 2, 4, 6]
 
 
-def test_rows_that_cannot_be_told_from_padding_are_an_error_that_says_so() -> None:
+def test_rows_that_cannot_be_distinguished_from_padding_are_an_error() -> None:
     with pytest.raises(DispatchError, match=r"actor.keep_even .*returned 1: its rows cannot be told apart") as raised:
         group_of().keep_even.options(padding="repeat")(numbered(3))
     assert (raised.value.role, raised.value.method, raised.value.shard) == ("actor", "keep_even", 0)
 
 
-def test_batches_of_different_lengths_are_refused_with_their_lengths() -> None:
+def test_batches_of_different_lengths_are_rejected_with_their_lengths() -> None:
     group = group_of()
     with pytest.raises(DispatchError, match="argument 0 has 4, argument 'other' has 3") as raised:
         group.compute(numbered(4), other=numbered(3))
@@ -232,7 +229,7 @@ def test_batches_of_different_lengths_are_refused_with_their_lengths() -> None:
     assert not hasattr(group.executor, "last_arguments")
 
 
-def test_one_to_all_with_execute_rank_zero_hands_over_the_value_itself() -> None:
+def test_one_to_all_with_execute_rank_zero_returns_the_value_itself() -> None:
     group = group_of()
     assert group.on_rank_zero([1, 2]) == [1, 2]
     assert list(group.executor.last_arguments) == [0]
@@ -243,13 +240,13 @@ def test_a_tuple_of_entries_is_taken_as_a_list_of_them() -> None:
 
 
 @pytest.mark.parametrize(("value", "message"), [("path", "is str; expected a list of 8"), ([1, 2], "has 2 entries")])
-def test_what_is_no_list_of_one_entry_per_rank_is_refused(value: Any, message: str) -> None:
+def test_anything_but_a_list_of_one_entry_per_rank_is_rejected(value: Any, message: str) -> None:
     with pytest.raises(DispatchError, match=message) as raised:
         group_of().each(value)
     assert raised.value.argument == 0 and raised.value.expected == 8
 
 
-def test_a_batch_where_a_list_was_meant_is_told_to_be_chunked() -> None:
+def test_a_batch_in_place_of_a_list_is_rejected_with_the_advice_to_chunk_it() -> None:
     with pytest.raises(DispatchError, match=r"split it with chunk\(\)"):
         group_of().each(numbered(8))
 
@@ -259,7 +256,7 @@ def test_modes_work_with_keyword_arguments_only_and_with_none() -> None:
     assert group.each(key=list(range(8)))[3] == (3, (), {"key": 3})
     assert group.each()[3] == (3, (), {})
     assert numbers(group.compute(batch=numbered(3))) == [0, 1, 2]
-    assert group.nothing() == [None, None]
+    assert group.nothing() == DataProto()
     assert group.where()[7] == (7, (), {})
 
 
@@ -289,7 +286,7 @@ def test_a_subset_of_ranks_can_be_called() -> None:
     assert numbers(group.compute.options(ranks=[2, 3, 6, 7])(numbered(3))) == [0, 1, 2]
 
 
-def test_the_deadline_is_the_calls_else_the_methods_else_the_groups() -> None:
+def test_the_deadline_is_that_of_the_call_then_of_the_method_then_of_the_group() -> None:
     class Timed(Model):
         @register(Dispatch.ONE_TO_ALL, timeout=20)
         def where(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
@@ -300,7 +297,7 @@ def test_the_deadline_is_the_calls_else_the_methods_else_the_groups() -> None:
         assert group.executor.last_options["timeout"] == deadline
 
 
-def test_balance_gives_every_shard_about_as_many_tokens_and_keeps_the_callers_order() -> None:
+def test_balance_splits_tokens_evenly_and_keeps_the_callers_order() -> None:
     group, batch = group_of(), numbered(8)
     batch.batch["attention_mask"] = torch.arange(16) < torch.tensor([16, 1, 1, 1, 1, 1, 1, 10])[:, None]
     assert numbers(group.compute.options(balance="attention_mask")(batch)) == list(range(8))
@@ -321,21 +318,23 @@ def test_rows_of_one_label_stay_in_one_shard() -> None:
         group.compute.options(group_by="prompt")(batch)
 
 
-def test_methods_that_are_not_registered_are_told_how_to_be() -> None:
+def test_calling_an_unregistered_method_explains_how_to_register_it() -> None:
     group = group_of()
     with pytest.raises(AttributeError, match=r"decorate it with @register\(\.\.\.\)"):
         group.unregistered(1)
     with pytest.raises(AttributeError, match=r"has no method 'unheard'; it has .*compute"):
         group.unheard()
+    with pytest.raises(AttributeError, match="did you mean 'compute'"):
+        group.compuet()
     assert "compute" in dir(group)
 
 
-def test_a_method_named_as_something_of_the_group_is_refused() -> None:
+def test_a_method_with_the_name_of_a_group_member_is_rejected() -> None:
     class Clash(Worker):
         @register(Dispatch.ONE_TO_ALL)
         def shutdown(self) -> None: ...
 
-    with pytest.raises(DispatchError, match=r"Clash\.shutdown is registered under a name that WorkerGroup has"):
+    with pytest.raises(DispatchError, match=r"Clash\.shutdown has the name of a member of WorkerGroup: rename"):
         group_of(Clash)
 
 
@@ -351,15 +350,15 @@ def test_execute_all_and_rank_zero_call_any_method() -> None:
 
 
 class Reporting(Worker):
-    """Reports the place that its rank would have in a layout whose ranks count down."""
+    """Reports the coordinates that its rank would have in a layout whose ranks count down."""
 
     sizes = DistGlobalInfo(tp_size=2, dp_size=2, pp_size=1)
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.queries = 0
 
     def get_megatron_rank_info(self) -> DistRankInfo:
-        self.asked += 1
+        self.queries += 1
         return DistRankInfo(tp_rank=1 - self.rank % 2, dp_rank=1 - self.rank // 2, pp_rank=0)
 
     def get_megatron_global_info(self) -> DistGlobalInfo:
@@ -371,10 +370,10 @@ class Reporting(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def anywhere(self) -> int:
-        return self.asked
+        return self.queries
 
 
-def test_the_topology_is_asked_of_the_workers_once_and_only_when_a_mode_needs_it() -> None:
+def test_the_topology_is_collected_once_and_only_when_a_mode_needs_it() -> None:
     group: Any = WorkerGroup(Reporting, LocalExecutor(ClassWithInitArgs(Reporting), 4, "actor"), "actor")
     assert group.anywhere() == [0] * 4
     assert group.entry(["a", "b"]) == [(3, "a"), (1, "b")]
@@ -393,7 +392,7 @@ def test_ranks_that_form_no_grid_are_an_error_before_the_first_call() -> None:
         group.entry(["a", "b"])
 
 
-def test_a_mode_of_axes_on_workers_that_report_none_says_what_to_give_them() -> None:
+def test_a_mode_with_axes_on_workers_without_coordinates_is_rejected_with_the_fix() -> None:
     group: Any = WorkerGroup(Model, LocalExecutor(ClassWithInitArgs(Model), 4, "actor"), "actor")
     assert len(group.where()) == 4
     with pytest.raises(
@@ -410,22 +409,22 @@ def test_a_group_is_gone_when_its_last_reference_is() -> None:
     assert watched() is None
 
 
-def test_explain_runs_nothing_and_says_who_gets_which_rows_and_who_returns() -> None:
+def test_explain_shows_rows_and_returning_ranks_without_running_the_method() -> None:
     group = group_of()
-    told = group.compute.explain(numbered(3), scale=2.0)
+    shown = group.compute.explain(numbered(3), scale=2.0)
     assert not hasattr(group.executor, "last_arguments")
-    assert [list(rank.rows) for rank in told.ranks] == [[0], [0], [1, 2], [1, 2]] * 2
-    assert [rank.rank for rank in told.ranks if rank.returns] == [4, 6]
-    assert told.ranks[2].coordinates["dp"] == 1 and told.ranks[2].padding == 0
-    assert told.sent_bytes == sum(rank.bytes for rank in told.ranks) == 4 * told.stored_bytes
-    assert "actor.compute (MEGATRON_COMPUTE_PROTO): 8 ranks, 2 shards, 2 return as concat" in str(told)
-    assert "tp=0 dp=1 pp=1        1      1,2 (2 rows)" in str(told)
+    assert [list(rank.rows) for rank in shown.ranks] == [[0], [0], [1, 2], [1, 2]] * 2
+    assert [rank.rank for rank in shown.ranks if rank.returns] == [4, 6]
+    assert shown.ranks[2].coordinates["dp"] == 1 and shown.ranks[2].padding == 0
+    assert shown.sent_bytes == sum(rank.bytes for rank in shown.ranks) == 4 * shown.stored_bytes
+    assert "actor.compute (MEGATRON_COMPUTE_PROTO): 8 ranks, 2 shards, 2 return as concat" in str(shown)
+    assert "tp=0 dp=1 pp=1        1      1,2 (2 rows)" in str(shown)
 
 
-def test_explain_says_which_rows_are_padding() -> None:
-    told = group_of().compute.explain(numbered(1))
-    assert [(list(rank.rows), rank.padding) for rank in told.ranks[:4]] == [([0], 1), ([0], 1), ([0], 0), ([0], 0)]
-    assert "0 (1 rows, 1 padding)" in str(told)
+def test_explain_shows_which_rows_are_padding() -> None:
+    shown = group_of().compute.explain(numbered(1))
+    assert [(list(rank.rows), rank.padding) for rank in shown.ranks[:4]] == [([0], 1), ([0], 1), ([0], 0), ([0], 0)]
+    assert "0 (1 rows, 1 padding)" in str(shown)
 
 
 def test_the_callers_errors_have_one_root() -> None:

@@ -1,0 +1,244 @@
+"""Write a typed group class for a worker class, for editors and type checkers that run no mypy plugin.
+
+``python -m mcontroller stubs package.module:CriticWorker -o critic_group.py`` writes ``class CriticWorkerGroup``, which
+declares every registered method of ``CriticWorker`` with the parameters and the result that a call through a group has.
+Use it in place of the group class::
+
+    critic = CriticWorkerGroup(pool, RayClassWithInitArgs(CriticWorker, config))
+
+Write it again when the worker's methods change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import importlib
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from mcontroller.dispatch.registration import Registration, registrations
+from mcontroller.errors import ConfigError
+from mcontroller.group import Future_co, GroupMethod
+
+__all__ = ["add_arguments", "group_method", "run", "typed_group"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MEGATRON_GROUP = "mcontroller:MegatronRayWorkerGroup"
+PLAIN_GROUP = "mcontroller:RayWorkerGroup"
+BATCHES = ("DataProto", "DataProtoFuture")
+
+
+def group_method(
+    future: type[Future_co],
+) -> Callable[[Callable[Concatenate[Any, P], R]], GroupMethod[P, R, Future_co]]:
+    """Declare a method of a typed group; ``future`` is what its calls return with ``blocking=False``.
+
+    Generated classes use it under ``if TYPE_CHECKING:``. It has no use at run time.
+    """
+    raise NotImplementedError("group_method is for type checkers: use it under `if TYPE_CHECKING:`")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``python -m mcontroller stubs``."""
+    parser.add_argument("worker", help="the worker class, as package.module:Class")
+    parser.add_argument("-o", "--output", type=Path, help="the file to write; the standard output by default")
+    parser.add_argument("--group", help="the group class to extend, as package.module:Class")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``python -m mcontroller stubs``; return the exit status.
+
+    Raises:
+        ConfigError: the worker or the group is not an importable class.
+    """
+    text = typed_group(_load(arguments.worker, "worker"), arguments.group)
+    if arguments.output is None:
+        sys.stdout.write(text)
+    else:
+        arguments.output.write_text(text)
+    return 0
+
+
+def typed_group(worker_cls: type, group: str | None = None) -> str:
+    """Return the source of a module with a typed group class for ``worker_cls``.
+
+    Args:
+        worker_cls: a worker class that can be imported from its module.
+        group: the group class to extend, as ``package.module:Class``; by default MegatronRayWorkerGroup for Megatron
+            workers and RayWorkerGroup for others.
+
+    Raises:
+        ConfigError: the group is not an importable class.
+    """
+    default = MEGATRON_GROUP if hasattr(worker_cls, "get_megatron_rank_info") else PLAIN_GROUP
+    base = _load(group or default, "group")
+    names = _Names(base, worker_cls)
+    head = f"class {worker_cls.__name__}Group({names.of(base)}[{names.of(worker_cls)}]):"
+    methods = [
+        _method(worker_cls, name, registration, names)
+        for name, registration in registrations(worker_cls).items()
+        if not registration.dispatch_mode.in_worker_only
+    ]
+    checked = names.checked_imports()
+    return "\n".join(
+        [
+            f'"""The group of {worker_cls.__module__}.{worker_cls.__qualname__}, typed. Written by',
+            f'``python -m mcontroller stubs {worker_cls.__module__}:{worker_cls.__qualname__}``; do not edit."""',
+            "",
+            "from __future__ import annotations",
+            "",
+            "from typing import TYPE_CHECKING",
+            "",
+            f"from {base.__module__} import {base.__qualname__}",
+            f"from {worker_cls.__module__} import {worker_cls.__qualname__}",
+            "",
+            "if TYPE_CHECKING:",
+            *(f"    {line}" for line in checked),
+            "",
+            "",
+            head,
+            f'    """A {base.__name__} of {worker_cls.__name__}; type checkers know its methods."""',
+            "",
+            "    if TYPE_CHECKING:",
+            *methods,
+            "",
+        ]
+    )
+
+
+class _Names:
+    """The names that generated code uses, and the modules that they are imported from."""
+
+    def __init__(self, *imported: type) -> None:
+        self._imported = {(cls.__module__, cls.__qualname__) for cls in imported}
+        self._imports: dict[str, set[str]] = {}
+        self.add("mcontroller.stubs", "group_method")
+        self.add("mcontroller.dispatch.future", "DataProtoFuture")
+
+    def add(self, module: str, name: str) -> str:
+        if (module, name) not in self._imported:
+            self._imports.setdefault(module, set()).add(name)
+        return name
+
+    def checked_imports(self) -> list[str]:
+        return [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(self._imports.items())]
+
+    def of(self, cls: type) -> str:
+        if cls.__module__ == builtins.__name__:
+            return cls.__qualname__
+        self.add(cls.__module__, cls.__qualname__.partition(".")[0])
+        return cls.__qualname__
+
+    def text(self, annotation: Any) -> str:
+        """Return an annotation as source; Any for what has no source form."""
+        if annotation is inspect.Parameter.empty or annotation is Any or isinstance(annotation, str | TypeVar):
+            return self.add("typing", "Any")
+        if annotation is None or annotation is type(None):
+            return "None"
+        if annotation is Ellipsis:
+            return "..."
+        if isinstance(annotation, list):
+            return f"[{', '.join(map(self.text, annotation))}]"
+        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin in (typing.Union, types.UnionType):
+            return " | ".join(dict.fromkeys(map(self.text, args)))
+        if origin is typing.Literal:
+            return f"{self.add('typing', 'Literal')}[{', '.join(map(repr, args))}]"
+        if origin is typing.Annotated:
+            return self.text(args[0])
+        if isinstance(origin, type):
+            return f"{self.of(origin)}[{', '.join(map(self.text, args))}]"
+        return self.of(annotation) if isinstance(annotation, type) else self.add("typing", "Any")
+
+
+def _method(worker_cls: type, name: str, registration: Registration, names: _Names) -> str:
+    static = inspect.getattr_static(worker_cls, name)
+    function = inspect.unwrap(getattr(worker_cls, name))
+    hints = _hints(function)
+    spec, zero = registration.dispatch_mode, registration.execute_mode.rank_zero_only
+    unknown = spec.functions is not None and not zero  # what functions take and return is not known
+    arguments, shown = ("whole", "value") if zero or unknown else (spec.arguments, spec.result)
+    parameters = list(inspect.signature(function).parameters.values())
+    if not isinstance(static, staticmethod | classmethod):
+        parameters = parameters[1:]
+    taken = []
+    for parameter in parameters:
+        text = _accepted(names.text(Any if unknown else hints.get(parameter.name, Any)), arguments, names)
+        default = inspect.Parameter.empty if parameter.default is inspect.Parameter.empty else ...
+        taken.append(parameter.replace(annotation=_Source(text), default=default))
+    value = names.text(Any if unknown else _awaited(hints.get("return", Any)))
+    result, future = _results(value, shown, names)
+    returned = result if registration.blocking else future
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    positional_only = any(each.kind is each.POSITIONAL_ONLY for each in taken)
+    listed = [own if positional_only else own.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD), *taken]
+    signature = str(inspect.Signature(listed)).replace("= Ellipsis", "= ...")
+    summary = (inspect.getdoc(function) or "").partition("\n")[0]
+    return "\n".join(
+        [
+            "",
+            f"        @group_method({future})",
+            f"        def {name}{signature} -> {returned}:",
+            f"            {summary!r}" if '"' in summary or "\\" in summary else f'            """{summary}"""',
+        ]
+    )
+
+
+class _Source(str):
+    """Source text that ``inspect`` writes as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The resolved annotations; without those whose names exist only for type checkers."""
+    try:
+        return typing.get_type_hints(function)
+    except NameError:
+        return {}
+
+
+def _accepted(text: str, rule: str, names: _Names) -> str:
+    members = text.split(" | ")
+    if set(BATCHES) & set(members):
+        for module, name in zip(("mcontroller.data.protocol", "mcontroller.dispatch.future"), BATCHES, strict=True):
+            names.add(module, name)
+        text = " | ".join(dict.fromkeys([*members, *BATCHES]))
+    return f"{names.add('collections.abc', 'Sequence')}[{text}]" if rule == "entries" else text
+
+
+def _results(value: str, rule: str, names: _Names) -> tuple[str, str]:
+    if rule == "concat":
+        return names.add("mcontroller.data.protocol", "DataProto"), "DataProtoFuture"
+    result = f"list[{value}]" if rule == "list" else value
+    return result, f"{names.add('mcontroller.dispatch.future', 'Future')}[{result}]"
+
+
+def _awaited(annotation: Any) -> Any:
+    return typing.get_args(annotation)[2] if typing.get_origin(annotation) is Coroutine else annotation
+
+
+def _load(path: str, key: str) -> type:
+    module, separator, name = path.partition(":")
+    if not separator or not module or not name:
+        raise ConfigError(f"{key} is {path!r}; expected package.module:Class", key=key, value=path)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}", key=key, value=path) from error
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"{key} is {path!r}, which is a {type(found).__name__}; expected a class", key=key, value=path
+        )
+    return found
