@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
 from mcontroller.dispatch.arguments import dispatch
-from mcontroller.dispatch.dispatched import Call
 from mcontroller.dispatch.explain import Explanation, explain
 from mcontroller.dispatch.future import Future
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan
+from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.partition import Padding
@@ -74,12 +74,13 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             GroupError: the call failed: WorkerError, WorkerDied, CallTimeout or GroupBroken.
         """
         group, rule = self.group, self.registration
-        call = Call(group, self.name, self.plan())
-        dispatched = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
-        measure = dispatched.concatenates and not rule.blocking
+        call = PreparedCall(group, self.name, self.plan())
+        call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
+        measure = call.concatenates and not rule.blocking
         timeout = group.deadline(rule.timeout)
-        pending = group.executor.submit(self.name, dispatched.calls, timeout=timeout, measure=measure)
-        future = dispatched.future(pending, group.executor)
+        returning = call.plan.collected
+        in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, measure=measure)
+        future = call.future(in_flight)
         return future.get() if rule.blocking else future  # type: ignore[return-value]  # as Result_co was declared
 
     def plan(self) -> Plan:
@@ -109,7 +110,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Return what a call with these arguments would send to and collect from each rank, without running it."""
-        call = Call(self.group, self.name, self.plan())
+        call = PreparedCall(self.group, self.name, self.plan())
         return explain(dispatch(call, args, kwargs, self.registration.rows, share=False))
 
     @overload

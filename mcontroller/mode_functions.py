@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 from mcontroller.dispatch.arguments import dispatch
-from mcontroller.dispatch.dispatched import Call, Dispatched
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, ExecuteMode, Plan, RowRule, mode_of_functions, plan
+from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.errors import DispatchError
 from mcontroller.group import WorkerGroup
 
@@ -82,16 +82,15 @@ def _spec(mode: Mode) -> Spec:
 
 def _functions_of(spec: Spec) -> tuple[Function, Function]:
     def dispatch_fn(worker_group: Group, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = Call(worker_group, "dispatch_fn", _plan(spec, worker_group))
-        sent = dispatch(call, args, kwargs, RowRule(padding="none"), share=False)
-        given = [call.arguments for call in sent.calls]
+        call = PreparedCall(worker_group, "dispatch_fn", _plan(spec, worker_group))
+        call = dispatch(call, args, kwargs, RowRule(padding="none"), share=False)
+        given = call.arguments.values()
         lists = tuple([arguments.args[index] for arguments in given] for index in range(len(args)))
         return lists, {name: [arguments.kwargs[name] for arguments in given] for name in kwargs}
 
     def collect_fn(worker_group: Group, output: Sequence[Any]) -> Any:
-        call = Call(worker_group, "collect_fn", _plan(spec, worker_group))
-        values = [output[rank] for rank in call.plan.collected]
-        return Dispatched(call, (), None).collect(values, worker_group.executor)
+        call = PreparedCall(worker_group, "collect_fn", _plan(spec, worker_group))
+        return call.collect([output[rank] for rank in call.plan.collected])
 
     return dispatch_fn, collect_fn
 

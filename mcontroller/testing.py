@@ -18,15 +18,15 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.dispatch.registration import registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.group import WorkerGroup
 from mcontroller.local.copies import private_copy
-from mcontroller.local.executor import LocalExecutor, LocalPending
-from mcontroller.transport import Arguments, Deferred, Outcome, RankCall
+from mcontroller.local.executor import LocalCall, LocalExecutor
+from mcontroller.transport import Arguments, Deferred
 from mcontroller.worker import ClassWithInitArgs, W_co
 from parallel_state.axes import ranks_text
 from parallel_state.layout import ParallelLayout
@@ -113,32 +113,37 @@ class MockExecutor(LocalExecutor):
             self.nodes = topology.nodes
 
     @contextlib.contextmanager
-    def standing(self, rank: int) -> Iterator[None]:
-        with super().standing(rank), self._ranks.activate(rank):
+    def as_rank(self, rank: int) -> Iterator[None]:
+        with super().as_rank(rank), self._ranks.activate(rank):
             yield
 
     def submit(
-        self, method: str, calls: Sequence[RankCall], *, timeout: float | None = None, measure: bool = False
-    ) -> LocalPending:
-        self._check_alive(method)
-        late = [call.rank for call in calls if self._is_late(call.rank, method, timeout)]
+        self,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        returning: Sequence[int],
+        *,
+        timeout: float | None = None,
+        measure: bool = False,
+    ) -> LocalCall:
+        self.check_alive(method)
+        late = [rank for rank in arguments if self._is_late(rank, method, timeout)]
         if late:
-            self._broken = self._timed_out(method, late, timeout)
-            return LocalPending((), measure, self._broken)
-        distinct = {id(call.arguments): call.arguments for call in calls}
-        self._given = {key: self._snapshot(arguments) for key, arguments in distinct.items()}
-        return super().submit(method, calls, timeout=timeout, measure=measure)
+            return self.fail(self._timed_out(method, late, timeout))
+        distinct = {id(given): given for given in arguments.values()}
+        self._given = {key: self._snapshot(given) for key, given in distinct.items()}
+        return super().submit(method, arguments, returning, timeout=timeout, measure=measure)
 
-    def run(self, call: RankCall, method: str, measure: bool) -> Outcome:
-        failure = self._failure_of(call.rank, method)
+    def run(self, rank: int, method: str, arguments: Arguments) -> Any:
+        failure = self._failure_of(rank, method)
         if failure is not None and failure.error is not None:
             raise failure.error
         if failure is not None and failure.exit_cause is not None:
-            raise self._died(call.rank, method, failure.exit_cause)
-        outcome = super().run(replace(call, ship=True), method, measure)
-        given = self._given[id(call.arguments)]
-        self.calls[call.rank].append(RecordedCall(method, given.args, given.kwargs, private_copy(outcome.value)))
-        return outcome if call.ship else Outcome(None, None)
+            raise self._died(rank, method, failure.exit_cause)
+        value = super().run(rank, method, arguments)
+        given = self._given[id(arguments)]
+        self.calls[rank].append(RecordedCall(method, given.args, given.kwargs, private_copy(value)))
+        return value
 
     def _snapshot(self, arguments: Arguments) -> Arguments:
         def read(value: Any) -> Any:

@@ -1,14 +1,16 @@
-"""The seam between a group and the transport that carries its calls.
+"""The interface between a group and the transport that carries its calls.
 
-A group turns one call into a list of ``RankCall``; an ``Executor`` (in this process, or over Ray) runs them and gives
-a ``Pending`` back. Nothing above this file knows how values travel, and nothing below it knows what they mean:
+A group prepares a call and hands it to an ``Executor`` (in this process, or over Ray), which starts it on the ranks
+and returns an ``InFlightCall``. No module above this one knows how values travel; no transport knows what they mean.
 
-* ranks that get equal arguments are given the *same* ``Arguments`` object, so that a transport serializes and stores
-  each of them once, whatever the number of its readers;
-* a value that stands in several ``Arguments`` (a plain argument beside split batches) goes through ``share`` first;
-* an argument that is still on the workers is a ``Deferred``: it holds handles, and ``run_method`` makes it into its
-  value on the rank that needs it, so that it never visits the controller;
-* a call with ``ship=False`` drops its value where it was made, before anything is serialized.
+* Ranks that get equal arguments get the *same* ``Arguments`` object. A transport serializes and stores it once.
+* A value that is part of several ``Arguments`` (a plain argument next to split batches) goes through ``share`` first.
+* An argument that is still on the workers is a ``Deferred``. It holds handles; the rank that needs the value fetches
+  it (``resolve``). The value never passes through the controller.
+* A rank that does not return its value drops it before anything is serialized.
+
+On the rank, a transport calls ``resolve``, the worker's own method, ``complete`` and, for calls with ``measure``,
+``row_count``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+from parallel_state.axes import DENSE_AXES
 
 __all__ = [
     "Arguments",
@@ -27,23 +31,24 @@ __all__ = [
     "Executor",
     "Fetch",
     "Handle",
-    "Outcome",
-    "Pending",
-    "RankCall",
+    "InFlightCall",
+    "complete",
     "finish",
-    "run_method",
+    "reported_coordinates",
+    "resolve",
+    "row_count",
 ]
 
 Handle = Any
-"""What a transport gives for a value that it keeps: a ``ray.ObjectRef``, or a holder in this process."""
+"""A transport's reference to a value that it keeps: a ``ray.ObjectRef``, or a holder in this process."""
 
 Fetch = Callable[[Sequence[Handle]], list[Any]]
-"""Gives the values of several handles at once. Each is private to the caller, who may write into it."""
+"""Returns the values of several handles at once. Each is private to the caller, who may write into it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """What a method is called with on one or more ranks; compared by identity."""
+    """Positional and keyword arguments of a method on one or more ranks. Compared by identity."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -52,152 +57,169 @@ class Arguments:
         return Arguments, (self.args, self.kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class RankCall:
-    """One rank's part in a call; its value comes back only where ``ship`` is true."""
-
-    rank: int
-    arguments: Arguments
-    ship: bool
-
-
 class Deferred(ABC):
-    """An argument that stands for a value held elsewhere. It may stand only at the top level of ``Arguments``."""
+    """An argument whose value is held elsewhere. Allowed only at the top level of ``Arguments``."""
 
     @abstractmethod
     def handles(self) -> Sequence[Handle]:
-        """Every handle that ``resolve`` may fetch: what a transport has to keep alive, and may prefetch."""
+        """Return every handle that ``resolve`` may fetch. A transport keeps them alive and may prefetch them."""
 
     @abstractmethod
     def resolve(self, fetch: Fetch) -> Any:
-        """The value itself, of which no more than needed is fetched."""
+        """Return the value, and fetch no more than it needs."""
 
 
-class Pending(Protocol):
-    """A call on its way. ``parts`` and ``lengths`` have one entry per call with ``ship=True``, in call order."""
+class InFlightCall(Protocol):
+    """A call that was sent to its ranks.
+
+    ``parts``, ``lengths`` and the values of ``result`` have one entry for each returning rank, in the order of
+    ``returning`` in ``Executor.submit``.
+    """
 
     @property
     def parts(self) -> Sequence[Handle]:
-        """Handles of the values; asking for them does not wait and fetches nothing."""
+        """Handles of the values. Reading this does not wait and fetches nothing."""
 
     @property
     def lengths(self) -> Sequence[Handle]:
-        """Handles of each value's row count (``Outcome.rows``); empty unless submitted with ``measure=True``."""
+        """Handles of each value's row count (see ``row_count``); empty unless submitted with ``measure=True``."""
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
-        """Waits for *every* rank, shipped or not, and gives the shipped values.
+        """Wait for *every* rank, returning or not, and return the values.
 
-        ``joined`` says that batches among them will be joined, which copies them: a transport may leave that to it.
-        ``timeout`` (seconds from now) can only shorten the deadline that the call was submitted with.
-        Raises WorkerError, WorkerDied, CallTimeout or GroupBroken; a second call gives or raises the same.
+        A second call returns or raises the same.
+
+        Args:
+            timeout: seconds from now; can only shorten the deadline that the call was submitted with.
+            joined: whether the caller will join the batches among the values, which copies them. A transport may
+                then leave the copy to the caller.
+
+        Raises:
+            WorkerError: a rank's method raised.
+            WorkerDied: the process of a rank ended.
+            CallTimeout: the deadline passed.
+            GroupBroken: an earlier call of the group failed.
         """
 
     def check(self, timeout: float | None = None) -> None:
-        """Waits as ``result`` does and raises what it raises, and fetches no value."""
+        """Wait and raise as ``result`` does, but fetch no value."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for every rank; whether all have answered or failed in time. Never raises what a rank raised."""
+        """Wait until every rank has answered or failed; return whether that happened in time. Does not raise."""
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed; does not wait."""
+        """Whether every rank has answered or failed. Does not wait."""
 
     def cancel(self) -> None:
-        """Gives the call up, and ``result`` raises; no rank runs it, unless one has begun: then all do."""
+        """Cancel the call on all ranks if it has started on none of them; ``result`` raises from now on."""
 
 
 class Executor(Protocol):
-    """The ranks of one role, reachable. A process that hosts several roles has one executor for each of them."""
+    """The ranks of one role. A process that runs several roles has one executor for each of them."""
 
     @property
     def transport(self) -> str:
-        """Names the kind of its handles: executors of one transport can fetch each other's."""
+        """Name of the kind of its handles. Executors of one transport can fetch each other's."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of ranks."""
 
     @property
     def nodes(self) -> Sequence[str]:
         """The node of every rank, by rank."""
 
     def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
-        """Tells where each rank stands, as soon as the group knows it, for errors and traces to say."""
+        """Set the coordinates of each rank, by rank, for error messages and traces."""
 
     def share(self, value: Any, readers: int) -> Any:
-        """What stands for ``value`` in several ``Arguments`` that ``readers`` ranks read between them.
+        """Return a stand-in for ``value`` in several ``Arguments``, which ``readers`` ranks read in total.
 
-        The value itself where it is small or read once; otherwise a ``Deferred`` on a copy that is stored once.
+        The value itself if it is small or has one reader; otherwise a ``Deferred`` on a copy that is stored once.
         """
 
     def submit(
-        self, method: str, calls: Sequence[RankCall], *, timeout: float | None = None, measure: bool = False
-    ) -> Pending:
-        """Starts ``method`` on the ranks of ``calls``, each rank at most once, and does not wait.
+        self,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        returning: Sequence[int],
+        *,
+        timeout: float | None = None,
+        measure: bool = False,
+    ) -> InFlightCall:
+        """Start ``method`` on ranks, without waiting for it.
 
-        ``timeout`` is the call's deadline in seconds, None for none. ``measure`` asks for ``Pending.lengths``.
-        Calls submitted one after another run in that order on every rank. Raises GroupBroken if a call before
-        has failed; the failure of this one is raised by ``Pending.result``.
+        Calls that are submitted one after another run in that order on every rank.
+
+        Args:
+            method: name of a method of the worker object.
+            arguments: by rank that runs the method. Ranks with equal arguments have the same object.
+            returning: the ranks whose values come back, in the order of the results.
+            timeout: deadline of the call in seconds from now; None for no deadline.
+            measure: whether to provide ``InFlightCall.lengths``.
+
+        Raises:
+            GroupBroken: an earlier call has failed. The failure of this call is raised by ``InFlightCall.result``.
         """
 
     def fetch(self, handles: Sequence[Handle]) -> list[Any]:
-        """The values of handles of this transport, brought to the calling process; see ``Fetch``."""
+        """Return the values of handles of this transport in the calling process; see ``Fetch``."""
 
     def shutdown(self) -> None:
-        """Has idle ranks ``finish``, ends them and frees all that they hold; a second call does nothing."""
+        """Let idle ranks ``finish``, end them and free everything they hold. A second call does nothing."""
 
 
-class Outcome(NamedTuple):
-    """What one rank's run gives its transport: two objects, so that the count can be read without the value."""
+def resolve(arguments: Arguments, fetch: Fetch) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments with every ``Deferred`` replaced by its value."""
+    args = [value.resolve(fetch) if isinstance(value, Deferred) else value for value in arguments.args]
+    named = arguments.kwargs.items()
+    return args, {name: value.resolve(fetch) if isinstance(value, Deferred) else value for name, value in named}
 
-    value: Any
-    rows: int | None
+
+def complete(value: Any) -> Any:
+    """Return what a method returned, or, if it is async, the result of its coroutine."""
+    return _run(value) if inspect.isawaitable(value) else value
 
 
-def run_method(
-    worker: Any, method: str, arguments: Arguments, *, fetch: Fetch, ship: bool = True, measure: bool = False
-) -> Outcome:
-    """Runs ``method`` of a worker object where the object lives, sync or async, and gives what is to be sent back.
-
-    Deferred arguments are resolved first. ``Outcome.value`` is None with ``ship=False``; ``Outcome.rows`` is the
-    number of rows of a DataProto when ``measure`` asks for it, None for any other value. What the method raises
-    passes through.
-    """
-
-    def read(value: Any) -> Any:
-        return value.resolve(fetch) if isinstance(value, Deferred) else value
-
-    kwargs = {name: read(value) for name, value in arguments.kwargs.items()}
-    value = getattr(worker, method)(*map(read, arguments.args), **kwargs)
-    if inspect.isawaitable(value):
-        value = _finish(value)
-    if not ship:
-        return Outcome(None, None)
-    return Outcome(value, _rows(value) if measure else None)
+def row_count(value: Any) -> int | None:
+    """Number of rows of a DataProto; None for any other value."""
+    protocol = sys.modules.get("mcontroller.data.protocol")  # a process without it has made no DataProto
+    return len(value) if protocol is not None and isinstance(value, protocol.DataProto) else None
 
 
 def finish(worker: Any) -> None:
-    """Runs the ``before_shutdown`` of a worker object, where its class has one."""
+    """Call the ``before_shutdown`` of a worker object, if its class has one."""
     before_shutdown = getattr(worker, "before_shutdown", None)
     if before_shutdown is not None:
         before_shutdown()
 
 
+def reported_coordinates(worker: Any) -> dict[str, int]:
+    """Index on each axis that a worker reports for its own rank, for errors of ranks that were not asked yet.
+
+    Empty for a worker without ``get_megatron_rank_info``, and if that raises: the error that is being reported may
+    have left Megatron unusable, and must not be replaced by another.
+    """
+    report = getattr(worker, "get_megatron_rank_info", None)
+    if report is None:
+        return {}
+    try:
+        info = report()
+    except Exception:
+        return {}
+    return {**{axis: getattr(info, f"{axis}_rank") for axis in DENSE_AXES}, **info.extra}
+
+
 _runner: asyncio.Runner | None = None
 
 
-def _finish(awaitable: Any) -> Any:
-    """Runs to its end on one event loop per process, so that what a worker keeps open stays bound to a live loop."""
+def _run(awaitable: Any) -> Any:
+    """Run on the one event loop of this process, so that what a worker keeps open stays bound to a live loop."""
     global _runner
     if _runner is None:
         _runner = asyncio.Runner()
 
-    async def finish() -> Any:
+    async def awaited() -> Any:
         return await awaitable
 
-    return _runner.run(finish())
-
-
-def _rows(value: Any) -> int | None:
-    protocol = sys.modules.get(
-        "mcontroller.data.protocol"
-    )  # a process without it, and without torch, has made no DataProto
-    return len(value) if protocol is not None and isinstance(value, protocol.DataProto) else None
+    return _runner.run(awaited())

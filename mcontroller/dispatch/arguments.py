@@ -1,17 +1,18 @@
-"""The executing half of dispatch: from a call's arguments to what each shard is sent."""
+"""Dispatch of a call's arguments: split the caller's batches and return the arguments of each shard."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.dispatched import Call, Dispatched
 from mcontroller.dispatch.future import DataProtoFuture, Future, LazyBatch
 from mcontroller.dispatch.modes import RowRule
+from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.remote_batch import Part, RemoteBatch, ResultBatch, Split, Window, take_shard
 from mcontroller.partition import Partition, split_rows
 from mcontroller.transport import Arguments, Executor
@@ -19,23 +20,33 @@ from mcontroller.transport import Arguments, Executor
 __all__ = ["dispatch"]
 
 Key = int | str
-"""Names an argument: its position or its keyword."""
+"""The position or the keyword of an argument."""
+
+RAY_PARAMETER = "_ray_trace_ctx"
+"""A parameter that ``ray.remote`` adds to the methods of a class; no part of the signature that the user wrote."""
 
 
 def dispatch(
-    call: Call,
+    call: PreparedCall,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     rule: RowRule,
     *,
     materialize: bool = True,
     share: bool = True,
-) -> Dispatched:
-    """What each shard of the call's plan is sent; the caller's arguments are left as they are.
+) -> PreparedCall:
+    """Return the call with the arguments of each shard of its plan; the caller's arguments stay unchanged.
 
-    Futures are made into batches before the method runs where ``materialize`` says so. ``share=False`` leaves plain
-    values in place of what the transport would store once: nothing is sent at all.
-    Raises DispatchError where the arguments do not fit the mode.
+    Args:
+        call: the call, still without arguments.
+        args: positional arguments, as the caller passed them.
+        kwargs: keyword arguments, as the caller passed them.
+        rule: how rows are split.
+        materialize: whether futures become batches before the method runs.
+        share: whether the transport may store a plain value once for all its readers; False sends nothing.
+
+    Raises:
+        DispatchError: the arguments do not fit the method or its mode.
     """
     plan, group = call.plan, call.group
     if plan.spec.functions is not None:
@@ -45,31 +56,32 @@ def dispatch(
     named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
     given = {key: _carried(value, group.executor) for key, value in named}
     if plan.spec.arguments == "entries":
-        return Dispatched(call, _entries(call, given, materialize), None)
+        return replace(call, shards=_entries(call, given, materialize))
     if plan.spec.arguments == "whole":
         whole = {key: _passed(value, materialize) for key, value in given.items()}
-        return Dispatched(call, [_arguments(whole)], None)
+        return replace(call, shards=[_arguments(whole)])
     shards, origin = _split(call, given, rule)
     plain = {key: value for key, value in given.items() if key not in shards}
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
-    columns = [_in_place(given, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
-    return Dispatched(call, [_arguments(column) for column in columns], origin)
+    by_shard = [_of_shard(given, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
+    return replace(call, shards=[_arguments(values) for values in by_shard], origin=origin)
 
 
-def _check_signature(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises DispatchError for arguments that the method does not take, before they can fail on every rank.
+def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise DispatchError for arguments that the method does not take, before they can fail on every rank.
 
-    A method under a decorator that takes any arguments is not looked into: the decorator may change them.
+    For a decorated method this is the signature of the decorator's wrapper, which may change the arguments.
     """
     signature = _signature(call.group.worker_cls, call.method)
     if signature is None:
-        return  # a method that is there on the workers alone, or a callable that does not tell what it takes
+        return  # the method exists only on the worker objects, or is a callable without a known signature
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        taken = ", ".join(str(each.replace(annotation=each.empty)) for each in signature.parameters.values())
-        raise call.error(f"{error}; it takes ({taken})", taken=tuple(signature.parameters)) from error
+        taken = {name: each for name, each in signature.parameters.items() if name != RAY_PARAMETER}
+        listed = ", ".join(str(each.replace(annotation=each.empty)) for each in taken.values())
+        raise call.error(f"{error}; it takes ({listed})", taken=tuple(taken)) from error
 
 
 @lru_cache(maxsize=1024)
@@ -77,10 +89,11 @@ def _signature(worker_cls: type, name: str) -> inspect.Signature | None:
     method = inspect.getattr_static(worker_cls, name, None)
     if not isinstance(method, FunctionType | staticmethod | classmethod):
         return None
-    return inspect.signature(method.__get__(_ANYBODY, worker_cls), follow_wrapped=False)
+    return inspect.signature(method.__get__(_INSTANCE, worker_cls), follow_wrapped=False)
 
 
-_ANYBODY: Any = object()
+_INSTANCE: Any = object()
+"""Stands in for a worker object, to bind methods without making one."""
 
 
 def _arguments(values: Mapping[Key, Any]) -> Arguments:
@@ -90,26 +103,26 @@ def _arguments(values: Mapping[Key, Any]) -> Arguments:
     )
 
 
-def _in_place(
+def _of_shard(
     given: Iterable[Key], plain: Mapping[Key, Any], shards: Mapping[Key, Sequence[Any]], shard: int, materialize: bool
 ) -> dict[Key, Any]:
     return {key: _passed(shards[key][shard], materialize) if key in shards else plain[key] for key in given}
 
 
 def _carried(value: Any, executor: Executor) -> Any:
-    """The value itself, or the result of a future that the group's transport cannot carry."""
+    """Return the value itself, or the result of a future that the group's transport cannot carry."""
     if not isinstance(value, Future) or (isinstance(value, DataProtoFuture) and value.transport == executor.transport):
         return value
     return value.get()
 
 
 def _passed(value: Any, materialize: bool) -> Any:
-    """What stands for a future on its way; everything else as it is."""
+    """Return the ``Deferred`` that replaces a future; any other value unchanged."""
     rows = value.rows if isinstance(value, DataProtoFuture) else value
     return rows if materialize or not isinstance(rows, RemoteBatch | Part) else LazyBatch(rows)
 
 
-def _from_function(call: Call, returned: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _from_function(call: PreparedCall, returned: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(returned, tuple) and len(returned) == 2:
         args, kwargs = returned
         if isinstance(args, tuple | list) and isinstance(kwargs, Mapping):
@@ -119,8 +132,8 @@ def _from_function(call: Call, returned: Any) -> tuple[Sequence[Any], Mapping[st
     )
 
 
-def _entries(call: Call, given: Mapping[Key, Any], materialize: bool) -> list[Arguments]:
-    """One ``Arguments`` per shard; shards whose entries are the same objects share theirs."""
+def _entries(call: PreparedCall, given: Mapping[Key, Any], materialize: bool) -> list[Arguments]:
+    """Return the ``Arguments`` of each shard; shards with the same objects as entries share one."""
     count = call.plan.shard_count
     for key, value in given.items():
         if not isinstance(value, list | tuple):
@@ -157,7 +170,7 @@ def _entries_hint(value: Any) -> str:
     return ": to give every rank the same value, register the method with Dispatch.ONE_TO_ALL"
 
 
-def _check_leading_function(call: Call, args: Sequence[Any]) -> None:
+def _check_leading_function(call: PreparedCall, args: Sequence[Any]) -> None:
     first = args[0] if args else None
     if call.plan.spec.leading_function and not callable(first):
         raise call.error(
@@ -167,17 +180,17 @@ def _check_leading_function(call: Call, args: Sequence[Any]) -> None:
 
 
 def _split(
-    call: Call, given: Mapping[Key, Any], rule: RowRule
+    call: PreparedCall, given: Mapping[Key, Any], rule: RowRule
 ) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
-    """The shards of every argument that has rows, and how the rows were split."""
+    """Return the shards of every argument that has rows, and how the rows were split."""
     batches = {key: value for key, value in given.items() if isinstance(value, DataProto)}
     futures = {key: value.rows for key, value in given.items() if isinstance(value, DataProtoFuture)}
     rows = _same_rows(call, batches)
     if given and not (batches or futures or call.plan.spec.leading_function):
-        told = ", ".join(f"{_name(key)} is {type(value).__name__}" for key, value in given.items())
+        listed = ", ".join(f"{_name(key)} is {type(value).__name__}" for key, value in given.items())
         raise call.error(
-            f"none of its arguments has rows to split: {told}; give a DataProto (from_dict and from_tensordict make "
-            "one), or register the method with Dispatch.ONE_TO_ALL"
+            f"none of its arguments has rows to split: {listed}; pass a DataProto (made by from_dict or "
+            "from_tensordict), or register the method with Dispatch.ONE_TO_ALL"
         )
     if futures:
         return _split_futures(call, batches, futures, rows, rule)
@@ -191,16 +204,16 @@ def _take(batch: DataProto, partition: Partition) -> list[DataProto]:
     return [take_shard(batch, partition, shard) for shard in range(len(partition.shards))]
 
 
-def _same_rows(call: Call, batches: Mapping[Key, DataProto]) -> int | None:
-    """The number of rows of all batches; None where there are none."""
+def _same_rows(call: PreparedCall, batches: Mapping[Key, DataProto]) -> int | None:
+    """Return the number of rows of all batches; None if there are none."""
     lengths = {key: len(batch) for key, batch in batches.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{_name(key)} has {length}" for key, length in lengths.items())
-        raise call.error(f"batches of one call must have the same number of rows: {told}", lengths=lengths)
+        listed = ", ".join(f"{_name(key)} has {length}" for key, length in lengths.items())
+        raise call.error(f"batches of one call must have the same number of rows: {listed}", lengths=lengths)
     return next(iter(lengths.values()), None)
 
 
-def _partition(call: Call, batches: Mapping[Key, DataProto], rows: int | None, rule: RowRule) -> Partition:
+def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int | None, rule: RowRule) -> Partition:
     lengths = groups = None
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
@@ -212,7 +225,7 @@ def _partition(call: Call, batches: Mapping[Key, DataProto], rows: int | None, r
     return split_rows(rows or 0, call.plan.shard_count, padding=padding, lengths=lengths, groups=groups)
 
 
-def _with_column(call: Call, batches: Mapping[Key, DataProto], column: str) -> DataProto:
+def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: str) -> DataProto:
     for batch in batches.values():
         if column in batch.non_tensor_batch or column in batch.tensors():
             return batch
@@ -223,24 +236,24 @@ def _with_column(call: Call, batches: Mapping[Key, DataProto], column: str) -> D
     )
 
 
-def _labels(call: Call, batch: DataProto, column: str) -> list[Hashable]:
-    held: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.tensors()[column]
-    labels: list[Any] = held.tolist()
+def _labels(call: PreparedCall, batch: DataProto, column: str) -> list[Hashable]:
+    values: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.tensors()[column]
+    labels: list[Any] = values.tolist()
     wrong = next((label for label in labels if not isinstance(label, Hashable)), None)
     if wrong is not None:
         raise call.error(
-            f"column {column!r} has {wrong!r} as the label of a row; expected one text or number for each row",
+            f"column {column!r} has {wrong!r} as the label of a row; expected a string or a number for each row",
             column=column,
         )
     return labels
 
 
 def _split_futures(
-    call: Call, batches: Mapping[Key, DataProto], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
+    call: PreparedCall, batches: Mapping[Key, DataProto], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
 ) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
-    """Part by part where every future has one part per shard and was split alike; otherwise by overlapping rows.
+    """Split part by part if every future has one part per shard and the same split; otherwise by overlapping rows.
 
-    The rows of futures are not balanced: they stay as their own call has split them.
+    The rows of futures are not balanced: they keep the split of their own call.
     """
     count = call.plan.shard_count
     first, *others = futures.values()
@@ -267,7 +280,7 @@ def _split_futures(
 def _parts(
     futures: Mapping[Key, ResultBatch], key: Key, batch_lengths: Mapping[str, Sequence[int]] | None = None
 ) -> list[Part]:
-    """The parts of one future, each to be as long as its shard of the other arguments."""
+    """Return the parts of one future; each must have as many rows as its shard of the other arguments."""
     lengths: dict[str, Sequence[Any]] = {_name(other): rows.lengths for other, rows in futures.items() if other != key}
     lengths.update(batch_lengths or {})
     return [
@@ -280,6 +293,6 @@ def _name(key: Key) -> str:
     return f"argument {key}" if isinstance(key, int) else f"argument {key!r}"
 
 
-def _shard_name(call: Call) -> str:
+def _shard_name(call: PreparedCall) -> str:
     axes = call.plan.spec.axes
     return "rank" if axes == ("rank",) else f"shard of {' x '.join(axes)}"

@@ -1,4 +1,4 @@
-"""What a call would do, told without doing it: who would get which rows, how many bytes, and who would return."""
+"""Explanation of a call without running it: the rows and bytes of each rank, and the ranks that return."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.data.sizes import format_bytes
-from mcontroller.dispatch.dispatched import Dispatched
 from mcontroller.dispatch.modes import Plan
+from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.partition import Partition
 from mcontroller.transport import Arguments, Deferred
 from parallel_state.topology import Topology
@@ -22,10 +22,24 @@ __all__ = ["Explanation", "RankExplanation", "explain", "payload_bytes"]
 
 SHOWN_RANKS = 64
 
+UNKNOWN_SIZE = "not known yet"
+
 
 @dataclass(frozen=True)
 class RankExplanation:
-    """One rank's part: ``rows`` of the caller's batch, the last ``padding`` of them repeated; None without a split."""
+    """One rank's part in a call.
+
+    Attributes:
+        rank: the rank.
+        coordinates: its index on each axis.
+        node: its node; None if unknown.
+        shard: the shard that it gets.
+        rows: indices of its rows in the caller's batch; None if rows are not split, or the split is not known yet.
+        padding: how many of the rows, the last ones, are padding.
+        bytes: size of its arguments, without values that are still on the workers.
+        returns: whether its value is returned.
+        unknown_bytes: whether it also gets values that are still on the workers, whose size is not known yet.
+    """
 
     rank: int
     coordinates: Mapping[str, int]
@@ -35,13 +49,20 @@ class RankExplanation:
     padding: int
     bytes: int
     returns: bool
+    unknown_bytes: bool = False
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """A call as it would be made; shown, or printed, it is a table.
+    """What a call would do. ``str`` and ``repr`` are a table.
 
-    ``sent_bytes`` counts what all ranks read, ``stored_bytes`` what is stored for it: each shard once.
+    Attributes:
+        method: role and name of the method.
+        mode: name of the dispatch mode.
+        plan: the plan of the call.
+        ranks: the part of each rank.
+        sent_bytes: size of the arguments that all ranks read, without values that are still on the workers.
+        stored_bytes: size of the arguments that are stored for it: each shard once.
     """
 
     method: str
@@ -53,7 +74,7 @@ class Explanation:
 
     def __str__(self) -> str:
         shown = self.ranks[:SHOWN_RANKS]
-        axes = _telling_axes(self.plan.topology)
+        axes = _axes_with_several_ranks(self.plan.topology)
         table = [("rank", "coordinates", "node", "shard", "rows", "bytes", "returns")]
         table += [_cells(rank, axes) for rank in shown]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -62,17 +83,22 @@ class Explanation:
             lines.append(f"... and {len(self.ranks) - len(shown)} more ranks")
         returning = len(self.plan.collected)
         head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
-        tail = f"{format_bytes(self.sent_bytes)} read by all ranks, {format_bytes(self.stored_bytes)} stored"
+        unknown = any(rank.unknown_bytes for rank in self.ranks)
+        sent, stored = _size_text(self.sent_bytes, unknown), _size_text(self.stored_bytes, False)
+        tail = f"{sent} read by all ranks, {stored} stored"
+        if unknown:
+            tail += "; the size of futures is known once they are done and fetched"
         return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail])
 
     __repr__ = __str__
 
 
-def explain(dispatched: Dispatched) -> Explanation:
-    """The explanation of a call from what it would send."""
-    plan, call = dispatched.plan, dispatched.call
-    sizes = {id(arguments): payload_bytes(arguments) for arguments in dispatched.shards}
-    origin = dispatched.origin if isinstance(dispatched.origin, Partition) else None
+def explain(call: PreparedCall) -> Explanation:
+    """Return the explanation of a call with its arguments."""
+    plan = call.plan
+    sizes = {id(arguments): payload_bytes(arguments) for arguments in call.shards}
+    unknown = {id(arguments) for arguments in call.shards if _has_deferred(arguments)}
+    origin = call.origin if isinstance(call.origin, Partition) else None
     returning = set(plan.collected)
     nodes = plan.topology.nodes
     ranks = tuple(
@@ -83,8 +109,9 @@ def explain(dispatched: Dispatched) -> Explanation:
             shard=shard,
             rows=None if origin is None else origin.rows(shard),
             padding=0 if origin is None else origin.pads[shard],
-            bytes=sizes[id(dispatched.shards[shard])],
+            bytes=sizes[id(call.shards[shard])],
             returns=rank in returning,
+            unknown_bytes=id(call.shards[shard]) in unknown,
         )
         for rank, shard in zip(plan.ranks, plan.shards, strict=True)
     )
@@ -93,7 +120,7 @@ def explain(dispatched: Dispatched) -> Explanation:
 
 
 def payload_bytes(value: Any) -> int:
-    """About how many bytes a value takes on its way; what is still on the workers takes none of the controller's."""
+    """Return the approximate size of a value when it is sent; 0 for a value that is still on the workers."""
     if isinstance(value, Deferred):
         return 0
     if isinstance(value, DataProto):
@@ -109,21 +136,31 @@ def payload_bytes(value: Any) -> int:
     return sys.getsizeof(value)
 
 
-def _telling_axes(topology: Topology) -> list[str]:
-    """The axes on which ranks differ; those of the expert grid only where there are experts to tell apart."""
+def _has_deferred(arguments: Arguments) -> bool:
+    return any(isinstance(value, Deferred) for value in (*arguments.args, *arguments.kwargs.values()))
+
+
+def _size_text(size: int, unknown: bool) -> str:
+    if not unknown:
+        return format_bytes(size)
+    return f"{format_bytes(size)} + {UNKNOWN_SIZE}" if size else UNKNOWN_SIZE
+
+
+def _axes_with_several_ranks(topology: Topology) -> list[str]:
+    """The axes on which ranks differ; those of the expert grid only if there are several groups of experts."""
     experts = topology.expert_axes if topology.sizes.get("ep", 1) > 1 else ()
     return [axis for axis in dict.fromkeys((*topology.dense_axes, *experts)) if topology.sizes[axis] > 1]
 
 
 def _cells(rank: RankExplanation, axes: Sequence[str]) -> tuple[str, str, str, str, str, str, str]:
-    place = " ".join(f"{axis}={rank.coordinates[axis]}" for axis in axes)
+    coordinates = " ".join(f"{axis}={rank.coordinates[axis]}" for axis in axes)
     returns = "yes" if rank.returns else ""
-    shard = str(rank.shard)
-    return str(rank.rank), place, rank.node or "", shard, _rows_text(rank), format_bytes(rank.bytes), returns
+    size = _size_text(rank.bytes, rank.unknown_bytes)
+    return str(rank.rank), coordinates, rank.node or "", str(rank.shard), _rows_text(rank), size, returns
 
 
 def _rows_text(rank: RankExplanation) -> str:
-    """``0..3``, or the rows one by one, and how many of them are padding."""
+    """``0..3``, or the first rows one by one, and how many of them are padding."""
     if rank.rows is None:
         return "-"
     rows = list(rank.rows)

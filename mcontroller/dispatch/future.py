@@ -1,4 +1,4 @@
-"""Futures: results of calls that were sent and not waited for."""
+"""Futures: the results of calls that the caller did not wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.remote_batch import JoinedBatch, RemoteBatch, Window
 from mcontroller.errors import DispatchError
-from mcontroller.transport import Deferred, Fetch, Handle, Pending
+from mcontroller.transport import Deferred, Fetch, Handle, InFlightCall
 
 __all__ = ["DataProtoFuture", "Future", "LazyBatch"]
 
@@ -20,41 +20,57 @@ T_co = TypeVar("T_co", covariant=True, default=Any)
 
 
 class Future(Generic[T_co]):
-    """What a call with ``blocking=False`` gives: wait for it, poll it, cancel it, get its result."""
+    """The result of a call with ``blocking=False``, before it has arrived.
 
-    def __init__(self, pendings: Sequence[Pending], collect: Callable[[float | None], T_co]) -> None:
-        self._pendings = tuple(pendings)
+    Args:
+        calls: the calls that the result depends on.
+        collect: waits for the calls (seconds at most, None for no limit) and returns the result.
+    """
+
+    def __init__(self, calls: Sequence[InFlightCall], collect: Callable[[float | None], T_co]) -> None:
+        self._calls = tuple(calls)
         self._collect = collect
 
     @property
     def parts(self) -> list[Any]:
-        """The transport's handles of the values that come back, in rank order (over Ray: object references)."""
-        return [part for pending in self._pendings for part in pending.parts]
+        """The transport's handles of the returned values, in the order of the results (over Ray: object references)."""
+        return [part for call in self._calls for part in call.parts]
 
     def get(self, timeout: float | None = None) -> T_co:
-        """Waits, ``timeout`` seconds at most, and gives what the blocking call would have given or raises its error."""
+        """Wait for the result and return it, or raise the error of the call, as a blocking call does.
+
+        Args:
+            timeout: seconds from now; a later result raises CallTimeout. None waits until the call's own deadline.
+
+        Raises:
+            WorkerError: a rank's method raised.
+            WorkerDied: the process of a rank ended.
+            CallTimeout: the result did not arrive in time.
+            GroupBroken: an earlier call of the group failed.
+            GroupError: the call was cancelled, or its group shut down.
+        """
         return self._collect(timeout)
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed; does not wait."""
-        return all(pending.done() for pending in self._pendings)
+        """Whether every rank has answered or failed. Does not wait."""
+        return all(call.done() for call in self._calls)
 
     ready = done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until every rank has answered or failed; whether that came within ``timeout`` seconds."""
+        """Wait until every rank has answered or failed; return whether that happened within ``timeout`` seconds."""
         left = _countdown(timeout)
-        return all(pending.wait(left()) for pending in self._pendings)
+        return all(call.wait(left()) for call in self._calls)
 
     def cancel(self) -> None:
-        """Gives the call up, and ``get`` raises; no rank runs it, unless one has begun: then all do."""
-        for pending in self._pendings:
-            pending.cancel()
+        """Cancel the call on all ranks, or on none if one of them has started it. ``get`` raises GroupError."""
+        for call in self._calls:
+            call.cancel()
 
     def __reduce__(self) -> NoReturn:
         raise DispatchError(
-            f"a {type(self).__name__} cannot be sent inside another value: pass it as an argument by itself, or its "
-            "result (get())"
+            f"a {type(self).__name__} cannot be sent inside another value: pass it as an argument by itself, or pass "
+            "its result (get())"
         )
 
     def __repr__(self) -> str:
@@ -62,75 +78,92 @@ class Future(Generic[T_co]):
 
 
 class DataProtoFuture(Future[DataProto]):
-    """The future of a DataProto. Passed into another group's call it goes straight from worker to worker.
+    """The future of a DataProto. Passed to a call of another group, its rows go from worker to worker.
 
-    A consumer with as many shards as the future has parts gets each part as it is, one on each shard, and no rank
-    fetches another's; otherwise every consumer fetches only those parts that overlap its rows. ``rows`` says which.
+    If the consumer has as many shards as the future has parts, each shard gets one part, unchanged. Otherwise every
+    rank of the consumer fetches only the parts that overlap its rows.
+
+    Args:
+        rows: the rows on the workers, which ``get`` fetches if there is no ``collect``.
+        fetch: reads the handles of the transport.
+        calls: the calls that the rows depend on.
+        transport: name of the transport of the handles; groups of another transport get the fetched result.
+        collect: waits for the calls and returns the result.
     """
 
     def __init__(
         self,
         rows: Deferred,
         fetch: Fetch,
-        pendings: Sequence[Pending] = (),
+        calls: Sequence[InFlightCall] = (),
         *,
         transport: str = "",
         collect: Callable[[float | None], Any] | None = None,
     ) -> None:
-        super().__init__(pendings, collect or self._assemble)
+        super().__init__(calls, collect or self._assemble)
         self.rows = rows
         self.transport = transport
         self._fetch = fetch
 
     def _assemble(self, timeout: float | None) -> Any:
         left = _countdown(timeout)
-        for pending in self._pendings:
-            pending.check(left())
+        for call in self._calls:
+            call.check(left())
         return self.rows.resolve(self._fetch)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Futures of ``chunks`` consecutive parts of the rows, split as ``DataProto.chunk`` does; waits for nothing."""
+        """Return futures of ``chunks`` consecutive parts of the rows, split as by ``DataProto.chunk``. Does not wait.
+
+        Raises:
+            DispatchError: ``chunks`` is less than 1.
+        """
         if chunks < 1:
-            raise DispatchError(f"a future cannot be split into {chunks} chunks: give at least 1", chunks=chunks)
+            raise DispatchError(f"chunks is {chunks!r}; expected at least 1", chunks=chunks)
         rows = self._as_rows("chunk")
-        return [self._of(Window(rows, index, chunks), self._pendings) for index in range(chunks)]
+        return [self._of(Window(rows, index, chunks), self._calls) for index in range(chunks)]
 
     @staticmethod
     def concat(data: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """The future of the rows of several, one after another; waits for nothing."""
+        """Return the future of the rows of several futures, one after another. Does not wait.
+
+        Raises:
+            DispatchError: ``data`` is empty, or its futures are of groups with different transports.
+        """
         if not data or len({future.transport for future in data}) > 1:
             raise DispatchError(
-                f"cannot join {len(data)} futures of transports {sorted({future.transport for future in data})}: give "
-                "at least one, all of groups of one transport"
+                f"cannot join {len(data)} futures of transports {sorted({future.transport for future in data})}: pass "
+                "at least one, all of groups with the same transport"
             )
         rows = JoinedBatch(tuple(future._as_rows("concat") for future in data))
-        pendings = dict.fromkeys(pending for future in data for pending in future._pendings)
-        return data[0]._of(rows, tuple(pendings))
+        calls = dict.fromkeys(call for future in data for call in future._calls)
+        return data[0]._of(rows, tuple(calls))
 
-    def _of(self, rows: RemoteBatch, pendings: Sequence[Pending]) -> DataProtoFuture:
-        return DataProtoFuture(rows, self._fetch, pendings, transport=self.transport)
+    def _of(self, rows: RemoteBatch, calls: Sequence[InFlightCall]) -> DataProtoFuture:
+        return DataProtoFuture(rows, self._fetch, calls, transport=self.transport)
 
     def _as_rows(self, operation: str) -> RemoteBatch:
         if not isinstance(self.rows, RemoteBatch):
-            raise DispatchError(f"a future inside a worker's method has no {operation}: get() it first")
+            raise DispatchError(f"a future inside a worker's method has no {operation}(): call get() first")
         return self.rows
 
 
 @dataclass(frozen=True)
 class LazyBatch(Deferred):
-    """An argument that a method gets as a DataProtoFuture (``register(..., materialize_futures=False)``)."""
+    """An argument that becomes a DataProtoFuture on the rank (``register(..., materialize_futures=False)``)."""
 
     rows: Deferred
 
     def handles(self) -> Sequence[Handle]:
+        """Return the handles of the rows."""
         return self.rows.handles()
 
     def resolve(self, fetch: Fetch) -> DataProtoFuture:
+        """Return the future; its ``get`` fetches the rows."""
         return DataProtoFuture(self.rows, fetch)
 
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
-    """What is left of ``timeout`` seconds at each call; None stays None."""
+    """Return a function that returns how many of ``timeout`` seconds are left; None stays None."""
     if timeout is None:
         return lambda: None
     end = time.monotonic() + timeout

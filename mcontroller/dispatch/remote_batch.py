@@ -1,9 +1,9 @@
-"""Rows that are still on the workers: descriptions of a batch that fetch no more of it than is asked for.
+"""Remote batches: batches whose rows are still on the workers. They fetch only the rows that are needed.
 
-A call's result is parts, one per shard, each behind a handle. ``ResultBatch`` are these parts put together, ``Window``
-is one shard of such rows, ``JoinedBatch`` several of them one after another. All are small, travel in place of the
-batch, and become it where they are resolved. Row counts travel as handles of their own, so that a rank that needs a
-few rows learns where they are without fetching what it does not need.
+The result of a call is a list of parts, one per shard, each behind a handle. A ``ResultBatch`` is all parts joined, a
+``Window`` one shard of a remote batch, a ``JoinedBatch`` several remote batches one after another. All of them are
+small. They are sent instead of the batch, and the rank that gets one resolves it. Row counts have handles of their
+own, so that a rank that needs a few rows can find them without fetching others.
 """
 
 from __future__ import annotations
@@ -27,64 +27,78 @@ LOSS_MASKS = ("response_mask", "loss_mask")
 
 
 class OpenBatch(NamedTuple):
-    """Rows whose number is known: ``read(index)`` gives those at the index, in its order."""
+    """A remote batch whose number of rows is known: ``read(index)`` returns the rows at an index, in its order."""
 
     total: int
     read: Callable[[np.ndarray], DataProto]
 
 
 class RemoteBatch(Deferred):
-    """A batch that is put together where it is needed."""
+    """A batch that is joined on the rank that needs it."""
 
     @abstractmethod
     def open(self, fetch: Fetch) -> OpenBatch:
-        """Fetches the row counts, and nothing else."""
+        """Fetch the row counts, and nothing else."""
 
     @abstractmethod
     def counts_only(self) -> RemoteBatch:
-        """The same rows without their handles: enough to count them, and nothing is kept alive for it."""
+        """Return a batch that can only count its rows. It has no handles of parts, so it keeps no values alive."""
 
     def resolve(self, fetch: Fetch) -> DataProto:
+        """Fetch all rows."""
         total, read = self.open(fetch)
         return read(np.arange(total))
 
 
 @dataclass(frozen=True)
 class Split:
-    """A partition that depends on a row count known only to the workers."""
+    """A partition that depends on a row count that only the workers know."""
 
     rows: RemoteBatch
     shards: int
     padding: Padding | None
 
     def partition(self, fetch: Fetch) -> Partition:
+        """Fetch the row counts and return the partition."""
         return split_rows(self.rows.open(fetch).total, self.shards, padding=self.padding)
 
 
 @dataclass(frozen=True)
 class Part(Deferred):
-    """One part as it is. ``alike`` are the row counts, by argument, that must equal this part's own (``length``)."""
+    """One part of a result, unchanged.
+
+    Attributes:
+        handle: handle of the part.
+        length: handle of its row count.
+        same_length: row counts (or their handles) of other arguments of the call, which must be equal to ``length``.
+    """
 
     handle: Handle
     length: Handle
-    alike: tuple[tuple[str, Handle | int], ...] = ()
+    same_length: tuple[tuple[str, Handle | int], ...] = ()
 
     def handles(self) -> Sequence[Handle]:
+        """Return the handle of the part."""
         return [self.handle]
 
     def resolve(self, fetch: Fetch) -> Any:
-        if self.alike:
+        """Fetch the part; DispatchError if another argument has another number of rows."""
+        if self.same_length:
             own = fetch([self.length])[0]
-            for name, other in self.alike:
-                _check_alike(own, name, other if isinstance(other, int) else fetch([other])[0])
+            for name, other in self.same_length:
+                _check_same_length(own, name, other if isinstance(other, int) else fetch([other])[0])
         return fetch([self.handle])[0]
 
 
 @dataclass(frozen=True)
 class ResultBatch(RemoteBatch):
-    """The result of a call, from its parts in shard order; ``origin`` says how the rows of its input were split.
+    """The result of a call.
 
-    An ``origin`` of None is the caller's own order without padding: the parts need only be put one after another.
+    Attributes:
+        parts: handles of the parts, in shard order.
+        lengths: handles of their row counts.
+        origin: how the rows of the call's input were split; None for the caller's order without padding.
+        source: the call, as error messages name it.
     """
 
     parts: tuple[Handle, ...]
@@ -93,17 +107,20 @@ class ResultBatch(RemoteBatch):
     source: str
 
     def handles(self) -> Sequence[Handle]:
+        """Return the handles of the parts and of their row counts."""
         return [*self.parts, *self.lengths]
 
     def counts_only(self) -> ResultBatch:
+        """Return the same batch without the parts."""
         return replace(self, parts=())
 
     def open(self, fetch: Fetch) -> OpenBatch:
+        """Fetch the row counts; DispatchError if a part is no DataProto."""
         lengths = fetch(self.lengths)
         if None in lengths:
             raise DispatchError(
-                f"{self.source} did not give a DataProto on shard {lengths.index(None)}, so its rows cannot be passed "
-                "on: wait for its result, or return a DataProto",
+                f"{self.source} did not return a DataProto for shard {lengths.index(None)}, so its rows cannot be passed"
+                " on: return a DataProto, or call get() and pass the result",
                 source=self.source,
             )
         origin = self.origin.partition(fetch) if isinstance(self.origin, Split) else self.origin
@@ -111,8 +128,8 @@ class ResultBatch(RemoteBatch):
         offsets = np.concatenate([[0], np.cumsum(keep, dtype=np.int64)])
 
         def read(index: np.ndarray) -> DataProto:
-            places = index if order is None else np.asarray(order, dtype=np.int64)[index]
-            return _gather(places, offsets, read_parts)
+            positions = index if order is None else np.asarray(order, dtype=np.int64)[index]
+            return _gather(positions, offsets, read_parts)
 
         def read_parts(needed: Sequence[int], index: Sequence[np.ndarray]) -> list[DataProto]:
             return list(map(_at, fetch([self.parts[part] for part in needed]), index))
@@ -122,17 +139,20 @@ class ResultBatch(RemoteBatch):
 
 @dataclass(frozen=True)
 class JoinedBatch(RemoteBatch):
-    """The rows of several, one after another."""
+    """The rows of several remote batches, one after another."""
 
     of: tuple[RemoteBatch, ...]
 
     def handles(self) -> Sequence[Handle]:
+        """Return the handles of all of them."""
         return [handle for rows in self.of for handle in rows.handles()]
 
     def counts_only(self) -> JoinedBatch:
+        """Return the same batch without the parts."""
         return JoinedBatch(tuple(rows.counts_only() for rows in self.of))
 
     def open(self, fetch: Fetch) -> OpenBatch:
+        """Fetch the row counts."""
         opened = [rows.open(fetch) for rows in self.of]
         offsets = np.concatenate([[0], np.cumsum([rows.total for rows in opened], dtype=np.int64)])
 
@@ -144,7 +164,15 @@ class JoinedBatch(RemoteBatch):
 
 @dataclass(frozen=True)
 class Window(RemoteBatch):
-    """Shard ``shard`` of ``shards`` of some rows, of which there must be as many as ``expected`` says, or has."""
+    """One shard of a remote batch.
+
+    Attributes:
+        of: the remote batch.
+        shard: index of the shard.
+        shards: number of shards.
+        padding: how shards are padded to the same number of rows; see ``split_rows``.
+        expected: the number of rows that ``of`` must have, or another remote batch that must have as many.
+    """
 
     of: RemoteBatch
     shard: int
@@ -153,16 +181,19 @@ class Window(RemoteBatch):
     expected: int | RemoteBatch | None = None
 
     def handles(self) -> Sequence[Handle]:
+        """Return the handles of the whole batch, and of ``expected``."""
         return [*self.of.handles(), *(self.expected.handles() if isinstance(self.expected, RemoteBatch) else ())]
 
     def counts_only(self) -> Window:
+        """Return the same batch without the parts."""
         return replace(self, of=self.of.counts_only())
 
     def open(self, fetch: Fetch) -> OpenBatch:
+        """Fetch the row counts; DispatchError if ``of`` does not have the ``expected`` number of rows."""
         count, read = self.of.open(fetch)
         if self.expected is not None:
             expected = self.expected.open(fetch).total if isinstance(self.expected, RemoteBatch) else self.expected
-            _check_alike(count, "a batch", expected)
+            _check_same_length(count, "a batch", expected)
         partition = split_rows(count, self.shards, padding=self.padding)
         rows = np.asarray(partition.rows(self.shard), dtype=np.int64)
         pads = partition.pads[self.shard] if partition.zero_loss else 0
@@ -175,7 +206,7 @@ class Window(RemoteBatch):
 
 
 def take_shard(batch: DataProto, partition: Partition, shard: int) -> DataProto:
-    """The rows of one shard: views of the batch where they are consecutive, with a ``meta_info`` of their own."""
+    """Return the rows of one shard, as views of the batch if they are consecutive, with a copy of ``meta_info``."""
     rows = partition.rows(shard)
     taken = batch.slice(rows.start, rows.stop) if isinstance(rows, range) else batch.select_idxs(rows)
     pads = partition.pads[shard]
@@ -183,14 +214,18 @@ def take_shard(batch: DataProto, partition: Partition, shard: int) -> DataProto:
 
 
 def without_loss(batch: DataProto, rows: np.ndarray) -> DataProto:
-    """The batch with the loss masks of these rows at 0, in memory of their own; DispatchError where it has no mask."""
-    held = batch.tensors()
-    masks = {key: held[key].clone() for key in LOSS_MASKS if key in held}
+    """Return the batch with loss masks, in new memory, that are 0 in these rows.
+
+    Raises:
+        DispatchError: the batch has no loss mask.
+    """
+    tensors = batch.tensors()
+    masks = {key: tensors[key].clone() for key in LOSS_MASKS if key in tensors}
     if not masks:
         raise DispatchError(
             f"padding='zero_loss' sets {' or '.join(LOSS_MASKS)} to 0 in padding rows, and the batch has neither: add "
             "one, or pad with 'repeat'",
-            columns=tuple(held),
+            columns=tuple(tensors),
         )
     for mask in masks.values():
         mask[torch.from_numpy(rows)] = 0
@@ -198,36 +233,36 @@ def without_loss(batch: DataProto, rows: np.ndarray) -> DataProto:
 
 
 def _gather(
-    places: np.ndarray,
+    positions: np.ndarray,
     offsets: np.ndarray,
     read: Callable[[Sequence[int], Sequence[np.ndarray]], list[DataProto]],
 ) -> DataProto:
-    """The rows at ``places`` of parts that begin at ``offsets``; only parts that hold one of them are read.
+    """Return the rows at ``positions`` of parts that begin at ``offsets``, and read only the parts that have one.
 
-    Where no part has a row all are read, for what their ``meta_info`` says.
+    If no part has a row, all are read, for their ``meta_info``.
     """
-    part_of = np.searchsorted(offsets[1:], places, side="right")
+    part_of = np.searchsorted(offsets[1:], positions, side="right")
     needed = np.unique(part_of).tolist() or list(range(1 if offsets[-1] else len(offsets) - 1))
-    joined = DataProto.concat(read(needed, [places[part_of == part] - offsets[part] for part in needed]))
+    joined = DataProto.concat(read(needed, [positions[part_of == part] - offsets[part] for part in needed]))
     if bool((np.diff(part_of) >= 0).all()):
         return joined
-    order = np.empty(len(places), dtype=np.int64)
-    order[np.argsort(part_of, kind="stable")] = np.arange(len(places))
+    order = np.empty(len(positions), dtype=np.int64)
+    order[np.argsort(part_of, kind="stable")] = np.arange(len(positions))
     return joined.select_idxs(order)
 
 
 def _at(piece: DataProto, index: np.ndarray) -> DataProto:
-    """The rows at an index, as views where they are consecutive."""
+    """Return the rows at an index, as views if they are consecutive."""
     first = int(index[0]) if len(index) else 0
     if np.array_equal(index, np.arange(first, first + len(index))):
         return piece.slice(first, first + len(index))
     return piece.select_idxs(index)
 
 
-def _check_alike(own: int | None, name: str, other: int | None) -> None:
+def _check_same_length(own: int | None, name: str, other: int | None) -> None:
     if own != other:
         raise DispatchError(
-            f"a future of {own} rows stands beside {name} of {other}: all batches of a call must have the same rows",
+            f"a future has {own} rows and {name} has {other}: all batches of a call must have the same number of rows",
             rows=own,
             other=other,
         )

@@ -1,4 +1,4 @@
-"""LocalExecutor: ranks in the calling process, run one after another in its own thread."""
+"""LocalExecutor: ranks in the calling process, which run one after another in the caller's thread."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from mcontroller.errors import GroupBroken, GroupError, WorkerError
 from mcontroller.local.copies import private_arguments, private_copy
-from mcontroller.transport import Handle, Outcome, RankCall, finish, run_method
+from mcontroller.transport import Arguments, Handle, complete, finish, reported_coordinates, resolve, row_count
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
-__all__ = ["LocalExecutor", "LocalPending"]
+__all__ = ["LocalCall", "LocalExecutor"]
 
 
 class LocalHandle:
-    """Holds one value in this process; a reader gets a copy of its own."""
+    """Holds one value in this process; each reader gets a copy."""
 
     __slots__ = ("value",)
 
@@ -26,38 +26,48 @@ class LocalHandle:
         self.value = value
 
 
-class LocalPending:
-    """A call that has been run: its outcomes, or the failure that ended it."""
+class LocalCall:
+    """A call that has run, with its values or the error that ended it; see ``mcontroller.transport.InFlightCall``."""
 
-    def __init__(self, outcomes: Sequence[Outcome], measured: bool, failure: GroupError | None) -> None:
-        self.parts = [LocalHandle(outcome.value) for outcome in outcomes]
-        self.lengths = [LocalHandle(outcome.rows) for outcome in outcomes] if measured else []
-        self._failure = failure
+    def __init__(self, values: Sequence[Any], measured: bool = False, error: GroupError | None = None) -> None:
+        self.parts = [LocalHandle(value) for value in values]
+        self.lengths = [LocalHandle(row_count(value)) for value in values] if measured else []
+        self._error = error
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
+        """Return copies of the values, or raise the error of the call."""
         self.check()
         return [private_copy(part.value) for part in self.parts]
 
     def check(self, timeout: float | None = None) -> None:
-        if self._failure is not None:
-            raise self._failure
+        """Raise the error of the call, if it failed."""
+        if self._error is not None:
+            raise self._error
 
     def wait(self, timeout: float | None = None) -> bool:
+        """Return True: the call ran when it was submitted."""
         return True
 
     def done(self) -> bool:
+        """Return True: the call ran when it was submitted."""
         return True
 
     def cancel(self) -> None:
-        """Nothing is left to give up: the call ran when it was submitted."""
+        """Do nothing: the call ran when it was submitted."""
 
 
 class LocalExecutor:
-    """The ranks of one role as objects of this process.
+    """The ranks of one role as objects of this process; see ``mcontroller.transport.Executor``.
 
-    A call runs when it is submitted, rank after rank, so that ``breakpoint()`` in a method works and nothing runs
-    beside it; deadlines do not apply. The first exception ends the call and breaks the group, as over Ray.
-    ``place`` may be called before or after; ``workers`` are the objects by rank.
+    A call runs when it is submitted, rank after rank, in the caller's thread: ``breakpoint()`` in a method works.
+    Deadlines do not apply. The first exception ends the call and breaks the group, as over Ray.
+
+    Attributes:
+        role: name of the role in error messages.
+        world_size: number of ranks.
+        nodes: this machine's name, for every rank.
+        coordinates: index on each axis, by rank; empty until ``set_coordinates``.
+        workers: the worker objects, by rank.
     """
 
     transport = "local"
@@ -76,14 +86,14 @@ class LocalExecutor:
     def _construct(self, rank: int, cls_with_init: ClassWithInitArgs[Any]) -> Any:
         args, kwargs = private_copy(cls_with_init.args), private_copy(cls_with_init.kwargs)
         try:
-            with self.standing(rank):
+            with self.as_rank(rank):
                 return cls_with_init.cls(*args, **kwargs)
         except Exception as error:
-            raise self._failure(rank, "__init__", error) from error
+            raise self._error_of(rank, "__init__", error) from error
 
     @contextlib.contextmanager
-    def standing(self, rank: int) -> Iterator[None]:
-        """While the block runs, this process's environment is that of the rank."""
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Set this process's environment variables to those of a rank while the block runs."""
         variables = RankEnvironment(rank, self.world_size, rank, self.world_size).variables()
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
@@ -97,77 +107,94 @@ class LocalExecutor:
                     os.environ[name] = value
 
     def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
+        """Set the coordinates of each rank, by rank, for error messages."""
         self.coordinates = coordinates
 
     def share(self, value: Any, readers: int) -> Any:
+        """Return the value itself: each rank copies its arguments when it runs."""
         return value
 
     def submit(
-        self, method: str, calls: Sequence[RankCall], *, timeout: float | None = None, measure: bool = False
-    ) -> LocalPending:
-        self._check_alive(method)
-        outcomes = []
-        for call in calls:
+        self,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        returning: Sequence[int],
+        *,
+        timeout: float | None = None,
+        measure: bool = False,
+    ) -> LocalCall:
+        """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
+        self.check_alive(method)
+        values = dict.fromkeys(returning)
+        for rank, given in arguments.items():
             try:
-                outcome = self.run(call, method, measure)
+                value = self.run(rank, method, given)
             except Exception as error:
-                self._broken = error if isinstance(error, GroupError) else self._failure(call.rank, method, error)
-                return LocalPending((), measure, self._broken)
-            if call.ship:
-                outcomes.append(outcome)
-        return LocalPending(outcomes, measure, None)
+                return self.fail(error if isinstance(error, GroupError) else self._error_of(rank, method, error))
+            if rank in values:
+                values[rank] = value
+        return LocalCall(list(values.values()), measure)
 
-    def run(self, call: RankCall, method: str, measure: bool) -> Outcome:
-        """One rank's part in a call."""
-        arguments = private_arguments(call.arguments)
-        with self.standing(call.rank):
-            return run_method(
-                self.workers[call.rank], method, arguments, fetch=self.fetch, ship=call.ship, measure=measure
-            )
+    def run(self, rank: int, method: str, arguments: Arguments) -> Any:
+        """Run ``method`` on one rank with copies of the arguments; return its value."""
+        args, kwargs = resolve(private_arguments(arguments), self.fetch)
+        with self.as_rank(rank):
+            return complete(getattr(self.workers[rank], method)(*args, **kwargs))
 
     def fetch(self, handles: Sequence[Handle]) -> list[Any]:
+        """Return copies of the values of handles."""
         return [private_copy(handle.value) for handle in handles]
 
+    def fail(self, error: GroupError) -> LocalCall:
+        """Break the group with ``error``, and return the call that raises it."""
+        self._broken = error
+        return LocalCall((), error=error)
+
     def shutdown(self) -> None:
+        """Call ``before_shutdown`` of every worker, unless the group is broken, and drop them."""
         workers = [] if self._broken is not None else self.workers
         self._closed = True
         self.workers = []
         for rank, worker in enumerate(workers):
             try:
-                with self.standing(rank):
+                with self.as_rank(rank):
                     finish(worker)
             except Exception as error:
-                raise self._failure(rank, "before_shutdown", error) from error
+                raise self._error_of(rank, "before_shutdown", error) from error
 
-    def _check_alive(self, method: str) -> None:
+    def check_alive(self, method: str) -> None:
+        """Raise GroupBroken if an earlier call has failed, or the group was shut down."""
         if self._closed:
             raise GroupBroken(f"{self.role}.{method}: the group was shut down", role=self.role, first_cause=None)
         if self._broken is not None:
+            cause = str(self._broken).partition("\n")[0]
             raise GroupBroken(
-                f"{self.role}.{method}: the group is broken since {_first_line(self._broken)}; make a new group",
+                f"{self.role}.{method}: the group was broken by an earlier failure: {cause}; make a new group",
                 role=self.role,
                 first_cause=self._broken,
             )
 
-    def _failure(self, rank: int, method: str, error: Exception) -> WorkerError:
-        coordinates = dict(self.coordinates[rank]) if self.coordinates else {}
+    def _error_of(self, rank: int, method: str, error: Exception) -> WorkerError:
+        coordinates = dict(self.coordinates[rank]) if self.coordinates else self._reported(rank)
         axes = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
-        where = f"{self.role} rank {rank}{f' ({axes})' if axes else ''}"
+        cause = f"{type(error).__name__}: {error}"
         failure = WorkerError(
-            f"{where} failed in {method}: {type(error).__name__}: {error}",
+            f"{self.role} rank {rank}{f' ({axes})' if axes else ''} failed in {method}: {cause}",
             role=self.role,
             rank=rank,
             coordinates=coordinates,
             node=self.nodes[rank],
             pid=os.getpid(),
             method=method,
-            cause=f"{type(error).__name__}: {error}",
+            cause=cause,
             worker_traceback="".join(traceback.format_exception(error)),
             followers=0,
         )
         failure.__cause__ = error
         return failure
 
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    def _reported(self, rank: int) -> dict[str, int]:
+        if rank >= len(self.workers):  # its constructor failed
+            return {}
+        with self.as_rank(rank):
+            return reported_coordinates(self.workers[rank])

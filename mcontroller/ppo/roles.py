@@ -10,7 +10,7 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
-from mcontroller.ray.manager import Role
+from mcontroller.ray.resource_pool import Role
 
 __all__ = ["RoleWorker", "check_roles", "role_workers"]
 

@@ -22,7 +22,7 @@ from mcontroller.ppo.rewards import RewardFunction, rewarded
 from mcontroller.ppo.roles import check_roles, role_workers
 from mcontroller.ppo.stages import Stages
 from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics
-from mcontroller.ray.manager import ResourcePoolManager, Role
+from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
 

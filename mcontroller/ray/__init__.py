@@ -11,12 +11,12 @@ from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs
-    from mcontroller.ray.colocate import create_colocated_worker_cls as create_colocated_worker_cls
-    from mcontroller.ray.colocate import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
-    from mcontroller.ray.manager import ResourcePoolManager as ResourcePoolManager
-    from mcontroller.ray.manager import Role as Role
+    from mcontroller.ray.class_with_init import create_colocated_worker_cls as create_colocated_worker_cls
+    from mcontroller.ray.class_with_init import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
     from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
     from mcontroller.ray.resource_pool import ResourcePool as ResourcePool
+    from mcontroller.ray.resource_pool import ResourcePoolManager as ResourcePoolManager
+    from mcontroller.ray.resource_pool import Role as Role
     from mcontroller.ray.resource_pool import extract_pg_from_exist as extract_pg_from_exist
     from mcontroller.ray.resource_pool import merge_resource_pool as merge_resource_pool
     from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup

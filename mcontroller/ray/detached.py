@@ -1,6 +1,6 @@
-"""Detached groups: what the cluster keeps of them, by which another driver finds them again, and their end.
+"""Detached groups: the record that the cluster keeps of each, how another driver finds it, and its end.
 
-A group's entry is in the key-value store of Ray's head node, so that it is read however busy the group's processes are.
+The record is in the key-value store of Ray's head node, so that it can be read even if all processes are busy.
 """
 
 from __future__ import annotations
@@ -14,119 +14,142 @@ from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from mcontroller.errors import ResourceError
-from mcontroller.ray.host import HostInfo
-from mcontroller.ray.hosts import Hosts, Processes
-from mcontroller.ray.resource_pool import Tenancy
+from mcontroller.ray.process import ProcessInfo
+from mcontroller.ray.resource_pool import SlotLease
+from mcontroller.ray.supervision import GroupProcesses, ProcessHandles, living_groups
 
-__all__ = ["NAMESPACE", "Announced", "attach", "find"]
+__all__ = ["NAMESPACE", "DetachedRecord", "RecordedLease", "attach", "find"]
 
 NAMESPACE = "mcontroller"
 """Ray's namespace for the processes of detached groups, where other drivers look for them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A group's placement groups, the class of each role, and where its ranks run: nowhere, until its start is over.
+class DetachedRecord:
+    """What the cluster keeps of a detached group.
 
-    ``job`` is Ray's name for the driver that starts it.
+    Attributes:
+        placements: its placement groups.
+        classes: the worker class of each role.
+        job: Ray's id of the driver that starts it.
+        infos: where its ranks run; empty until its start is complete.
     """
 
     placements: Set[PlacementGroup]
     classes: dict[str, type]
     job: str
-    infos: tuple[HostInfo, ...] = ()
+    infos: tuple[ProcessInfo, ...] = ()
 
 
-class Announced:
-    """The places of a detached group in the driver that starts it; the group's entry stands as long as they are held.
+class RecordedLease:
+    """The slots of a detached group, in the driver that starts it. Its record exists as long as the lease.
 
-    ``group`` is what the names of its processes begin with.
+    Args:
+        group: the prefix of the names of its processes.
+        lease: the slots.
+        classes: the worker class of each role.
     """
 
-    def __init__(self, group: str, tenancy: Tenancy, classes: Mapping[str, type]) -> None:
+    def __init__(self, group: str, lease: SlotLease, classes: Mapping[str, type]) -> None:
         self._group = group
-        self._tenancy = tenancy
-        self._entry = Entry(frozenset(bundle.group for bundle in tenancy.bundles), dict(classes), _job())
-        _write(group, self._entry)
+        self._lease = lease
+        self._record = DetachedRecord(frozenset(bundle.group for bundle in lease.bundles), dict(classes), _job())
+        _write(group, self._record)
 
-    def ready(self, processes: Processes) -> None:
-        """Says where the processes run, now that they do."""
-        infos = tuple(info for info in processes.infos(timeout=None) if info is not None)
-        _write(self._group, replace(self._entry, infos=infos))
+    def complete(self, handles: ProcessHandles) -> None:
+        """Add to the record where the processes run, now that their start is complete."""
+        infos = tuple(info for info in handles.infos(timeout=None) if info is not None)
+        _write(self._group, replace(self._record, infos=infos))
 
-    def leave(self) -> None:
+    def release(self) -> None:
+        """Delete the record and free the slots."""
         _delete(self._group)
-        self._tenancy.leave()
+        self._lease.release()
 
 
 def find(name: str) -> list[str]:
-    """The process names of the detached group ``name``, in rank order.
+    """Return the process names of the detached group ``name``, in rank order.
 
-    Raises ResourceError when there is none, or more than one.
+    Raises:
+        ResourceError: there is no such group, or more than one.
     """
     names = _process_names()
     groups = sorted(set(map(_group_of, names)))
     found = [group for group in groups if group.rsplit("/", 1)[0] == name]
     if len(found) != 1:
-        what = "has no detached group" if not found else f"has {len(found)} detached groups"
+        count = "has no detached group" if not found else f"has {len(found)} detached groups"
+        fix = _fix_for(name) if not found else "Pass the worker_names of one of them"
         raise ResourceError(
-            f"the cluster {what} named {name!r}; detached groups: {', '.join(groups) or 'none'}. Give the worker_names "
-            "of the one that is meant",
+            f"the cluster {count} named {name!r}; detached groups: {', '.join(groups) or 'none'}. {fix}",
             name=name,
             groups=groups,
         )
-    mine = [each for each in names if _group_of(each) == found[0]]
-    return sorted(mine, key=_rank_of)
+    return sorted((each for each in names if _group_of(each) == found[0]), key=_rank_of)
 
 
-def attach(worker_names: Sequence[str]) -> tuple[Hosts, dict[str, type]]:
-    """The processes of a detached group, by their names in rank order, and the class of each of their roles.
+def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]]:
+    """Return the processes of a detached group and the worker class of each of its roles.
 
-    Raises ResourceError where one of them is not there, or their start is not over; where it never will be, since its
-    driver has ended, the group is ended first.
+    Args:
+        worker_names: names of the processes, in rank order.
+
+    Raises:
+        ResourceError: a process does not exist, or the start of the group is not complete. If its driver ended during
+            the start, the group is ended first.
     """
     missing = sorted(set(worker_names) - set(_process_names()))
     group = _group_of(worker_names[0])
-    entry = _read(group)
-    if entry is not None and not entry.infos and _has_ended(entry.job):
-        _end(group, entry)
+    record = _read(group)
+    if record is not None and not record.infos and _has_ended(record.job):
+        _end(group, record)
         raise ResourceError(
-            f"the driver of group {group} ended before the group's start was over: its processes have been ended, "
+            f"the driver of group {group} ended before the group's start was complete: its processes have been ended, "
             "start it again",
             name=group,
             missing=missing,
         )
-    if missing or entry is None or not entry.infos:
-        why = f"has no process named {', '.join(missing)}" if missing else f"is still starting group {group}"
-        raise ResourceError(f"the cluster {why}", name=group, missing=missing)
-    handles = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
-    introductions = [ray.put(entry.infos[_rank_of(name)]) for name in worker_names]
-    places = _Attached(group, entry.placements)
-    processes = Processes(list(worker_names), handles, introductions, places)
-    return Hosts(worker_names[0].rsplit("/", 2)[0], processes, detached=True), entry.classes
+    if missing:
+        text = f"the cluster has no detached process named {', '.join(missing)}. {_fix_for(group.rsplit('/', 1)[0])}"
+        raise ResourceError(text, name=group, missing=missing)
+    if record is None or not record.infos:
+        raise ResourceError(f"the cluster is still starting group {group}: try again", name=group, missing=missing)
+    actors = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
+    info_refs = [ray.put(record.infos[_rank_of(name)]) for name in worker_names]
+    handles = ProcessHandles(list(worker_names), actors, info_refs, _AttachedLease(group, record.placements))
+    return GroupProcesses(worker_names[0].rsplit("/", 2)[0], handles, detached=True), record.classes
+
+
+def _fix_for(name: str) -> str:
+    """Return what to do if there is no detached group ``name``; it may exist, but not be detached."""
+    if any(group.name == name and not group.detached for group in living_groups()):
+        return (
+            f"Group {name!r} of this driver was started without detached=True: use it directly, or start it with "
+            "detached=True on a RayResourcePool(..., detached=True)"
+        )
+    return "It has ended, or it was started without detached=True"
 
 
 @dataclass(frozen=True, slots=True)
-class _Attached:
-    """The places of a group whose pool belonged to another driver."""
+class _AttachedLease:
+    """The slots of a detached group in a driver other than the one that started it."""
 
     group: str
     placements: Set[PlacementGroup]
 
-    def leave(self) -> None:
-        """Gives back the placement groups in which no other detached group sits."""
+    def release(self) -> None:
+        """Delete the record, and remove the placement groups that no other detached group uses."""
         _delete(self.group)
-        entries = [_read(other) for other in set(map(_group_of, _process_names())) - {self.group}]
-        used = {placement for entry in entries if entry is not None for placement in entry.placements}
+        records = [_read(other) for other in set(map(_group_of, _process_names())) - {self.group}]
+        used = {placement for record in records if record is not None for placement in record.placements}
         for placement in self.placements - used:
             remove_placement_group(placement)
 
 
-def _end(group: str, entry: Entry) -> None:
+def _end(group: str, record: DetachedRecord) -> None:
     for name in _process_names():
         if _group_of(name) == group:
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-    _Attached(group, entry.placements).leave()
+    _AttachedLease(group, record.placements).release()
 
 
 def _job() -> str:
@@ -152,13 +175,13 @@ def _rank_of(process: str) -> int:
     return int(process.rsplit("/", 1)[1])
 
 
-def _write(group: str, entry: Entry) -> None:
-    internal_kv._internal_kv_put(group, cloudpickle.dumps(entry), namespace=NAMESPACE)
+def _write(group: str, record: DetachedRecord) -> None:
+    internal_kv._internal_kv_put(group, cloudpickle.dumps(record), namespace=NAMESPACE)
 
 
-def _read(group: str) -> Entry | None:
-    kept = internal_kv._internal_kv_get(group, namespace=NAMESPACE)
-    return None if kept is None else cloudpickle.loads(kept)
+def _read(group: str) -> DetachedRecord | None:
+    stored = internal_kv._internal_kv_get(group, namespace=NAMESPACE)
+    return None if stored is None else cloudpickle.loads(stored)
 
 
 def _delete(group: str) -> None:

@@ -1,4 +1,4 @@
-"""RayExecutor: the calls of one role, carried to its processes and back."""
+"""RayExecutor: sends the calls of one role to its worker processes, and receives the values."""
 
 from __future__ import annotations
 
@@ -9,134 +9,175 @@ import ray
 from ray.exceptions import RayTaskError
 
 from mcontroller.errors import GroupError
-from mcontroller.ray.host import Order, fetch
-from mcontroller.ray.hosts import Flight, Hosts
+from mcontroller.ray.process import CallHeader, fetch
+from mcontroller.ray.supervision import GroupProcesses, SentCall
 from mcontroller.ray.wire import Packed, pack, unpack
-from mcontroller.transport import Deferred, Fetch, RankCall
+from mcontroller.transport import Arguments, Deferred, Fetch
 
-__all__ = ["RayExecutor", "RayPending", "Stored"]
+__all__ = ["RayCall", "RayExecutor", "Stored"]
 
 
 class RayExecutor:
-    """The ranks of ``role`` in the processes ``hosts``; see ``mcontroller.transport.Executor``."""
+    """The ranks of ``role`` in the processes of a group; see ``mcontroller.transport.Executor``."""
 
     transport = "ray"
 
-    def __init__(self, hosts: Hosts, role: str) -> None:
-        self.hosts = hosts
+    def __init__(self, processes: GroupProcesses, role: str) -> None:
+        self.processes = processes
         self.role = role
 
     @property
     def world_size(self) -> int:
-        return self.hosts.world_size
+        """Number of ranks."""
+        return self.processes.world_size
 
     @property
     def nodes(self) -> Sequence[str]:
-        return self.hosts.nodes
+        """The address of the node of every rank."""
+        return self.processes.nodes
 
     def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
-        self.hosts.coordinates[self.role] = coordinates
+        """Set the coordinates of each rank, by rank, for error messages."""
+        self.processes.coordinates[self.role] = coordinates
 
     def share(self, value: Any, readers: int) -> Any:
+        """Return a ``Stored`` if several ranks read a large value, else the value."""
         if readers <= 1:
             return value
         packed = pack(value)
         return Stored(ray.put(packed)) if isinstance(packed, Packed) and packed.large else value
 
     def submit(
-        self, method: str, calls: Sequence[RankCall], *, timeout: float | None = None, measure: bool = False
-    ) -> RayPending:
-        with self.hosts.sending:
-            return self._send(method, calls, timeout, measure)
-
-    def _send(self, method: str, calls: Sequence[RankCall], timeout: float | None, measure: bool) -> RayPending:
-        self.hosts.check(self.role)
-        ticket = self.hosts.ticket()
-        shippers: dict[int, list[int]] = {id(call.arguments): [] for call in calls}
-        for call in calls:
-            if call.ship:
-                shippers[id(call.arguments)].append(call.rank)
-        sent: dict[int, Any] = {}
-        for call in calls:
-            key = id(call.arguments)
-            if key not in sent:
-                order = Order(*ticket, self.role, method, shippers[key], measure)
-                sent[key] = pack(call.arguments)._replace(head=tuple(order)).as_argument()
-        flight = Flight(self.role, method, tuple(call.rank for call in calls), [], timeout, ticket)
-        answers = []
-        try:
-            self.hosts.depart(flight)
-            for call in calls:
-                answers.append(self._start(call.rank, sent[id(call.arguments)], measure))
-                flight.refs.append(answers[-1][-1])
-        except BaseException as error:
-            self.hosts.cut_off(flight, error)
-            raise
-        shipped = [answer for answer, call in zip(answers, calls, strict=True) if call.ship]
-        return RayPending(self.hosts, flight, shipped, [call.ship for call in calls])
-
-    def _start(self, rank: int, order: Any, measure: bool) -> list[Any]:
-        run = self.hosts.processes.handles[rank].call
-        return run.options(num_returns=2).remote(order) if measure else [run.remote(order)]
+        self,
+        method: str,
+        arguments: Mapping[int, Arguments],
+        returning: Sequence[int],
+        *,
+        timeout: float | None = None,
+        measure: bool = False,
+    ) -> RayCall:
+        """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
+        processes, expected = self.processes, frozenset(returning)
+        readers: dict[int, list[int]] = {id(given): [] for given in arguments.values()}
+        for rank, given in arguments.items():
+            if rank in expected:
+                readers[id(given)].append(rank)
+        with processes.sending:
+            processes.check(self.role)
+            number = processes.next_call()
+            messages: dict[int, Any] = {}
+            for given in arguments.values():
+                key = id(given)
+                if key not in messages:
+                    header = CallHeader(processes.caller, number, self.role, method, readers[key], measure)
+                    messages[key] = pack(given)._replace(header=tuple(header)).as_argument()
+            ranks = tuple(arguments)
+            call = RayCall(
+                processes, self.role, method, ranks, returning, timeout=timeout, number=number, measure=measure
+            )
+            try:
+                processes.watch(call)
+                for rank, given in arguments.items():
+                    call.send(rank, messages[id(given)])
+            except BaseException as error:
+                processes.break_while_sending(call, error)
+                raise
+        return call
 
     def fetch(self, handles: Sequence[Any]) -> list[Any]:
+        """Return the values of object references; raise the error of the call that failed to produce one."""
         try:
             return fetch(handles)
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, GroupError) else error) from None
 
     def shutdown(self) -> None:
-        self.hosts.shutdown()
+        """Shut down the processes, and with them every role that they run."""
+        self.processes.shutdown()
 
 
-class RayPending:
-    """A call on its way; ``answers`` are the refs of the ranks that ship: the value, and its rows when measured."""
+class RayCall(SentCall):
+    """A call of a role; see ``mcontroller.transport.InFlightCall``."""
 
-    def __init__(self, hosts: Hosts, flight: Flight, answers: Sequence[list[Any]], ships: Sequence[bool]) -> None:
-        self._hosts = hosts
-        self._flight = flight
-        self._ships = ships
-        self.parts = [answer[0] for answer in answers]
-        self.lengths = [answer[1] for answer in answers if len(answer) == 2]
+    def __init__(
+        self,
+        processes: GroupProcesses,
+        role: str,
+        method: str,
+        ranks: tuple[int, ...],
+        returning: Sequence[int],
+        *,
+        timeout: float | None,
+        number: int,
+        measure: bool,
+    ) -> None:
+        super().__init__(role, method, ranks, timeout=timeout, number=number)
+        self._processes = processes
+        self._measure = measure
+        self._returned: dict[int, list[Any]] = {rank: [] for rank in returning}
         self._answers: list[Any] | None = None
         self._values: list[Any] | None = None
         self._error: GroupError | None = None
 
+    def send(self, rank: int, message: Any) -> None:
+        """Send the call to one of its ranks. A measured call has two answers: the value, and its row count."""
+        run = self._processes.handles.actors[rank].call
+        answer = run.options(num_returns=2).remote(message) if self._measure else [run.remote(message)]
+        self.refs.append(answer[-1])
+        if rank in self._returned:
+            self._returned[rank] = answer
+
+    @property
+    def parts(self) -> list[Any]:
+        """References of the returned values, in the order of the results."""
+        return [answer[0] for answer in self._returned.values()]
+
+    @property
+    def lengths(self) -> list[Any]:
+        """References of the row counts of the returned values; empty unless the call is measured."""
+        return [answer[1] for answer in self._returned.values()] if self._measure else []
+
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
+        """Wait for every rank and return the values; see ``InFlightCall.result``."""
         answers = self._settled(timeout)
         if self._values is None:
-            shipped = [answer for answer, ship in zip(answers, self._ships, strict=True) if ship]
-            self._values = fetch(self.parts) if self.lengths else [unpack(answer, shared=joined) for answer in shipped]
+            if self._measure:  # the answers are row counts
+                self._values = fetch(self.parts)
+            else:
+                by_rank = dict(zip(self.ranks, answers, strict=True))
+                self._values = [unpack(by_rank[rank], shared=joined) for rank in self._returned]
             self._answers = []
         return self._values
 
     def check(self, timeout: float | None = None) -> None:
+        """Wait for every rank and raise the error of the call, if it failed."""
         self._settled(timeout)
 
     def _settled(self, timeout: float | None) -> list[Any]:
-        """What every rank answered, packed: its row count where rows are measured, else its value."""
         if self._error is not None:
             raise self._error
         if self._answers is None:
             try:
-                self._answers = self._hosts.settle(self._flight, timeout)
+                self._answers = self._processes.settle(self, timeout)
             except GroupError as error:
                 self._error = error
                 raise
         return self._answers
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._error is not None or self._hosts.wait(self._flight, timeout)
+        """Wait until every rank has answered or failed; return whether that happened in time."""
+        return self._error is not None or self._processes.wait(self, timeout)
 
     def done(self) -> bool:
+        """Whether every rank has answered or failed. Does not wait."""
         return self.wait(0.0)
 
     def cancel(self) -> None:
-        """Gives the call up: no rank runs it, unless one has begun; then all do, and what they give is dropped."""
+        """Cancel the call on all ranks if none has started it; otherwise all run it, and the values are dropped."""
         if self._answers is None and self._error is None:
-            call = f"{self._flight.role}.{self._flight.method}"
-            self._error = GroupError(f"{call} was cancelled", role=self._flight.role, method=self._flight.method)
-            self._hosts.withdraw(self._flight)
+            text = f"{self.role}.{self.method} was cancelled"
+            self._error = GroupError(text, role=self.role, method=self.method)
+            self._processes.cancel(self)
 
 
 class Stored(Deferred):
@@ -146,7 +187,9 @@ class Stored(Deferred):
         self._ref = ref
 
     def handles(self) -> Sequence[Any]:
+        """Return the reference of the value."""
         return (self._ref,)
 
     def resolve(self, fetch: Fetch) -> Any:
+        """Return the value."""
         return fetch((self._ref,))[0]

@@ -1,26 +1,26 @@
-"""What went wrong on which rank: Ray's exceptions made into the controller's errors, and the first cause among them."""
+"""Failures of ranks: turn Ray's exceptions into this project's errors, and find the first cause among them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
-from mcontroller.ray.host import HostInfo
+from mcontroller.ray.process import ProcessInfo
 
-__all__ = ["Failure", "Place", "first_cause", "is_follower", "tail"]
+__all__ = ["RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
 
 LOG_LINES = 20
 LOG_BYTES = 16 * 1024
-"""How much of the end of a log is read, and told: a process may have written without end, or without line ends."""
+"""Bytes at the end of a log that are read and shown: a process may have written very much, or very long lines."""
 
 LOG_SECONDS = 15.0
-"""How long a log on another node is waited for: it is read by a process that Ray may have to start there."""
+"""Timeout of reading a log on another node, by a task for which Ray may have to start a process there."""
 
 FOLLOWERS = (
     "connection closed by peer",
@@ -32,17 +32,24 @@ FOLLOWERS = (
     "remote process exited",
     "communicator was aborted",
 )
-"""What a rank says whose peer has gone: the consequence of another rank's failure, not a cause."""
+"""Texts of errors of a rank that has lost a peer: consequences of another rank's failure, not causes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands: its role, rank and coordinates, and the process it runs in (None while that is unknown)."""
+class RankLabel:
+    """A rank as error messages name it.
+
+    Attributes:
+        role: the role that was called.
+        rank: the rank in the group.
+        coordinates: its index on each axis; empty if unknown.
+        info: the process that it runs in; None if that has not reported yet.
+    """
 
     role: str
     rank: int
     coordinates: Mapping[str, int]
-    info: HostInfo | None
+    info: ProcessInfo | None
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={index}" for axis, index in self.coordinates.items())
@@ -51,102 +58,112 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """One rank's failure in one method, as Ray raised it."""
+class RankFailure:
+    """The failure of one rank in one method.
 
-    place: Place
+    Attributes:
+        label: the rank.
+        method: name of the method.
+        error: the exception, as Ray raised it.
+        call: the call that failed, compared by identity.
+    """
+
+    label: RankLabel
     method: str
     error: BaseException
-    flight: Any = None  # the call it belongs to, compared by identity
+    call: Any = None
 
     @property
     def upstream(self) -> bool:
-        """Whether another process, mostly of another group, failed to make an argument of the call."""
+        """Whether another process, usually of another group, failed to produce an argument of the call."""
         return self.cause is not None and not self._is_own(self.cause)
 
     def _is_own(self, cause: GroupError) -> bool:
-        fields, info = cause.fields, self.place.info
+        fields, info = cause.fields, self.label.info
         here = info is None or (fields.get("node"), fields.get("pid")) == (info.node, info.pid)
-        return here and fields.get("role") == self.place.role
+        return here and fields.get("role") == self.label.role
 
     @property
     def cause(self) -> GroupError | None:
-        """The structured error that the host raised; None where the process ended instead."""
+        """The error of this project that the worker process raised; None if the process ended instead."""
         cause = getattr(self.error, "cause", None)
         return cause if isinstance(cause, GroupError) else None
 
     @property
     def died(self) -> bool:
+        """Whether the process ended."""
         return isinstance(self.error, ray.exceptions.RayActorError)
 
     @property
     def follows(self) -> bool:
+        """Whether the rank failed because it lost a peer."""
         return isinstance(self.cause, WorkerError) and is_follower(self.cause.cause)
 
     @property
     def at(self) -> float:
-        """Seconds since the epoch, by the clock of the failed rank; a process that died could not say."""
+        """Seconds since the epoch, by the clock of the failed rank; infinity for a process that died."""
         return getattr(self.cause, "failed_at", float("inf"))
 
 
 def is_follower(cause: str) -> bool:
-    """Whether a worker's exception tells of a lost peer."""
+    """Whether the text of a worker's exception says that it lost a peer."""
     return any(sign in cause.lower() for sign in FOLLOWERS)
 
 
-def first_cause(failures: Sequence[Failure]) -> GroupError:
-    """The error to raise for these failures: causes before followers, the earliest first, the others counted.
+def first_cause(failures: Sequence[RankFailure]) -> GroupError:
+    """Return the error to raise for these failures: the earliest cause, with the number of other ranks that failed.
 
-    What another process failed in comes after what the group itself did.
+    Failures after the loss of a peer come last; failures of other processes come after those of the group itself.
     """
-    first = min(failures, key=lambda failure: (failure.follows, failure.upstream, failure.at, failure.place.rank))
+    first = min(failures, key=lambda failure: (failure.follows, failure.upstream, failure.at, failure.label.rank))
     followers = len(failures) - 1
     if first.died:
         return _died(first, followers)
     if isinstance(first.cause, WorkerError) and not first.upstream:
-        return _raised(first.cause, first.place, followers)
+        return _raised(first.cause, first.label, followers)
     if first.cause is not None:
         return first.cause
     return _unexpected(first, followers)
 
 
-def _raised(error: WorkerError, place: Place, followers: int) -> WorkerError:
-    message = f"{place} failed in {error.method}: {error.cause}{_counted(followers)}\n{error.worker_traceback}"
-    known = {"coordinates": dict(place.coordinates), "followers": followers}
+def _raised(error: WorkerError, label: RankLabel, followers: int) -> WorkerError:
+    label = label if label.coordinates else replace(label, coordinates=error.coordinates)  # the worker's own report
+    message = f"{label} failed in {error.method}: {error.cause}{_counted(followers)}\n{error.worker_traceback}"
+    known = {"coordinates": dict(label.coordinates), "followers": followers}
     return WorkerError(message, **{**error.fields, **known})
 
 
-def _unexpected(failure: Failure, followers: int) -> WorkerError:
-    """An exception outside the worker's method: arguments or a value that could not be carried."""
+def _unexpected(failure: RankFailure, followers: int) -> WorkerError:
+    """Return the error for an exception outside the worker's method: arguments or a value that could not be sent."""
     text = f"{type(failure.error).__name__}: {failure.error}"
     return WorkerError(
-        f"{failure.place} failed in {failure.method}: {text}{_counted(followers)}",
-        **_where(failure),
+        f"{failure.label} failed in {failure.method}: {text}{_counted(followers)}",
+        **_rank_fields(failure),
         cause=text,
         worker_traceback=text,
         followers=followers,
     )
 
 
-def _died(failure: Failure, followers: int) -> WorkerDied:
+def _died(failure: RankFailure, followers: int) -> WorkerDied:
     exit_cause = _exit_cause(str(failure.error))
-    log_tail = tail(failure.place.info)
+    log_tail = tail(failure.label.info)
     return WorkerDied(
-        f"{failure.place} died in {failure.method}: {exit_cause}{_counted(followers)}\n"
+        f"{failure.label} died in {failure.method}: {exit_cause}{_counted(followers)}\n"
         f"last lines of its log:\n{log_tail}",
-        **_where(failure),
+        **_rank_fields(failure),
         exit_cause=exit_cause,
         log_tail=log_tail,
         followers=followers,
     )
 
 
-def _where(failure: Failure) -> dict[str, Any]:
-    info = failure.place.info
+def _rank_fields(failure: RankFailure) -> dict[str, Any]:
+    info = failure.label.info
     return {
-        "role": failure.place.role,
-        "rank": failure.place.rank,
-        "coordinates": dict(failure.place.coordinates),
+        "role": failure.label.role,
+        "rank": failure.label.rank,
+        "coordinates": dict(failure.label.coordinates),
         "node": info.node if info else None,
         "pid": info.pid if info else None,
         "method": failure.method,
@@ -158,16 +175,16 @@ def _counted(followers: int) -> str:
 
 
 def _exit_cause(text: str) -> str:
-    """Ray's account of the death without its headers and its list of general advice."""
+    """Return Ray's description of the death without its headers and its list of general advice."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("The actor is dead because") or "Worker exit" in line]
-    return " ".join(told or lines[-1:]).split(" Some common causes include")[0]
+    causes = [line for line in lines if line.startswith("The actor is dead because") or "Worker exit" in line]
+    return " ".join(causes or lines[-1:]).split(" Some common causes include")[0]
 
 
-def tail(info: HostInfo | None, timeout: float = LOG_SECONDS) -> str:
-    """The last lines that a process wrote, read on its own node; says why when they cannot be had."""
+def tail(info: ProcessInfo | None, timeout: float = LOG_SECONDS) -> str:
+    """Return the last lines that a process wrote, read on its node, or why they are not available."""
     if info is None or not info.log:
-        return "(the process had not said where its log is)"
+        return "(the process ended before it reported the path of its log)"
     if info.node_id == ray.get_runtime_context().get_node_id():
         return _read_tail(info.log)
     there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
@@ -175,11 +192,11 @@ def tail(info: HostInfo | None, timeout: float = LOG_SECONDS) -> str:
     try:
         return ray.get(ref, timeout=timeout)
     except (ray.exceptions.RayError, TimeoutError) as error:
-        return f"(node {info.node} did not give its log: {type(error).__name__})"
+        return f"(the log could not be read on node {info.node}: {type(error).__name__})"
 
 
 def _read_tail(paths: Sequence[str]) -> str:
-    """The last lines of each file; standard error, which tells most, comes last."""
+    """Return the last lines of each file; standard error, which says most, comes last."""
     lines: list[str] = []
     for path in paths:
         if os.path.exists(path):

@@ -1,4 +1,4 @@
-"""The start of a group: every process at once, and none waited for before all are on their way."""
+"""Start of a group: start all processes at once, then construct the workers in all of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import ray
 
-from mcontroller.errors import ResourceError
-from mcontroller.ray.detached import NAMESPACE, Announced
-from mcontroller.ray.host import Identity, WorkerHost
-from mcontroller.ray.hosts import Flight, Hosts, Processes
-from mcontroller.ray.resource_pool import RayResourcePool, Tenancy
-from mcontroller.ray.wire import pack
+from mcontroller.errors import ConfigError, ResourceError
+from mcontroller.ray.detached import NAMESPACE, RecordedLease
+from mcontroller.ray.process import Identity, WorkerProcess
+from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
+from mcontroller.ray.supervision import GroupProcesses, ProcessHandles, SentCall
+from mcontroller.ray.wire import Packed, pack
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
 __all__ = ["launch"]
@@ -29,109 +29,154 @@ def launch(
     options: Mapping[str, Any],
     detached: bool,
     timeout: float | None,
-) -> Hosts:
-    """Starts one process on every place of ``pool`` and constructs the workers of ``roles`` in each of them.
+) -> GroupProcesses:
+    """Start one process in every bundle of a pool and construct the workers in each of them.
 
-    Raises ResourceError where the pool has no slot, or ends with its driver and the group shall not; WorkerError,
-    WorkerDied or CallTimeout (after ``timeout`` seconds) where a rank does not come up, and leaves nothing of the group
-    then.
+    If it raises, nothing of the group is left.
+
+    Args:
+        pool: the pool.
+        name: name of the group.
+        roles: the worker classes with their init arguments, by role.
+        options: Ray's options for the processes.
+        detached: whether the group outlives this driver.
+        timeout: deadline in seconds.
+
+    Raises:
+        ConfigError: a worker class or an init argument cannot be pickled.
+        ResourceError: the pool has no free slot, or is not detached although the group is.
+        WorkerError: a worker's constructor raised.
+        WorkerDied: a process ended.
+        CallTimeout: the start took longer than ``timeout``.
     """
     if not ray.is_initialized():
         raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")
     if detached and not pool.detached:
         raise ResourceError(
-            f"group {name!r} is to outlive its driver, and pool {pool.name_prefix!r} would not, nor what runs in it: "
-            "make the pool with detached=True",
+            f"group {name!r} has detached=True, but pool {pool.name_prefix!r} ends with its driver, and ends every "
+            "group in it: create the pool with detached=True",
             name=name,
             pool=pool.name_prefix,
         )
-    tenancy = pool.occupy(name)
+    packed = {role: _pack_init(init) for role, init in roles.items()}
+    lease = pool.lease(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
-    processes = Processes([], [], [], tenancy)
-    announced: Announced | None = None
+    handles = ProcessHandles([], [], [], lease)
+    recorded: RecordedLease | None = None
     try:
         if detached:
-            announced = Announced(unique, tenancy, {role: init.cls for role, init in roles.items()})
-            processes.places = announced
-        _start(processes, pool, tenancy, unique, options, detached)
-        hosts = Hosts(name, processes, detached=detached)
-        flight = _build(hosts, pool, tenancy, roles, timeout)
-        hosts.depart(flight)
-        with _progress(name, flight.refs) as show:
-            show(hosts, flight)
-            hosts.settle(flight)
-        if announced is not None:
-            announced.ready(processes)
+            recorded = RecordedLease(unique, lease, {role: init.cls for role, init in roles.items()})
+            handles.lease = recorded
+        _start(handles, pool, lease, unique, options, detached)
+        processes = GroupProcesses(name, handles, detached=detached)
+        call = _build(processes, pool, lease, packed, timeout)
+        processes.watch(call)
+        with _progress(name, call.refs) as show:
+            show(processes, call)
+            processes.settle(call)
+        if recorded is not None:
+            recorded.complete(handles)
     except BaseException:
-        processes.end()
+        handles.end()
         raise
-    return hosts
+    return processes
+
+
+def _pack_init(init: ClassWithInitArgs[Any]) -> Packed:
+    """Serialize a worker class and its init arguments; raise ConfigError that names the one that cannot be pickled."""
+    try:
+        packed: Packed = pack((init.cls, init.args, init.kwargs))
+    except Exception as error:
+        name = init.cls.__name__
+        positional = {f"argument {index}": value for index, value in enumerate(init.args)}
+        named = {f"argument {key!r}": value for key, value in init.kwargs.items()}
+        for what, value in {f"class {name}": init.cls, **positional, **named}.items():
+            if _fails_to_pack(value):
+                of = "" if value is init.cls else f" of {name}, {type(value).__name__},"
+                raise ConfigError(
+                    f"{what}{of} cannot be sent to the worker processes: {type(error).__name__}: {error}. Pass "
+                    f"something that can be pickled, and make the rest of it in {name}.__init__",
+                    key=what,
+                    value=value,
+                ) from error
+        raise
+    return packed
+
+
+def _fails_to_pack(value: Any) -> bool:
+    try:
+        pack(value)
+    except Exception:
+        return True
+    return False
 
 
 def _start(
-    processes: Processes,
+    handles: ProcessHandles,
     pool: RayResourcePool,
-    tenancy: Tenancy,
+    lease: SlotLease,
     unique: str,
     options: Mapping[str, Any],
     detached: bool,
 ) -> None:
     share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0}
-    for rank, bundle in enumerate(tenancy.bundles):
+    for rank, bundle in enumerate(lease.bundles):
         name = f"{unique}/{rank}"
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
-        processes.names.append(name)
-        processes.handles.append(_Actor.options(**chosen).remote())
-    processes.introductions.extend(handle.introduce.remote() for handle in processes.handles)
+        handles.names.append(name)
+        handles.actors.append(_Actor.options(**chosen).remote())
+    handles.info_refs.extend(actor.get_info.remote() for actor in handles.actors)
 
 
 def _build(
-    hosts: Hosts,
+    processes: GroupProcesses,
     pool: RayResourcePool,
-    tenancy: Tenancy,
-    roles: Mapping[str, ClassWithInitArgs[Any]],
+    lease: SlotLease,
+    packed: Mapping[str, Packed],
     timeout: float | None,
-) -> Flight:
-    handles = hosts.processes.handles
-    endpoint = handles[0].reserve_endpoint.remote()
-    packed = [pack((init.cls, init.args, init.kwargs)).as_argument() for init in roles.values()]
-    index = {role: position for position, role in enumerate(roles)}
+) -> SentCall:
+    actors = processes.handles.actors
+    endpoint = actors[0].reserve_endpoint.remote()
+    arguments = [each.as_argument() for each in packed.values()]
+    index = {role: position for position, role in enumerate(packed)}
     refs = [
-        handle.build.remote(identity, endpoint, index, *packed)
-        for handle, identity in zip(handles, _identities(pool, hosts.name, tenancy), strict=True)
+        actor.build.remote(identity, endpoint, index, *arguments)
+        for actor, identity in zip(actors, _identities(pool, processes.name, lease), strict=True)
     ]
-    first_role = next(iter(roles))
-    return Flight(first_role, "__init__", tuple(range(len(handles))), refs, timeout)
+    first_role = next(iter(packed))
+    return SentCall(first_role, "__init__", tuple(range(len(actors))), refs, timeout)
 
 
-def _identities(pool: RayResourcePool, name: str, tenancy: Tenancy) -> Iterator[Identity]:
-    """Every rank's variables as torchrun would set them, local ranks counting the visible GPUs of a node.
+def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[Identity]:
+    """Yield the identity of every rank, with the variables that torchrun would set and the GPUs that it can see.
 
-    Ranks of a pool without GPUs can see none.
+    LOCAL_RANK is the index of the rank's GPU among those of its node; ranks of a pool without GPUs see none.
     """
     locals_ = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
-    for rank, (bundle, (local_rank, local_size)) in enumerate(zip(tenancy.bundles, locals_, strict=True)):
+    for rank, (bundle, (local_rank, local_size)) in enumerate(zip(lease.bundles, locals_, strict=True)):
         environment = RankEnvironment(rank, pool.world_size, local_rank, local_size)
         env = {**environment.variables(), "RAY_LOCAL_RANK": str(local_rank), "RAY_LOCAL_WORLD_SIZE": str(local_size)}
         if not pool.use_gpu:
-            env["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves the node's own, or the runtime_env's, to actors without GPUs
+            env["CUDA_VISIBLE_DEVICES"] = (
+                ""  # Ray keeps the value of the node, or of the runtime_env, for actors without GPUs
+            )
             yield Identity(name, rank, env)
             continue
-        mine = [other.gpu for other in tenancy.bundles if other.group.id == bundle.group.id]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+        gpus = [other.gpu for other in lease.bundles if other.group.id == bundle.group.id]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         yield Identity(name, rank, env, local_rank)
 
 
-_Actor: Any = ray.remote(WorkerHost)
-"""Made once: Ray keeps every class that it was given for as long as the cluster stands."""
+_Actor: Any = ray.remote(WorkerProcess)
+"""Made once, because Ray keeps every actor class as long as the cluster exists."""
 
 
 @contextmanager
 def _progress(name: str, refs: list[Any]) -> Iterator[Any]:
-    """A bar of the ranks that are up, where someone is looking at a terminal."""
+    """Show a progress bar of the ranks that have started, if standard error is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda hosts, flight: None
+        yield lambda processes, call: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -140,9 +185,9 @@ def _progress(name: str, refs: list[Any]) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"starting {name}", total=len(refs))
 
-        def show(hosts: Hosts, flight: Flight) -> None:
+        def show(processes: GroupProcesses, call: SentCall) -> None:
             waiting = list(refs)
-            while waiting and not hosts.wait(flight, 0.2):
+            while waiting and not processes.wait(call, 0.2):
                 waiting = ray.wait(refs, num_returns=len(refs), timeout=0)[1]
                 bar.update(task, completed=len(refs) - len(waiting))
 

@@ -1,6 +1,6 @@
-"""Bundles reserved in the cluster: one placement group per declared node, found again in a stable order.
+"""Reservation of bundles in the cluster: one placement group for each declared node, in a stable order of ranks.
 
-A reservation is held from its first tenant to its last, or until it is released when it was asked for by name.
+A reservation lasts from the first group in it to the last; one made by ``RayResourcePool.reserve`` until its release.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -24,13 +24,19 @@ __all__ = ["Bundle", "NodeShape", "Reservation", "by_address", "check_fits", "fi
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
-    """What one declared node asks for: ``processes`` bundles of these resources, all on one node."""
+    """The resources of one declared node.
+
+    Attributes:
+        processes: number of bundles, all on the same node.
+        bundle: name and amount of each resource of one bundle.
+    """
 
     processes: int
     bundle: tuple[tuple[str, float], ...]
 
     @property
     def total(self) -> dict[str, float]:
+        """The resources of all bundles together."""
         return {name: amount * self.processes for name, amount in self.bundle}
 
     def __str__(self) -> str:
@@ -39,24 +45,41 @@ class NodeShape:
 
 @dataclass(eq=False, slots=True)
 class Bundle:
-    """One place in the cluster that hosts as many processes as the pool has slots; ``tenants`` has one entry a slot."""
+    """One bundle of a placement group: a GPU, or CPUs, for one process of each of several groups.
+
+    Attributes:
+        group: the placement group.
+        index: index in the placement group.
+        node: index of the declared node, in rank order.
+        local_rank: index on the node.
+        address: address of the node.
+        gpu: index of the GPU on the node; None without a GPU.
+        holders: the group that holds each slot; None for a free slot.
+    """
 
     group: PlacementGroup
     index: int
-    node: int  # index of the declared node, in rank order
+    node: int
     local_rank: int
     address: str
     gpu: int | None
-    peer_gpus: tuple[int, ...]  # of all bundles of this node, in local rank order
-    tenants: list[str | None] = field(default_factory=list)
+    holders: list[str | None] = field(default_factory=list)
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """The scheduling strategy of a process in this bundle."""
         return PlacementGroupSchedulingStrategy(self.group, self.index)
 
 
 class Reservation:
-    """Bundles of these shapes, taken on demand: ``bundles()`` reserves them, ``leave`` gives them back."""
+    """Bundles of these shapes. ``bundles()`` reserves them on demand, ``release`` returns them to the cluster.
+
+    Args:
+        shapes: the declared nodes.
+        slots: slots of each bundle.
+        name: name of the pool, for the names of the placement groups.
+        detached: whether the placement groups outlive this driver.
+    """
 
     def __init__(self, shapes: Sequence[NodeShape], slots: int, name: str, detached: bool) -> None:
         self.shapes = tuple(shapes)
@@ -70,40 +93,30 @@ class Reservation:
         if not detached:
             weakref.finalize(self, _remove, self._groups)
 
-    @classmethod
-    def attached(cls, groups: Sequence[PlacementGroup], shapes: Sequence[NodeShape], slots: int, name: str) -> Self:
-        """The detached reservation that another driver made."""
-        reservation = cls(shapes, slots, name, detached=True)
-        reservation._hold(groups)
-        return reservation
-
     @property
     def held(self) -> bool:
-        """Whether the cluster holds the bundles for us now; a cluster that has been left holds nothing."""
+        """Whether the bundles are reserved now, in the cluster that this driver is connected to."""
         return bool(self._bundles) and self._session == session()
 
     def bundles(self, timeout: float = 10.0) -> list[Bundle]:
-        """The bundles in rank order, reserved if they are not yet.
+        """Return the bundles in rank order; reserve them if they are not reserved yet.
 
-        Raises ResourceError at once for what the cluster does not have, and after ``timeout`` seconds for what is
-        taken by others.
+        Raises:
+            ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds).
         """
         if not self.held:
-            self._hold(_reserve(self.shapes, self.name, self.detached, timeout))
+            self._groups[:] = _reserve(self.shapes, self.name, self.detached, timeout)
+            self._bundles = _in_rank_order(self._groups, self.slots)
+            self._session = session()
         return self._bundles
 
-    def _hold(self, groups: Sequence[PlacementGroup]) -> None:
-        self._groups[:] = groups
-        self._bundles = _in_rank_order(groups, self.slots)
-        self._session = session()
-
-    def leave(self) -> None:
-        """Gives the bundles back when nobody is left on them and nobody asked for them to be kept."""
-        if not self.pinned and not any(tenant for bundle in self._bundles for tenant in bundle.tenants):
+    def release_if_unused(self) -> None:
+        """Release the bundles if no group holds a slot of them, unless the reservation is pinned."""
+        if not self.pinned and not any(holder for bundle in self._bundles for holder in bundle.holders):
             self.release()
 
     def release(self) -> None:
-        """Gives the bundles back now; whatever still runs on them is ended by Ray."""
+        """Return the bundles to the cluster. Ray ends every process that still runs in them."""
         if self.held:
             _remove(self._groups)
         self._groups.clear()
@@ -118,7 +131,7 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 def by_address(address: str) -> tuple[int, int, str]:
-    """Sorts addresses as numbers, so that 10.0.0.9 comes before 10.0.0.10; names that are no addresses come last."""
+    """Key that sorts addresses as numbers: 10.0.0.9 comes before 10.0.0.10. Host names come last."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -127,7 +140,7 @@ def by_address(address: str) -> tuple[int, int, str]:
 
 
 def fits(shapes: Iterable[NodeShape], nodes: Sequence[dict[str, float]]) -> bool:
-    """Whether every shape finds a node, several shapes sharing one where there is room (first fit, largest first)."""
+    """Whether every shape fits on a node; several may share one that has room (first fit, largest first)."""
     left = [dict(node) for node in nodes]
     for shape in sorted(shapes, key=lambda shape: -shape.processes):
         for node in left:
@@ -141,13 +154,13 @@ def fits(shapes: Iterable[NodeShape], nodes: Sequence[dict[str, float]]) -> bool
 
 
 def check_fits(shapes: Sequence[NodeShape], name: str) -> None:
-    """Raises ResourceError when the cluster, were it empty, would have no room for all of these."""
+    """Raise ResourceError if the cluster has no room for all shapes together, even if nothing else ran on it."""
     if not fits(shapes, _nodes()):
-        raise _too_large(shapes, name, "the cluster does not have it")
+        raise _resource_error(shapes, name, "the cluster does not have it")
 
 
 def session() -> tuple[str, str] | None:
-    """Names this driver's time with its cluster; None where Ray does not run."""
+    """Identify this driver's connection to its cluster; None if it is not connected."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -167,7 +180,7 @@ def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: fl
         if not group.wait(max(0.0, deadline - time.monotonic())):
             for each in groups:
                 remove_placement_group(each)
-            raise _too_large(shapes, name, f"it did not become free within {timeout:g} s")
+            raise _resource_error(shapes, name, f"it did not become free within {timeout:g} s")
     return groups
 
 
@@ -176,7 +189,7 @@ def _nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in sorted(alive, key=lambda node: by_address(node["NodeManagerAddress"]))]
 
 
-def _too_large(shapes: Sequence[NodeShape], name: str, why: str) -> ResourceError:
+def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> ResourceError:
     nodes = _nodes()
     resources = {resource for shape in shapes for resource in shape.total}
     exists = [{name: node.get(name, 0) for name in sorted(resources)} for node in nodes]
@@ -189,9 +202,14 @@ def _too_large(shapes: Sequence[NodeShape], name: str, why: str) -> ResourceErro
         {entry["name"].rsplit("/", 2)[0] for entry in placement_group_table().values() if entry["state"] == "CREATED"}
     )
     by = f" by {', '.join(holders)}" if holders else ""
+    no_gpus = "GPU" in resources and not any(node["GPU"] for node in exists)
+    fix = (
+        "No node has a GPU: pass use_gpu=False to RayResourcePool for processes on CPUs"
+        if no_gpus
+        else "Ask for fewer processes or slots, or start Ray with more"
+    )
     return ResourceError(
-        f"pool {name!r} asks for {asked}, and {why}: {len(nodes)} node(s) with {has}; taken: {used}{by}. "
-        "Ask for fewer processes or slots, or start Ray with more",
+        f"pool {name!r} asks for {asked}, and {why}: {len(nodes)} node(s) with {has}; taken: {used}{by}. {fix}",
         asked=[shape.total for shape in shapes],
         exists=exists,
         taken=taken,
@@ -200,24 +218,22 @@ def _too_large(shapes: Sequence[NodeShape], name: str, why: str) -> ResourceErro
 
 
 def _in_rank_order(groups: Sequence[PlacementGroup], slots: int) -> list[Bundle]:
-    """Nodes by address, then GPUs by index, so that a restart puts every rank where it was."""
+    """Order bundles by node address, then by GPU index, so that a restart puts every rank where it was."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    placed: list[tuple[Any, PlacementGroup, str]] = []
+    located: list[tuple[Any, PlacementGroup, str]] = []
     for position, group in enumerate(groups):
         node_ids = placement_group_table(group)["bundles_to_node_id"]
         address = addresses[node_ids[0]]
-        placed.append(((by_address(address), position), group, address))
+        located.append(((by_address(address), position), group, address))
     bundles: list[Bundle] = []
-    for node, (_, group, address) in enumerate(sorted(placed, key=lambda entry: entry[0])):
-        order = _by_gpu(group)
-        gpus = tuple(gpu for gpu, _ in order if gpu is not None)
-        for local_rank, (gpu, index) in enumerate(order):
-            bundles.append(Bundle(group, index, node, local_rank, address, gpu, gpus, [None] * slots))
+    for node, (_, group, address) in enumerate(sorted(located, key=lambda entry: entry[0])):
+        for local_rank, (gpu, index) in enumerate(_by_gpu(group)):
+            bundles.append(Bundle(group, index, node, local_rank, address, gpu, [None] * slots))
     return bundles
 
 
 def _by_gpu(group: PlacementGroup) -> list[tuple[int | None, int]]:
-    """GPU index and bundle index of every bundle of a node, by GPU; None where bundles have no GPU."""
+    """Return GPU index and bundle index of every bundle of a node, by GPU; the former is None without GPUs."""
     indices = range(group.bundle_count)
     if "GPU" not in group.bundle_specs[0]:
         return [(None, index) for index in indices]

@@ -1,26 +1,50 @@
-"""Pools: places for processes in the cluster, and who sits in which of their slots."""
+"""Pools of bundles in the cluster, the slots that groups lease in them, and the pools of several roles."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Self
 
+import ray
 from ray.util.placement_group import PlacementGroup
 
-from mcontroller.errors import ResourceError
-from mcontroller.ray.reservation import Bundle, NodeShape, Reservation
+from mcontroller.errors import ConfigError, ResourceError
+from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 
-__all__ = ["RayResourcePool", "ResourcePool", "extract_pg_from_exist", "merge_resource_pool"]
+__all__ = [
+    "RayResourcePool",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
+    "SlotLease",
+    "extract_pg_from_exist",
+    "merge_resource_pool",
+]
 
 _unnamed = itertools.count()
 
 
 class ResourcePool:
-    """How many processes stand on each node, and how many groups may share each place."""
+    """Number of processes on each node, and how many groups may share each bundle.
+
+    Args:
+        process_on_nodes: number of processes on each node.
+        max_colocate_count: slots of each bundle: how many processes, each of another group, may share it.
+
+    Raises:
+        ResourceError: ``process_on_nodes`` is no list, or a count is no positive integer.
+    """
 
     def __init__(self, process_on_nodes: Iterable[int] | None = None, max_colocate_count: int = 1) -> None:
+        if not isinstance(process_on_nodes, Iterable | None) or isinstance(process_on_nodes, str):
+            raise ResourceError(
+                f"process_on_nodes is {process_on_nodes!r}; expected a list with the number of processes on each node: "
+                f"{type(self).__name__}([{process_on_nodes}])",
+                process_on_nodes=process_on_nodes,
+            )
         self._store = list(process_on_nodes or [])
         self.max_colocate_count = max_colocate_count
         if max_colocate_count < 1 or any(not isinstance(count, int) or count < 1 for count in self._store):
@@ -38,25 +62,35 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
+        """Number of processes of a group in the pool."""
         return sum(self._store)
 
     def local_world_size_list(self) -> list[int]:
-        """For every rank, the number of processes on its node."""
+        """Return, for every rank, the number of processes on its node."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For every rank, its index on its node."""
+        """Return, for every rank, its index on its node."""
         return [local for count in self._store for local in range(count)]
 
 
 class RayResourcePool(ResourcePool):
-    """GPUs, or CPU places, of a Ray cluster: ``process_on_nodes[i]`` processes side by side on the i-th node.
+    """GPUs, or CPUs, of a Ray cluster: ``process_on_nodes[i]`` bundles on the i-th node.
 
-    Each place has ``max_colocate_count`` slots; a group takes one slot of every place it stands on, at
-    ``1/max_colocate_count`` of its GPU. Nothing is reserved before the first group comes or ``reserve`` is called, and
-    the cluster has it back when the last group has left or ``shutdown`` is called. Ranks are ordered by node address,
-    then GPU index. ``accelerator_type`` restricts the pool to nodes with such GPUs; a ``detached`` pool stays when
-    its driver ends.
+    A group leases one slot of every bundle, with ``1/max_colocate_count`` of its GPU. The pool is reserved in the
+    cluster when the first group starts or ``reserve`` is called, and released when the last group ends or ``shutdown``
+    is called. Ranks are ordered by node address, then by GPU index.
+
+    Args:
+        process_on_nodes: number of processes on each node.
+        use_gpu: whether each bundle has a GPU; False for processes on CPUs.
+        name_prefix: name of the pool in messages.
+        max_colocate_count: slots of each bundle: how many processes, each of another group, may share it.
+        detached: whether the pool outlives its driver.
+        accelerator_type: use only nodes with GPUs of this type, e.g. ``"H100"``.
+
+    Raises:
+        ResourceError: ``process_on_nodes`` is no list, or a count is no positive integer.
     """
 
     def __init__(
@@ -78,7 +112,7 @@ class RayResourcePool(ResourcePool):
 
     @property
     def shapes(self) -> list[NodeShape]:
-        """What the pool asks of each of its nodes."""
+        """The resources that the pool needs on each of its nodes."""
         bundle: dict[str, float] = {"CPU": self.max_colocate_count}
         if self.use_gpu:
             bundle["GPU"] = 1
@@ -86,12 +120,13 @@ class RayResourcePool(ResourcePool):
             bundle[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return [NodeShape(count, tuple(bundle.items())) for count in self._store]
 
-    # ---- the places ------------------------------------------------------------------------------------------------
+    # ---- bundles ---------------------------------------------------------------------------------------------------
 
     def reserve(self, timeout: float = 10.0) -> Self:
-        """Takes the places in the cluster now and keeps them until ``shutdown``, tenants or not.
+        """Reserve the pool in the cluster now, until ``shutdown``, and return it.
 
-        Raises ResourceError at once when the cluster is too small, and after ``timeout`` seconds when others hold it.
+        Raises:
+            ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds).
         """
         self.bundles(timeout)
         for part in self._parts:
@@ -99,19 +134,23 @@ class RayResourcePool(ResourcePool):
         return self
 
     def bundles(self, timeout: float = 10.0) -> list[Bundle]:
-        """The place of every rank, in rank order, reserved if they are not yet; raises as ``reserve`` does."""
+        """Return the bundle of every rank, in rank order; reserve them if they are not reserved yet.
+
+        Raises:
+            ResourceError: as ``reserve`` does.
+        """
         found = [bundle for part in self._parts for bundle in part.bundles(timeout)]
         nodes = [(id(bundle.group), bundle.node) for bundle in found]
         self._store = [len(list(same)) for _, same in itertools.groupby(nodes)]
         return found
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The placement groups behind the pool, one a node, in rank order; they stay reserved until ``shutdown``."""
+        """Reserve the pool and return its placement groups, one for each node, in rank order."""
         bundles = self.reserve().bundles()
         return list({bundle.group.id: bundle.group for bundle in bundles}.values())
 
     def shutdown(self) -> None:
-        """Gives the places back to the cluster, and ends what still runs there; a second call does nothing."""
+        """Return the bundles to the cluster. Ends every process that still runs in them; a second call does nothing."""
         for part in self._parts:
             part.reservation.release()
 
@@ -121,46 +160,48 @@ class RayResourcePool(ResourcePool):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # ---- the slots -------------------------------------------------------------------------------------------------
+    # ---- slots -----------------------------------------------------------------------------------------------------
 
-    def occupy(self, tenant: str, timeout: float = 10.0) -> Tenancy:
-        """Takes one slot of every place for the group ``tenant``.
+    def lease(self, group: str, timeout: float = 10.0) -> SlotLease:
+        """Take one slot of every bundle for the group of that name.
 
-        Raises ResourceError at once where every slot of a place is taken, naming who has them.
+        Raises:
+            ResourceError: a bundle has no free slot; the message names the groups that hold its slots. Or as
+                ``reserve`` does.
         """
         bundles = self.bundles(timeout)
-        full = [rank for rank, bundle in enumerate(bundles) if None not in bundle.tenants]
+        full = [rank for rank, bundle in enumerate(bundles) if None not in bundle.holders]
         if full:
-            tenants = sorted({name for rank in full for name in bundles[rank].tenants if name})
+            holders = sorted({name for rank in full for name in bundles[rank].holders if name})
             raise ResourceError(
-                f"group {tenant!r} needs a slot on each of the {len(bundles)} places of pool {self.name_prefix!r}, "
-                f"and {len(full)} of them have none left: {self.max_colocate_count} slot(s) a place, taken by "
-                f"{', '.join(tenants)}. Shut one of them down, or raise max_colocate_count",
+                f"group {group!r} needs a slot in each of the {len(bundles)} bundles of pool {self.name_prefix!r}, "
+                f"and {len(full)} of them have no free slot: max_colocate_count is {self.max_colocate_count}, and the "
+                f"slots are taken by {', '.join(holders)}. Shut down one of these groups, or raise max_colocate_count",
                 pool=self.name_prefix,
                 max_colocate_count=self.max_colocate_count,
-                tenants=tenants,
+                holders=holders,
             )
-        slots = [bundle.tenants.index(None) for bundle in bundles]
+        slots = [bundle.holders.index(None) for bundle in bundles]
         for bundle, slot in zip(bundles, slots, strict=True):
-            bundle.tenants[slot] = tenant
-        return Tenancy(tuple(bundles), tuple(slots), tuple(part.reservation for part in self._parts))
+            bundle.holders[slot] = group
+        return SlotLease(tuple(bundles), tuple(slots), tuple(part.reservation for part in self._parts))
 
     @property
-    def tenants(self) -> list[str]:
-        """The groups that have a slot in this pool, by name."""
-        held = [part.bundles() for part in self._parts if part.reservation.held]
-        return sorted({name for bundles in held for bundle in bundles for name in bundle.tenants if name})
+    def holders(self) -> list[str]:
+        """The names of the groups that hold a slot of this pool."""
+        reserved = [part.bundles() for part in self._parts if part.reservation.held]
+        return sorted({name for bundles in reserved for bundle in bundles for name in bundle.holders if name})
 
     def describe(self) -> str:
-        """A table for people: every rank's place, and who sits in its slots."""
+        """Return a table of the bundle of every rank, and the groups that hold its slots."""
         kind = "GPU" if self.use_gpu else "CPU"
-        head = f"pool {self.name_prefix}: {self.world_size} {kind} place(s) x {self.max_colocate_count} slot(s)"
+        head = f"pool {self.name_prefix}: {self.world_size} {kind} bundle(s) x {self.max_colocate_count} slot(s)"
         if not all(part.reservation.held for part in self._parts):
             return f"{head}, not reserved yet"
         rows = [("rank", "node", kind, *(f"slot {slot}" for slot in range(self.max_colocate_count)))]
         for rank, bundle in enumerate(self.bundles()):
             device = bundle.local_rank if bundle.gpu is None else bundle.gpu
-            rows.append((str(rank), bundle.address, str(device), *(tenant or "-" for tenant in bundle.tenants)))
+            rows.append((str(rank), bundle.address, str(device), *(holder or "-" for holder in bundle.holders)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([head, *lines])
@@ -171,9 +212,12 @@ class RayResourcePool(ResourcePool):
     # ---- parts of pools --------------------------------------------------------------------------------------------
 
     def sub_pool(self, start: int, stop: int, name: str | None = None) -> RayResourcePool:
-        """The places of ranks ``start`` to ``stop`` as a pool of their own; their slots stay the same slots.
+        """Return a pool of the bundles of ranks ``start`` to ``stop`` (excluded); it shares their slots.
 
-        Reserves the pool, since only the cluster says which ranks share a node.
+        Reserves the pool, because only the cluster decides which ranks share a node.
+
+        Raises:
+            ResourceError: the pool does not have all of these ranks; or as ``reserve`` does.
         """
         if not 0 <= start < stop <= self.world_size:
             raise ResourceError(
@@ -190,14 +234,21 @@ class RayResourcePool(ResourcePool):
             if low < high:
                 parts.append(_Part(part.reservation, part.start + low, part.start + high))
             offset += len(part)
-        return self._looking_at(parts, name or f"{self.name_prefix}[{start}:{stop}]")
+        return self._pool_of(parts, name or f"{self.name_prefix}[{start}:{stop}]")
 
     def split(self, sizes: int | Sequence[int]) -> list[RayResourcePool]:
-        """Consecutive sub-pools of ``sizes`` places, or all of one size; they must add up to this pool."""
+        """Return consecutive sub-pools of ``sizes`` bundles each.
+
+        Args:
+            sizes: size of each sub-pool, or one size for all of them; must add up to the size of this pool.
+
+        Raises:
+            ResourceError: the sizes do not add up, or one is not positive.
+        """
         counts = [sizes] * (self.world_size // max(sizes, 1)) if isinstance(sizes, int) else list(sizes)
         if sum(counts) != self.world_size or any(count < 1 for count in counts):
             raise ResourceError(
-                f"pool {self.name_prefix!r} has {self.world_size} places; split({sizes}) makes {sum(counts)}: the "
+                f"pool {self.name_prefix!r} has {self.world_size} bundles; split({sizes}) makes {sum(counts)}: the "
                 "sizes must be positive and add up",
                 sizes=sizes,
                 world_size=self.world_size,
@@ -206,7 +257,11 @@ class RayResourcePool(ResourcePool):
         return [self.sub_pool(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
     def merge(self, *others: RayResourcePool) -> RayResourcePool:
-        """One pool over the places of this one and the others, in this order."""
+        """Return one pool with the bundles of this pool and the others, in this order.
+
+        Raises:
+            ResourceError: the pools differ in kind (GPU, slots, detached, accelerator type), or share bundles.
+        """
         for other in others:
             mine, theirs = self._kind(), other._kind()
             if mine != theirs:
@@ -217,13 +272,13 @@ class RayResourcePool(ResourcePool):
                 )
         pools = (self, *others)
         parts = [part for pool in pools for part in pool._parts]
-        _refuse_overlap(parts, [pool.name_prefix for pool in pools])
-        return self._looking_at(parts, "_".join(pool.name_prefix for pool in pools))
+        _check_disjoint(parts, [pool.name_prefix for pool in pools])
+        return self._pool_of(parts, "_".join(pool.name_prefix for pool in pools))
 
     def _kind(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("use_gpu", "max_colocate_count", "detached", "accelerator_type")}
 
-    def _looking_at(self, parts: Sequence[_Part], name: str) -> RayResourcePool:
+    def _pool_of(self, parts: Sequence[_Part], name: str) -> RayResourcePool:
         counts = [count for part in parts for count in part.counts()]
         pool = RayResourcePool(counts, name_prefix=name, **self._kind())  # type: ignore[arg-type]
         pool._parts = tuple(parts)
@@ -245,46 +300,61 @@ class _Part:
         return self.reservation.bundles(timeout)[self.start : self.stop]
 
     def counts(self) -> list[int]:
-        """Processes by node; as declared while nothing is reserved, which only a whole reservation can be."""
+        """Number of processes by node; as declared if not reserved (then the part is the whole reservation)."""
         if not self.reservation.held:
             return [shape.processes for shape in self.reservation.shapes]
         return [len(list(same)) for _, same in itertools.groupby(bundle.node for bundle in self.bundles())]
 
 
 @dataclass(frozen=True, slots=True)
-class Tenancy:
-    """One group's slot on every place it stands on."""
+class SlotLease:
+    """The slots of one group.
+
+    Attributes:
+        bundles: the bundle of each rank.
+        slots: index of the slot in it, by rank.
+        reservations: the reservations that the bundles belong to.
+    """
 
     bundles: tuple[Bundle, ...]
     slots: tuple[int, ...]
     reservations: tuple[Reservation, ...]
 
-    def leave(self) -> None:
-        """Frees the slots, and the places where nobody is left; call it once."""
+    def release(self) -> None:
+        """Free the slots, and release reservations that no group uses any more. Call it once."""
         for bundle, slot in zip(self.bundles, self.slots, strict=True):
-            bundle.tenants[slot] = None
+            bundle.holders[slot] = None
         for reservation in self.reservations:
-            reservation.leave()
+            reservation.release_if_unused()
 
 
-def _refuse_overlap(parts: Sequence[_Part], names: Sequence[str]) -> None:
+def _check_disjoint(parts: Sequence[_Part], names: Sequence[str]) -> None:
     for left, right in itertools.combinations(parts, 2):
         if left.reservation is right.reservation and left.start < right.stop and right.start < left.stop:
-            raise ResourceError(f"pools {', '.join(names)} share places: merge pools that share none", pools=names)
+            raise ResourceError(
+                f"pools {', '.join(names)} share bundles: only pools without common bundles can be merged", pools=names
+            )
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """One pool over the places of both; see ``RayResourcePool.merge``."""
+    """Return one pool with the bundles of both; see ``RayResourcePool.merge``."""
     return rp1.merge(rp2)
 
 
 def extract_pg_from_exist(
     resource_pools: Mapping[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
 ) -> list[PlacementGroup]:
-    """Placement groups, of the pools of the roles named, that have room for each node of ``resource_pool``, in order.
+    """Return a placement group of existing pools for each node of ``resource_pool``, in its order.
 
-    Each placement group serves one node at most, the largest the largest. Raises ResourceError where they do not
-    suffice.
+    Each placement group serves at most one node; the largest serves the largest.
+
+    Args:
+        resource_pools: existing pools by role.
+        src_role_names: the roles whose pools may be used.
+        resource_pool: the pool that needs placement groups.
+
+    Raises:
+        ResourceError: the placement groups are too few or too small.
     """
     sources = [pool for role, pool in resource_pools.items() if role in src_role_names]
     groups = [group for pool in sources for group in pool.get_placement_groups()]
@@ -294,9 +364,92 @@ def extract_pg_from_exist(
     if len(counts) < len(wanted) or any(count < asked for count, (_, asked) in zip(counts, wanted, strict=False)):
         raise ResourceError(
             f"nodes of {resource_pool.store} processes are asked of {', '.join(src_role_names)}, "
-            f"whose placement groups have {counts} places",
+            f"whose placement groups have {counts} bundles",
             asked=list(resource_pool.store),
             exists=counts,
         )
     chosen = {node: group for (node, _), group in zip(wanted, groups, strict=False)}
     return [chosen[node] for node in sorted(chosen)]
+
+
+class Role(Enum):
+    """The roles of models in reinforcement learning."""
+
+    Actor = auto()
+    Rollout = auto()
+    ActorRollout = auto()
+    Critic = auto()
+    RefPolicy = auto()
+    RewardModel = auto()
+    ActorRolloutRef = auto()
+
+
+@dataclass
+class ResourcePoolManager:
+    """Creates the pools of a run, and knows the pool of each role.
+
+    Attributes:
+        resource_pool_spec: number of processes on each node, by name of the pool.
+        mapping: name of the pool of each role.
+        use_gpu: whether the pools have GPUs.
+        max_colocate_count: slots of each bundle; by default one for every role in the pool.
+        resource_pool_dict: the pools by name, after ``create_resource_pool``.
+
+    Raises:
+        ConfigError: a role is mapped to a pool that ``resource_pool_spec`` does not have.
+    """
+
+    resource_pool_spec: Mapping[str, Sequence[int]]
+    mapping: Mapping[Role, str]
+    use_gpu: bool = True
+    max_colocate_count: int | None = None
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for role, name in self.mapping.items():
+            if name not in self.resource_pool_spec:
+                raise ConfigError(
+                    f"{role} is mapped to pool {name!r}; the pools are {', '.join(self.resource_pool_spec)}",
+                    key=str(role),
+                    value=name,
+                )
+
+    def create_resource_pool(self) -> None:
+        """Create every pool, after a check that the cluster has room for all of them together.
+
+        Raises:
+            ResourceError: the cluster is too small; with the resources asked for, existing and taken.
+        """
+        self.resource_pool_dict = {name: self._pool(name) for name in self.resource_pool_spec}
+        if ray.is_initialized():
+            shapes = [shape for pool in self.resource_pool_dict.values() for shape in pool.shapes]
+            check_fits(shapes, ", ".join(self.resource_pool_dict))
+
+    def _pool(self, name: str) -> RayResourcePool:
+        roles = sum(pool == name for pool in self.mapping.values())
+        slots = self.max_colocate_count or max(1, roles)
+        return RayResourcePool(self.resource_pool_spec[name], self.use_gpu, name, max_colocate_count=slots)
+
+    def get_resource_pool(self, role: Role) -> RayResourcePool:
+        """Return the pool of a role.
+
+        Raises:
+            ConfigError: the role is not mapped to a pool.
+            ResourceError: the pools have not been created yet.
+        """
+        if role not in self.mapping:
+            raise ConfigError(
+                f"{role} is mapped to no pool; mapped are {', '.join(map(str, self.mapping))}", key=str(role)
+            )
+        if not self.resource_pool_dict:
+            raise ResourceError("the pools have not been created: call create_resource_pool() first")
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Return the number of bundles of all pools together."""
+        return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
+
+    def shutdown(self) -> None:
+        """Shut down all pools."""
+        for pool in self.resource_pool_dict.values():
+            pool.shutdown()

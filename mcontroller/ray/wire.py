@@ -1,36 +1,61 @@
-"""What travels between processes: a value as one small pickle, and its large buffers beside it, never inside.
+"""Serialization of values between processes: one small pickle, with its large buffers out of band.
 
-Ray stores the buffers of a ``Packed`` as they are and maps them into every reader, so a value is serialized once
-and written once. The reader gets memory of its own (``Packed.unpack``), which it may write into. Tensors travel as
-their own bytes, whatever their dtype; object references and actor handles inside a value stay under Ray's counting.
+Ray stores the buffers of a ``Packed`` as they are and maps them into every reader, so a value is serialized once and
+written once. Each reader gets private memory (``Packed.unpack``) that it may write into. Tensors of every dtype travel
+as raw bytes. Ray counts the references of object references and actor handles inside a value, as it does elsewhere.
+
+Large buffers of the object store are mapped again as private memory instead of being copied. The store is one file in
+shared memory, which every reader maps and none may write. In a private mapping of the same range, the kernel copies a
+page at the first write to it, so nothing is copied that is only read. Read by 4 ranks on 2 cores, a batch takes, mapped
+(copied): 15 MB 25 (45) ms, 120 MB 32 (319) ms; if the method reads every element, 29 (62) and 73 (235) ms. Each rank
+holds 15 and 103 MB less. Without access to the file (another platform, a raylet of another user, a small buffer, a
+buffer outside the store), the buffer is copied.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
+import os
 import pickle
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from mcontroller.data.tensordicts import is_tensordict_itself
-from mcontroller.ray.memory import private_copies
 
-__all__ = ["INLINE_BYTES", "IN_BAND_BYTES", "Packed", "carried", "opened", "pack", "unpack"]
+__all__ = [
+    "INLINE_BYTES",
+    "IN_BAND_BYTES",
+    "MAPPED_BYTES",
+    "Packed",
+    "encode",
+    "open_argument",
+    "pack",
+    "private_copies",
+    "unpack",
+]
 
 INLINE_BYTES = 64 * 1024
-"""A value up to this size goes inline with the task that reads it, below Ray's own limit of 100 KiB a task."""
+"""Values up to this size are sent inline with the task that reads them; Ray's own limit is 100 KiB a task."""
 
 IN_BAND_BYTES = 1024
-"""Below this size a buffer costs more than a copy of it inside the pickle."""
+"""Buffers below this size are copied into the pickle, which costs less than an extra buffer."""
+
+MAPPED_BYTES = 1 << 20
+"""Objects of the store below this size are copied, which costs less than a mapping."""
 
 _PLAIN = (type(None), bool, int, float)
 
@@ -38,43 +63,48 @@ _arriving: ContextVar[list[Any]] = ContextVar("_arriving")
 
 
 class Packed(NamedTuple):
-    """A pickled value: ``data`` without its buffers, ``buffers`` out of band, ``held`` the Ray handles inside it.
+    """A pickled value.
 
-    ``head``, of plain values, is what the reader has to know before it reads the value.
+    Attributes:
+        data: the pickle, without the buffers.
+        buffers: the out-of-band buffers.
+        held: Ray's object references and actor handles inside the value.
+        header: plain values for the reader, which can be read without unpickling the value.
     """
 
     data: bytes
     buffers: list[Any]
     held: list[Any]
-    head: tuple[Any, ...] = ()
+    header: tuple[Any, ...] = ()
 
     @property
     def nbytes(self) -> int:
+        """Size of the pickle and the buffers."""
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     @property
     def large(self) -> bool:
-        """Whether it is worth a place in the object store, instead of going inline."""
+        """Whether it goes to the object store instead of inline."""
         return self.nbytes > INLINE_BYTES
 
     def as_argument(self) -> Any:
-        """What to pass to any number of tasks: a ref to its one copy in the store, or bytes, which Ray does not pickle.
+        """Return what to pass to any number of tasks: a reference to one copy in the store, or bytes.
 
-        A small value that holds handles is passed as it is, for Ray to count them.
+        Ray does not pickle bytes again. A small value with handles is returned as it is, so that Ray counts them.
         """
         if self.large:
             return ray.put(self)
-        return self if self.held else pickle.dumps((self.head, self.data, self._copied()), 5)
+        return self if self.held else pickle.dumps((self.header, self.data, self._copied()), 5)
 
     def inline(self) -> bytes:
-        """All of it but the head as bytes, the buffers copied."""
+        """Return everything but the header as bytes; the buffers are copied."""
         return pickle.dumps(self._replace(buffers=self._copied()), 5) if self.buffers else self.data
 
     def _copied(self) -> list[bytearray]:
         return [bytearray(memoryview(buffer)) for buffer in self.buffers]
 
     def unpack(self, shared: bool = False) -> Any:
-        """The value, in memory that only this process sees; ``shared`` leaves the columns of batches ``Unread``."""
+        """Return the value in private memory; ``shared`` leaves the columns of batches ``Unread``."""
         views = [memoryview(buffer).toreadonly() for buffer in self.buffers]
         return _load(self.data, views if shared else private_copies(views), self.held)
 
@@ -89,24 +119,25 @@ def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
         _arriving.reset(token)
 
 
-def opened(argument: Any) -> tuple[tuple[Any, ...], Callable[[], Any]]:
-    """The head of what ``as_argument`` made, and what reads the value, in memory that only this process sees."""
+def open_argument(argument: Any) -> tuple[tuple[Any, ...], Callable[[], Any]]:
+    """Return the header of an ``as_argument``, and a function that reads the value into private memory."""
     if isinstance(argument, bytes):
-        head, data, buffers = pickle.loads(argument)
-        return head, partial(_load, data, buffers, [])
-    return argument.head, argument.unpack
+        header, data, buffers = pickle.loads(argument)
+        return header, partial(_load, data, buffers, [])
+    return argument.header, argument.unpack
 
 
-def carried(value: Any) -> Any:
-    """``value`` as a task gives it back: plain, or as bytes while it is small, or as a ``Packed``; see ``unpack``."""
+def encode(value: Any) -> Any:
+    """Return ``value`` as a task returns it: plain, as bytes if it is small, or as a ``Packed``; see ``unpack``."""
     packed = pack(value)
     return packed if not isinstance(packed, Packed) or packed.large or packed.held else packed.inline()
 
 
 def pack(value: Any) -> Any:
-    """``value`` ready to travel: a ``Packed``, or itself where it is a plain number, None or a bool.
+    """Serialize a value: return a ``Packed``, or the value itself if it is None, a bool or a number.
 
-    Raises DataError for a tensor that cannot travel (sparse, quantized), before anything is sent.
+    Raises:
+        DataError: a tensor cannot be sent (sparse or quantized).
     """
     if isinstance(value, _PLAIN):
         return value
@@ -117,7 +148,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any, *, shared: bool = False) -> Any:
-    """The value that was carried or packed, in memory that only this process sees; ``shared`` as in ``Packed``."""
+    """Return the value of an ``encode`` or ``pack``, in private memory; ``shared`` as in ``Packed.unpack``."""
     if isinstance(value, bytes):
         inside = pickle.loads(value)
         return _load(inside.data, inside.buffers, []) if isinstance(inside, Packed) else inside
@@ -125,16 +156,16 @@ def unpack(value: Any, *, shared: bool = False) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Takes buffers and Ray handles out of the stream; all else is pickled as Ray itself would."""
+    """Takes buffers and Ray handles out of the stream; pickles everything else as Ray does."""
 
     def __init__(self, sink: io.BytesIO) -> None:
         self.buffers: list[Any] = []
         self.held: list[Any] = []
-        super().__init__(sink, protocol=5, buffer_callback=partial(_stays, self.buffers))
+        super().__init__(sink, protocol=5, buffer_callback=partial(_keep_in_stream, self.buffers))
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind is FunctionType or kind is type:  # nearly always one of our own, which are there by name
+        if kind is FunctionType or kind is type:  # nearly always one of this project, pickled by its name
             return NotImplemented if obj.__module__.startswith(_OWN) else super().reducer_override(obj)
         if kind is np.ndarray and not obj.dtype.hasobject:
             content: Any = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
@@ -143,14 +174,14 @@ class _Pickler(cloudpickle.Pickler):
             self.held.append(obj)
             return _handle_at, (len(self.held) - 1,)
         if _holds_tensors(obj):
-            from mcontroller.data import serialization  # loads torch, which whoever holds a tensor has loaded
+            from mcontroller.data import serialization  # loads torch, which is loaded already if there is a tensor
 
             return serialization.reduce(obj)
         return super().reducer_override(obj)
 
 
-def _stays(buffers: list[Any], buffer: pickle.PickleBuffer) -> bool:
-    """Whether a buffer is to stay in the stream; others go to ``buffers``."""
+def _keep_in_stream(buffers: list[Any], buffer: pickle.PickleBuffer) -> bool:
+    """Return whether a buffer is small enough to stay in the stream; append it to ``buffers`` otherwise."""
     small = memoryview(buffer).nbytes < IN_BAND_BYTES
     if not small:
         buffers.append(buffer)
@@ -174,3 +205,98 @@ def _array(content: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 def _handle_at(index: int) -> Any:
     return _arriving.get()[index]
+
+
+# ---- private memory ------------------------------------------------------------------------------------------------
+
+
+def private_copies(buffers: Sequence[Any]) -> list[Any]:
+    """Return writable memory with the content of each buffer of one object; writes are seen by no other process."""
+    views = [memoryview(buffer) for buffer in buffers]
+    return _mapped(views) or [bytearray(view) for view in views]
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """The object store in this process: addresses ``start`` to ``stop`` map the file ``inode`` from ``offset`` on.
+
+    This mapping exists as long as the process. Objects that Ray keeps elsewhere (on disk, when the store is full) are
+    in mappings that come and go; they are copied.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    inode: int
+
+
+class _Mapping(mmap.mmap):
+    """A private mapping, which keeps the object that it maps from being evicted."""
+
+    source: Any
+
+
+def _mapped(views: Sequence[memoryview]) -> list[memoryview] | None:
+    """Map all buffers of an object, which are next to each other, at once; return None if they must be copied."""
+    if sum([view.nbytes for view in views]) < MAPPED_BYTES or not all([view.readonly for view in views]):
+        return None
+    store = _store()
+    if store is None:
+        return None
+    offsets = [np.frombuffer(view, np.uint8).__array_interface__["data"][0] - store.start for view in views]
+    first, end = min(offsets), max([offset + view.nbytes for offset, view in zip(offsets, views, strict=True)])
+    file = _store_file(store.inode) if first >= 0 and end <= store.stop - store.start else None
+    if file is None:
+        return None
+    skipped = (first + store.offset) % mmap.ALLOCATIONGRANULARITY
+    mapping = _Mapping(
+        file,
+        end - first + skipped,
+        flags=mmap.MAP_PRIVATE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        offset=first + store.offset - skipped,
+    )
+    mapping.source = views
+    whole = memoryview(mapping)
+    begins = [offset - first + skipped for offset in offsets]
+    return [whole[begin : begin + view.nbytes] for begin, view in zip(begins, views, strict=True)]
+
+
+_STORE_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +/dev/shm/plasma")
+
+_known: list[_Store] = []
+
+
+def _store() -> _Store | None:
+    """Find the store once a process, at the first large buffer: Ray has mapped the store by then."""
+    if not _known:
+        if not os.path.exists("/proc/self/maps"):
+            return None
+        with open("/proc/self/maps") as lines:
+            found = [match for match in map(_STORE_LINE.match, lines) if match]
+        _known.extend(_parse(match) for match in found[:1])
+    return _known[0] if _known else None
+
+
+def _parse(line: re.Match[str]) -> _Store:
+    start, stop, offset = (int(text, 16) for text in line.groups()[:3])
+    return _Store(start, stop, offset, int(line[4]))
+
+
+@cache
+def _store_file(inode: int) -> int | None:
+    """Open the store's file, which has no name any more, through a raylet that has it open; None without access."""
+    for process in _raylets():
+        with suppress(OSError):  # no access to a raylet of another user, and any may close a file meanwhile
+            for entry in os.scandir(f"/proc/{process}/fd"):
+                if os.readlink(entry.path).startswith("/dev/shm/plasma") and os.stat(entry.path).st_ino == inode:
+                    return os.open(entry.path, os.O_RDONLY)
+    return None
+
+
+def _raylets() -> Iterator[int]:
+    """Every raylet of this machine; a worker's own is its parent."""
+    yield os.getppid()
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] == "raylet":
+            yield process.pid

@@ -7,13 +7,12 @@ from typing import Any, Self
 
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
-from mcontroller.ray.class_with_init import RayClassWithInitArgs
-from mcontroller.ray.colocate import Colocated
+from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
 from mcontroller.ray.detached import attach, find
 from mcontroller.ray.executor import RayExecutor
-from mcontroller.ray.hosts import Hosts
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
+from mcontroller.ray.supervision import GroupProcesses
 from mcontroller.worker import W_co
 from parallel_state.topology import Topology
 
@@ -21,15 +20,27 @@ __all__ = ["MegatronRayWorkerGroup", "RayWorkerGroup"]
 
 
 class RayWorkerGroup(WorkerGroup[W_co]):
-    """The workers of one role, one process on every place of ``resource_pool``, started when this is made.
+    """The workers of one role: one process in every bundle of a pool.
 
-    ``name_prefix`` is the group's role in every message, the worker class's name unless given. ``timeout`` (seconds)
-    is the deadline of calls that set none; ``start_timeout`` that of the start. A ``detached`` group, on a detached
-    pool, outlives its driver, and ``from_detached`` finds it again. ``shutdown``, a ``with`` block, or dropping the
-    group ends the processes and frees their slots.
+    The constructor starts the processes. ``shutdown``, a ``with`` block, or dropping the group ends them and frees
+    their slots.
 
-    Raises ResourceError where the pool or the cluster has no place; WorkerError, WorkerDied or CallTimeout where a
-    rank does not come up.
+    Args:
+        resource_pool: the pool.
+        ray_cls_with_init: the worker class with its init arguments, or several (``create_colocated_worker_cls``).
+        name_prefix: the role, as error messages name it; by default the name of the worker class.
+        detached: whether the group outlives this driver; another driver finds it with ``from_detached``. The pool must
+            be detached too.
+        timeout: deadline in seconds of calls that set none; None for no deadline.
+        start_timeout: deadline in seconds of the start.
+        topology: the coordinates of the ranks, for workers that do not report their own.
+
+    Raises:
+        ConfigError: ``ray_cls_with_init`` is a bare class, or an init argument cannot be pickled.
+        ResourceError: the pool has no free slot, or the cluster is too small.
+        WorkerError: a worker's constructor raised.
+        WorkerDied: a process ended during the start.
+        CallTimeout: the start took longer than ``start_timeout``.
     """
 
     resource_pool: RayResourcePool | None
@@ -45,38 +56,40 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         start_timeout: float | None = 600.0,
         topology: Topology | None = None,
     ) -> None:
+        check_class_with_init(ray_cls_with_init)
         init = ray_cls_with_init
         name = name_prefix or init.default_name
         roles = init.roles_of(name)
         for each in roles.values():
             self._check(each.cls)
-        hosts = launch(resource_pool, name, roles, options=init.options, detached=detached, timeout=start_timeout)
+        processes = launch(resource_pool, name, roles, options=init.options, detached=detached, timeout=start_timeout)
         try:
-            self._join(hosts, name, init.cls, {role: each.cls for role, each in roles.items()}, timeout, topology)
+            classes = {role: each.cls for role, each in roles.items()}
+            self._join(processes, name, init.cls, classes, timeout, topology)
             self.resource_pool = resource_pool
             if init.fused:
                 self.fuse(roles)
         except BaseException:
-            hosts.processes.end()
+            processes.handles.end()
             raise
 
     @classmethod
     def _check(cls, worker_cls: type) -> None:
-        """Raises ConfigError for a worker class that the group has no use for, before any process starts."""
+        """Raise ConfigError for a worker class that the group cannot run, before any process starts."""
 
     def _join(
         self,
-        hosts: Hosts,
+        processes: GroupProcesses,
         name: str,
         worker_cls: type[Any],
         role_classes: dict[str, type],
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
-        self._hosts = hosts
+        self._processes = processes
         self._role_classes = role_classes
         self.resource_pool = None
-        super().__init__(worker_cls, RayExecutor(hosts, name), name, timeout=timeout, topology=topology)
+        super().__init__(worker_cls, RayExecutor(processes, name), name, timeout=timeout, topology=topology)
 
     @classmethod
     def from_detached(
@@ -87,65 +100,81 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         *,
         timeout: float | None = None,
     ) -> Self:
-        """The detached group ``name_prefix``, or that of these ``worker_names``, started by any driver.
+        """Return a detached group that was started by any driver.
 
-        The worker class is the one the group was started with, unless another is given. Its ``shutdown`` ends the
-        processes, and gives back the placement groups in which no other group is left.
-        Raises ResourceError when there is no such group, or more than one.
+        Its ``shutdown`` ends the processes, and removes the placement groups that no other group uses.
+
+        Args:
+            name_prefix: name of the group.
+            worker_names: names of its processes, if several groups have the same name.
+            ray_cls_with_init: another worker class than the one that the group was started with.
+            timeout: deadline in seconds of calls that set none.
+
+        Raises:
+            ConfigError: neither ``name_prefix`` nor ``worker_names`` is given.
+            ResourceError: there is no such group, or more than one.
         """
         if not name_prefix and not worker_names:
-            raise ConfigError("give name_prefix or worker_names of the detached group", key="name_prefix")
-        hosts, classes = attach(worker_names or find(str(name_prefix)))
+            raise ConfigError("pass name_prefix or worker_names of the detached group", key="name_prefix")
+        processes, classes = attach(worker_names or find(str(name_prefix)))
         if len(classes) == 1 and ray_cls_with_init is not None:
+            check_class_with_init(ray_cls_with_init)
             classes = dict.fromkeys(classes, ray_cls_with_init.cls)
         group = cls.__new__(cls)
-        shown = next(iter(classes.values())) if len(classes) == 1 else Colocated.shown_as
-        group._join(hosts, hosts.name, shown, classes, timeout)
+        worker_cls = next(iter(classes.values())) if len(classes) == 1 else Roles
+        group._join(processes, processes.name, worker_cls, classes, timeout)
         return group
 
     @property
     def worker_names(self) -> list[str]:
-        """The name of every rank's process, by which another driver attaches to a detached group."""
-        return self._hosts.processes.names
+        """The name of every rank's process, with which another driver can find a detached group."""
+        return self._processes.handles.names
 
     # ---- several roles in one process ------------------------------------------------------------------------------
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
-        """A group for each of these roles of the same processes. Shutting one down ends the processes of all.
+        """Return a group for each of these roles. They share the processes: shutting one down ends all of them.
 
-        Raises ConfigError for a role that the processes do not hold.
+        Raises:
+            ConfigError: the processes do not have one of the roles.
         """
         return {role: self._role(role) for role in prefix_set}
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Makes the group of each of these roles an attribute of this one.
+        """Add the group of each of these roles as an attribute.
 
-        Raises ConfigError for a role that the processes do not hold, or whose name the group has for itself.
+        Raises:
+            ConfigError: the processes do not have one of the roles, or its name is an attribute of every group.
         """
         for role, group in self.spawn(prefix_set).items():
             if hasattr(type(self), role):
-                raise ConfigError(f"role {role!r} has the name of a member of {type(self).__name__}", key=role)
+                raise ConfigError(
+                    f"role {role!r} has the name of an attribute of {type(self).__name__}: rename the role", key=role
+                )
             setattr(self, role, group)
 
     def _role(self, role: str) -> Self:
         if role not in self._role_classes:
             raise ConfigError(
-                f"the processes of group {self.name} hold {', '.join(self._role_classes)}, not {role!r}",
+                f"the processes of group {self.name} have the roles {', '.join(self._role_classes)}, not {role!r}",
                 key=role,
                 value=tuple(self._role_classes),
             )
         group = type(self).__new__(type(self))
         worker_cls = self._role_classes[role]
-        group._join(self._hosts, role, worker_cls, {role: worker_cls}, self.timeout)
+        group._join(self._processes, role, worker_cls, {role: worker_cls}, self.timeout)
         group.resource_pool = self.resource_pool
         return group
 
 
 class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
-    """A RayWorkerGroup of Megatron workers: where its ranks stand is asked of Megatron itself, at the start.
+    """A RayWorkerGroup of Megatron workers, which collects the topology from Megatron at the start.
 
-    Raises ConfigError where the worker class cannot say it, and TopologyError where the ranks' answers are no full
-    grid; the processes are ended then.
+    Args: see ``RayWorkerGroup``.
+
+    Raises:
+        ConfigError: the worker class has no ``get_megatron_rank_info``.
+        TopologyError: the coordinates that the ranks report are no full grid; the processes are ended.
     """
 
     @classmethod
@@ -160,25 +189,28 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
 
     def _join(
         self,
-        hosts: Hosts,
+        processes: GroupProcesses,
         name: str,
         worker_cls: type[Any],
         role_classes: dict[str, type],
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
-        super()._join(hosts, name, worker_cls, role_classes, timeout, topology)
+        super()._join(processes, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
             self.collect_topology()
 
     @property
     def tp_size(self) -> int:
+        """Size of the tensor-parallel axis."""
         return self.topology.size("tp")
 
     @property
     def pp_size(self) -> int:
+        """Size of the pipeline-parallel axis."""
         return self.topology.size("pp")
 
     @property
     def dp_size(self) -> int:
+        """Size of the data-parallel axis."""
         return self.topology.size("dp")

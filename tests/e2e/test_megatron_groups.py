@@ -54,7 +54,7 @@ def test_each_group_stands_where_megatron_says(
     assert (critic.tp_size, critic.pp_size, critic.dp_size) == (1, 1, 4)
     assert [actor.topology.select(pp=stage) for stage in (0, 1)] == [(0, 1), (2, 3)]
     assert [critic.topology.coordinates(rank)["dp"] for rank in range(4)] == [0, 1, 2, 3]
-    assert pool.tenants == ["actor", "critic"]
+    assert pool.holders == ["actor", "critic"]
 
 
 def test_rank_zero_listens_on_the_port_that_was_kept_for_it(critic: MegatronRayWorkerGroup) -> None:
@@ -82,14 +82,14 @@ def test_a_step_runs_through_both_groups(actor: MegatronRayWorkerGroup, critic: 
 def test_a_rank_killed_while_its_peers_are_in_a_collective_is_named_and_nothing_is_left(
     pool: RayResourcePool, actor: MegatronRayWorkerGroup
 ) -> None:
-    pids = [info.pid for info in actor._hosts.processes.infos() if info]
+    pids = [info.pid for info in actor.executor.processes.handles.infos() if info]
     began = time.monotonic()
     with pytest.raises(WorkerDied, match=r"actor rank 2 \(.*tp=0.* died in reduce_until_killed") as caught:
         actor.reduce_until_killed(2)
     assert time.monotonic() - began < SOON
     assert (caught.value.rank, caught.value.coordinates["pp"]) == (2, 1)
     assert len(pids) == 4 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert "actor" not in pool.tenants
+    assert "actor" not in pool.holders
     with pytest.raises(GroupBroken, match="rank 2"):
         actor.compute_log_prob(prompts(8, SAMPLED))
 

@@ -7,14 +7,14 @@ import torch
 
 from mcontroller.devices import device_of_rank
 from mcontroller.errors import ResourceError
-from mcontroller.ray.host import _choose_device
+from mcontroller.ray.process import choose_device
 from workers.config import ParallelConfig
 from workers.megatron_worker import MegatronWorker
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """torch says that it sees two; the devices that were set."""
+    """Torch says that it sees two; the devices that were set."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -44,12 +44,12 @@ def test_a_process_chooses_its_device_before_its_worker_is_made(
     two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    _choose_device(None)
-    _choose_device(1)
+    choose_device(None)
+    choose_device(1)
     assert two_gpus == [torch.device("cuda", 1)]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ResourceError, match="has 3 ranks on this node"):
-        _choose_device(1)
+        choose_device(1)
 
 
 def test_a_worker_does_not_share_a_gpu_with_another(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +24,8 @@ from mcontroller import (
     register,
 )
 from mcontroller.local import LocalExecutor
-from mcontroller.local.executor import LocalPending
-from mcontroller.transport import RankCall
+from mcontroller.local.executor import LocalCall
+from mcontroller.transport import Arguments
 from parallel_state.topology import Topology
 from tests.mcontroller.batches import numbered, numbers
 from tests.mcontroller.groups import topology_of
@@ -97,9 +97,11 @@ class Model(Worker):
 class Recording(LocalExecutor):
     """Records what was submitted."""
 
-    def submit(self, method: str, calls: Sequence[RankCall], **options: Any) -> LocalPending:
-        self.last_calls, self.last_options = list(calls), options
-        return super().submit(method, calls, **options)
+    def submit(
+        self, method: str, arguments: Mapping[int, Arguments], returning: Sequence[int], **options: Any
+    ) -> LocalCall:
+        self.last_arguments, self.last_returning, self.last_options = arguments, returning, options
+        return super().submit(method, arguments, returning, **options)
 
 
 def group_of(worker_cls: type = Model, topology: Topology | None = None, **options: Any) -> Any:
@@ -111,18 +113,18 @@ def group_of(worker_cls: type = Model, topology: Topology | None = None, **optio
 def test_only_ranks_that_are_collected_ship_their_results() -> None:
     group = group_of()
     group.compute(numbered(4))
-    assert [call.rank for call in group.executor.last_calls if call.ship] == [4, 6]
-    assert len(group.executor.last_calls) == 8
+    assert group.executor.last_returning == (4, 6)
+    assert len(group.executor.last_arguments) == 8
 
 
 def test_replicas_of_a_shard_get_the_same_arguments_object() -> None:
     group = group_of()
     group.compute(numbered(4))
-    assert len({id(call.arguments) for call in group.executor.last_calls}) == 2
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 2
     group.where(torch.ones(3))
-    assert len({id(call.arguments) for call in group.executor.last_calls}) == 1
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 1
     group.each([numbered(1)] * 8)
-    assert len({id(call.arguments) for call in group.executor.last_calls}) == 1
+    assert len(set(map(id, group.executor.last_arguments.values()))) == 1
 
 
 def test_row_counts_are_measured_only_if_a_result_may_be_passed_on() -> None:
@@ -224,13 +226,13 @@ def test_batches_of_different_lengths_are_rejected_with_their_lengths() -> None:
     with pytest.raises(DispatchError, match="argument 0 has 4, argument 'other' has 3") as raised:
         group.compute(numbered(4), other=numbered(3))
     assert raised.value.lengths == {0: 4, "other": 3}
-    assert not hasattr(group.executor, "last_calls")
+    assert not hasattr(group.executor, "last_arguments")
 
 
 def test_one_to_all_with_execute_rank_zero_returns_the_value_itself() -> None:
     group = group_of()
     assert group.on_rank_zero([1, 2]) == [1, 2]
-    assert [call.rank for call in group.executor.last_calls] == [0]
+    assert list(group.executor.last_arguments) == [0]
 
 
 def test_a_tuple_of_entries_is_taken_as_a_list_of_them() -> None:
@@ -410,7 +412,7 @@ def test_a_group_is_gone_when_its_last_reference_is() -> None:
 def test_explain_shows_rows_and_returning_ranks_without_running_the_method() -> None:
     group = group_of()
     shown = group.compute.explain(numbered(3), scale=2.0)
-    assert not hasattr(group.executor, "last_calls")
+    assert not hasattr(group.executor, "last_arguments")
     assert [list(rank.rows) for rank in shown.ranks] == [[0], [0], [1, 2], [1, 2]] * 2
     assert [rank.rank for rank in shown.ranks if rank.returns] == [4, 6]
     assert shown.ranks[2].coordinates["dp"] == 1 and shown.ranks[2].padding == 0

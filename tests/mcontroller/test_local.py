@@ -181,7 +181,7 @@ def test_the_first_failure_breaks_the_group() -> None:
     group = group_of(4)
     with pytest.raises(WorkerError):
         group.fail_on(1)
-    with pytest.raises(GroupBroken, match="broken since actor rank 1") as raised:
+    with pytest.raises(GroupBroken, match="broken by an earlier failure: actor rank 1") as raised:
         group.environment()
     assert raised.value.first_cause.rank == 1  # type: ignore[attr-defined]
 

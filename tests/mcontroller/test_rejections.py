@@ -91,8 +91,8 @@ def group() -> Any:
         ((), {}, r"missing a required argument: 'batch'; it takes \(batch, scale=1\.0\)"),
         ((numbered(4),), {"sclae": 2}, "unexpected keyword argument 'sclae'; it takes"),
         ((numbered(4), 1, 2), {}, "too many positional arguments; it takes"),
-        (([numbered(4)],), {}, "none of its arguments has rows to split: argument 0 is list; give a DataProto"),
-        ((numbered(4).batch,), {"scale": 2}, "argument 0 is TensorDict, argument 'scale' is int; give a DataProto"),
+        (([numbered(4)],), {}, "none of its arguments has rows to split: argument 0 is list; pass a DataProto"),
+        ((numbered(4).batch,), {"scale": 2}, "argument 0 is TensorDict, argument 'scale' is int; pass a DataProto"),
     ],
 )
 def test_arguments_that_a_method_does_not_take_never_reach_a_rank(

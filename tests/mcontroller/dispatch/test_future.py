@@ -176,7 +176,7 @@ def test_a_batch_beside_a_future_must_have_its_rows() -> None:
     future = group_of(TP2_DP2).compute(numbered(4))
     assert numbers(group_of(TP2_DP2, "critic").compute(future, numbered(4)).get()) == [0, 1, 2, 3]
     for topology in (TP2_DP2, DP3):
-        with pytest.raises(WorkerError, match="a future of 4 rows stands beside a batch of 5"):
+        with pytest.raises(WorkerError, match="a future has 4 rows and a batch has 5"):
             group_of(topology, "critic").compute(future, numbered(5)).get()
 
 
@@ -184,7 +184,7 @@ def test_futures_beside_each_other_must_have_the_same_rows() -> None:
     producer = group_of(TP2_DP2)
     short, long = producer.compute(numbered(4)), producer.expand(numbered(4))
     for topology in (TP2_DP2, DP3):
-        with pytest.raises(WorkerError, match="same rows"):
+        with pytest.raises(WorkerError, match="same number of rows"):
             group_of(topology, "critic").compute(short, long).get()
 
 
@@ -220,7 +220,7 @@ def test_what_is_no_batch_cannot_be_passed_on_row_by_row() -> None:
     future = group_of(TP2_DP2).size(numbered(5))
     with pytest.raises(DispatchError, match=r"actor\.size .*: rank 0 returned int; expected a DataProto"):
         future.get()
-    with pytest.raises(WorkerError, match=r"actor\.size did not give a DataProto on shard 0"):
+    with pytest.raises(WorkerError, match=r"actor\.size did not return a DataProto for shard 0"):
         group_of(DP3, "critic").compute(future).get()
 
 
@@ -247,7 +247,7 @@ def test_chunks_of_a_failed_call_raise_its_failure() -> None:
     future = group_of(TP2_DP2).compute(numbered(4))
     failed = group_of(TP2_DP2).fail(numbered(4))
     joined = DataProtoFuture.concat([future])
-    joined._pendings += failed._pendings
+    joined._calls += failed._calls
     with pytest.raises(WorkerError, match="out of memory"):
         joined.chunk(2)[0].get()
 

@@ -13,7 +13,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ray import host
+from mcontroller.ray import process
 from mcontroller.worker import Worker
 
 
@@ -22,13 +22,13 @@ class Batches(Worker):
 
     def __init__(self) -> None:
         self.fetched = 0
-        fetch = host.fetch
+        fetch = process.fetch
 
         def counted(handles: Sequence[Any]) -> list[Any]:
             self.fetched += len(handles)
             return fetch(handles)
 
-        host.fetch = counted
+        process.fetch = counted
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def same(self, batch: DataProto) -> DataProto:

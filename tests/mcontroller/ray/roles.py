@@ -186,7 +186,7 @@ class Neighbour(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def through_the_wall(self, role: str) -> Any:
-        from mcontroller.ray.colocate import sibling
+        from mcontroller.ray.process import sibling
 
         return sibling(role).value, self.fused_worker_dict[role] is sibling(role)
 

@@ -57,7 +57,7 @@ def test_a_role_reaches_its_siblings_object_also_from_an_async_method(together: 
 
 
 def test_a_sibling_that_is_not_there_is_an_error_that_lists_those_that_are(together: RayWorkerGroup) -> None:
-    with pytest.raises(ConfigError, match=r"hold actor, actor_x, critic, not 'reward'"):
+    with pytest.raises(ConfigError, match=r"have the roles actor, actor_x, critic, not 'reward'"):
         together.spawn({"reward"})
 
 
@@ -65,7 +65,7 @@ def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> No
     classes = {"actor": CLASSES["actor"], "critic": CLASSES["critic"]}
     with RayWorkerGroup(pool, create_colocated_worker_cls(classes)) as group:
         assert group.name == "actor+critic"
-        assert pool.tenants == ["actor+critic"]
+        assert pool.holders == ["actor+critic"]
         assert not hasattr(group, "actor")
         assert group.spawn({"critic"})["critic"].get() == ["neighbour"] * 2
         group.fuse({"actor"})
@@ -91,7 +91,9 @@ def test_roles_of_one_process_may_have_different_layouts(pool: RayResourcePool) 
 def test_roles_that_want_different_options_for_one_process_are_refused() -> None:
     actor = RayClassWithInitArgs(Plain).update_options({"memory": 1})
     critic = RayClassWithInitArgs(Plain).update_options({"memory": 2})
-    with pytest.raises(ConfigError, match=r"role 'critic' wants option memory=2 .* a role beside it 1"):
+    with pytest.raises(
+        ConfigError, match=r"role 'critic' asks for option memory=2 .* another role of the process asks for 1"
+    ):
         create_colocated_worker_cls({"actor": actor, "critic": critic})
 
 

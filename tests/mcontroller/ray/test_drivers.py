@@ -16,7 +16,7 @@ from ray.util import placement_group_table
 
 from mcontroller.errors import CallTimeout, ResourceError
 from mcontroller.ray import RayWorkerGroup
-from mcontroller.ray.desk import ask
+from mcontroller.ray.control import query
 
 PRELUDE = """
 import ray
@@ -51,7 +51,8 @@ def once_busy(name: str) -> RayWorkerGroup:
     """Another driver's detached group, which this one has found while a call of the other's was running."""
     while True:
         group = RayWorkerGroup.from_detached(name, timeout=1)
-        if not all(ask(group._hosts.processes.desks(range(group.world_size)), "idle", timeout=20)):
+        addresses = group.executor.processes.handles.control_addresses(range(group.world_size))
+        if not all(query(addresses, "idle", timeout=20)):
             return group
         time.sleep(0.05)
 
@@ -119,7 +120,7 @@ def test_a_detached_group_whose_driver_died_during_its_start_is_ended_by_whoever
     process.wait(120)
     while "is still starting group halfway/" in (told := found()):
         time.sleep(0.05)
-    assert "ended before the group's start was over: its processes have been ended" in told
+    assert "ended before the group's start was complete: its processes have been ended" in told
     while "no detached group named" not in found():
         time.sleep(0.05)
     assert not any(entry["state"] == "CREATED" for entry in placement_group_table().values())
@@ -145,7 +146,7 @@ def test_a_detached_group_that_is_busy_is_ended_at_once(ray_cluster: None) -> No
 
 
 def test_processes_that_are_not_there_are_named(ray_cluster: None) -> None:
-    with pytest.raises(ResourceError, match="has no process named nobody/1234/0"):
+    with pytest.raises(ResourceError, match="has no detached process named nobody/1234/0"):
         RayWorkerGroup.from_detached(worker_names=["nobody/1234/0"])
 
 

@@ -15,9 +15,9 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from mcontroller.errors import CallTimeout, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
+from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
-from mcontroller.ray.executor import RayExecutor
+from mcontroller.ray.executor import RayCall
 from mcontroller.ray.failures import LOG_BYTES, is_follower
 from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit
 
@@ -50,7 +50,7 @@ def test_an_exception_arrives_at_once_and_says_who_and_where(start: Start) -> No
     assert error.coordinates == {}
     assert error.cause == "ValueError: no such thing"
     assert "raise ValueError(causes[self.rank])" in error.worker_traceback
-    assert "run_method" not in error.worker_traceback
+    assert "process.py" not in error.worker_traceback
     assert error.followers == 0
 
 
@@ -93,7 +93,7 @@ def test_a_process_that_dies_is_told_with_the_last_lines_of_its_log(start: Start
 def test_an_exception_without_a_text_is_told_with_its_type_and_traceback(start: Start) -> None:
     with pytest.raises(WorkerError) as caught:
         start().execute_all_sync("fail_without_text")
-    assert caught.value.cause == "Mute: (RuntimeError where its text was asked for)"
+    assert caught.value.cause == "Mute: (RuntimeError in its __str__)"
     assert "raise Mute" in caught.value.worker_traceback
 
 
@@ -114,7 +114,7 @@ def test_the_first_failure_stops_the_peers_and_later_calls_are_told_the_cause(
     with pytest.raises(GroupBroken, match="ValueError: boom") as later:
         group.pid()
     assert later.value.first_cause is first.value
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_a_failure_nobody_waited_for_breaks_the_next_call(start: Start) -> None:
@@ -141,21 +141,21 @@ def test_a_call_cut_off_while_it_is_sent_ends_the_group_and_nobody_waits_for_a_r
 ) -> None:
     group = start("actor")
     pids = group.pid()
-    send = RayExecutor._start
+    send = RayCall.send
 
-    def interrupted_at_rank_1(self: RayExecutor, rank: int, *rest: Any) -> list[Any]:
+    def interrupted_at_rank_1(self: RayCall, rank: int, message: Any) -> None:
         if rank == 1:
             raise KeyboardInterrupt
-        return send(self, rank, *rest)
+        send(self, rank, message)
 
-    monkeypatch.setattr(RayExecutor, "_start", interrupted_at_rank_1)
+    monkeypatch.setattr(RayCall, "send", interrupted_at_rank_1)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         group.wait_for_file(str(tmp_path / "never"))
     group.shutdown()
     assert time.monotonic() - began < SOON
     assert not any(map(runs, pids))
-    assert pool.tenants == []
+    assert pool.holders == []
     with pytest.raises(GroupBroken, match=r"KeyboardInterrupt while actor\.wait_for_file was being sent: 1 of 2 ranks"):
         group.pid()
 
@@ -178,22 +178,22 @@ def test_an_end_that_is_interrupted_is_completed_by_the_next(
         group.shutdown()
     group.shutdown()
     assert not any(map(runs, pids))
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_a_detached_group_whose_class_cannot_travel_takes_no_slot(lasting_pool: RayResourcePool) -> None:
     class Locked(Plain):
         lock = threading.Lock()
 
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(ConfigError, match=r"class Locked cannot be sent .*: TypeError: cannot pickle"):
         RayWorkerGroup(lasting_pool, RayClassWithInitArgs(Locked), detached=True)
-    assert lasting_pool.tenants == []
+    assert lasting_pool.holders == []
 
 
 def test_a_detached_group_is_refused_on_a_pool_that_ends_with_its_driver(pool: RayResourcePool, start: Start) -> None:
-    with pytest.raises(ResourceError, match="group 'actor' is to outlive its driver, and pool 'two' would not"):
+    with pytest.raises(ResourceError, match="group 'actor' has detached=True, but pool 'two' ends with its driver"):
         start("actor", detached=True)
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_calls_of_several_threads_reach_all_ranks_in_one_order(start: Start) -> None:
@@ -249,7 +249,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         RayWorkerGroup(lasting_pool, RayClassWithInitArgs(Plain), detached=True)
     assert begun
-    assert lasting_pool.tenants == []
+    assert lasting_pool.holders == []
     assert list_named_actors(all_namespaces=True) == []
 
 
@@ -282,14 +282,14 @@ def test_a_constructor_that_raises_is_told_in_seconds_and_leaves_nothing(pool: R
     ) as caught:
         start("actor", RaisesInInit)
     assert not runs(caught.value.pid)
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_a_rank_that_dies_before_the_rendezvous_is_told(pool: RayResourcePool, start: Start) -> None:
     with pytest.raises(WorkerDied) as caught:
         start("actor", DiesInInit)
     assert (caught.value.rank, caught.value.method) == (0, "__init__")
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_an_import_that_fails_on_the_worker_is_told(start: Start) -> None:
@@ -326,7 +326,7 @@ def test_however_a_group_ends_nothing_of_it_is_left(pool: RayResourcePool, start
         del group
         gc.collect()
     assert not any(map(runs, pids))
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_a_group_that_was_shut_down_says_so(start: Start) -> None:
@@ -342,7 +342,7 @@ def test_a_group_of_a_ray_that_was_shut_down_says_so_and_starts_no_other() -> No
         [sys.executable, "-c", AFTER_RAY], capture_output=True, text=True, timeout=120, check=False
     )
     assert answers.stdout.splitlines() == [
-        "group old has been shut down, with the Ray that it was started on: start it again to call it",
+        "group old has been shut down, together with the Ray cluster that it ran on: start it again to call it",
         "group old was shut down before the answer of later was asked for, or had come",
         "False",
         "[7] ['new']",
@@ -369,6 +369,6 @@ print(ray.is_initialized())
 ray.init(address="local", **options)
 with RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 7), name_prefix="new") as new:
     old.shutdown()
-    print(new.get(), pool.tenants)
+    print(new.get(), pool.holders)
 ray.shutdown()
 """

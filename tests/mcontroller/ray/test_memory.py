@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import ray
 
-from mcontroller.ray import memory
-from mcontroller.ray.memory import MAPPED_BYTES, private_copies
+from mcontroller.ray import wire
+from mcontroller.ray.wire import MAPPED_BYTES, private_copies
 
 
 @pytest.fixture
@@ -29,20 +29,20 @@ def base_of(array: np.ndarray) -> Any:
 
 
 def test_a_buffer_of_the_store_is_mapped_again_and_written_without_a_trace(stored: np.ndarray) -> None:
-    assert isinstance(base_of(written(stored)), memory._Mapping)
+    assert isinstance(base_of(written(stored)), wire._Mapping)
     assert (stored == 7).all()
 
 
 def test_where_the_stores_file_is_barred_the_buffer_is_copied(
     stored: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_file", lambda inode: None)
+    monkeypatch.setattr(wire, "_store_file", lambda inode: None)
     assert isinstance(base_of(written(stored)), bytearray)
     assert (stored == 7).all()
 
 
 def test_where_no_store_is_mapped_the_buffer_is_copied(stored: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_store", lambda: None)
+    monkeypatch.setattr(wire, "_store", lambda: None)
     assert isinstance(base_of(written(stored)), bytearray)
     assert (stored == 7).all()
 
@@ -58,7 +58,7 @@ def test_the_buffers_of_one_object_share_a_mapping_and_keep_to_themselves(ray_cl
     stored = ray.get(ray.put([np.full(size, place, np.uint8) for place, size in enumerate(sizes)]))
     own = [np.frombuffer(buffer, np.uint8) for buffer in private_copies(stored)]
     assert len({id(base_of(array)) for array in own}) == 1
-    assert isinstance(base_of(own[0]), memory._Mapping)
+    assert isinstance(base_of(own[0]), wire._Mapping)
     for place, array in enumerate(own):
         assert array.tolist() == [place] * sizes[place]
         array[:] = 9

@@ -31,7 +31,7 @@ def test_a_place_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -
 
 
 def test_several_groups_live_on_one_pool_and_the_table_says_where(pool: RayResourcePool, start: Start) -> None:
-    assert pool.describe() == "pool two: 2 CPU place(s) x 2 slot(s), not reserved yet"
+    assert pool.describe() == "pool two: 2 CPU bundle(s) x 2 slot(s), not reserved yet"
     pids = [pid for name in ("actor", "critic") for pid in start(name).pid()]
     assert len(set(pids)) == 4
     rows = [line.split() for line in pool.describe().splitlines()[2:]]
@@ -44,14 +44,14 @@ def test_one_group_too_many_is_told_at_once_who_sits_there(start: Start) -> None
     with pytest.raises(ResourceError, match="taken by actor, critic") as error:
         start("reward")
     assert time.monotonic() - began < 10
-    assert error.value.tenants == ["actor", "critic"]
+    assert error.value.holders == ["actor", "critic"]
     assert error.value.max_colocate_count == 2
 
 
 def test_a_released_slot_is_taken_again(pool: RayResourcePool, start: Start) -> None:
     start("actor"), start("critic").shutdown()
     assert start("reward").get() == [None, None]
-    assert pool.tenants == ["actor", "reward"]
+    assert pool.holders == ["actor", "reward"]
 
 
 def test_the_last_group_to_leave_gives_the_places_back(pool: RayResourcePool, start: Start) -> None:
@@ -162,15 +162,15 @@ def test_parts_of_a_pool_share_its_slots(pool: RayResourcePool, start: Start) ->
     with RayWorkerGroup(left, RayClassWithInitArgs(Plain, "left"), name_prefix="left") as group:
         assert group.get() == ["left"]
         assert group.environment()[0]["WORLD_SIZE"] == "1"
-        assert left.tenants == ["actor", "left"]
-        assert right.tenants == ["actor"]
-        with pytest.raises(ResourceError, match="1 of them have none left"):
+        assert left.holders == ["actor", "left"]
+        assert right.holders == ["actor"]
+        with pytest.raises(ResourceError, match="1 of them have no free slot"):
             start("everywhere")
 
 
 def test_a_pool_is_split_into_sizes_that_add_up(pool: RayResourcePool) -> None:
     assert [part.world_size for part in pool.split([1, 1])] == [1, 1]
-    with pytest.raises(ResourceError, match=r"has 2 places; split\(\[1, 2\]\) makes 3"):
+    with pytest.raises(ResourceError, match=r"has 2 bundles; split\(\[1, 2\]\) makes 3"):
         pool.split([1, 2])
     with pytest.raises(ResourceError, match="ranks 1 to 2 are not all among them"):
         pool.sub_pool(1, 3)
@@ -182,8 +182,8 @@ def test_merged_pools_are_one_world(pool: RayResourcePool) -> None:
         with RayWorkerGroup(merged, RayClassWithInitArgs(Plain), name_prefix="both") as group:
             assert [each["WORLD_SIZE"] for each in group.environment()] == ["3"] * 3
             assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1", "0"]
-            assert (pool.tenants, other.tenants) == (["both"], ["both"])
-        with pytest.raises(ResourceError, match="share places"):
+            assert (pool.holders, other.holders) == (["both"], ["both"])
+        with pytest.raises(ResourceError, match="share bundles"):
             merged.merge(other)
 
 
@@ -198,7 +198,7 @@ def test_placement_groups_of_existing_pools_serve_another(pool: RayResourcePool)
         wanted = RayResourcePool([1, 2], use_gpu=False)
         chosen = extract_pg_from_exist(pools, ["actor", "critic"], wanted)
         assert [group.bundle_count for group in chosen] == [1, 2]
-        with pytest.raises(ResourceError, match=r"whose placement groups have \[1\] places"):
+        with pytest.raises(ResourceError, match=r"whose placement groups have \[1\] bundles"):
             extract_pg_from_exist(pools, ["critic"], wanted)
 
 

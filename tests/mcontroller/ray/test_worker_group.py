@@ -133,13 +133,13 @@ def test_processes_of_a_pool_without_gpus_see_none(pool: RayResourcePool, given:
 def test_ranks_that_stand_in_one_place_are_refused_at_the_start(pool: RayResourcePool) -> None:
     with pytest.raises(TopologyError):
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Crowded, ParallelLayout(2, tp=2)))
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_a_group_of_workers_that_know_no_megatron_is_refused(pool: RayResourcePool) -> None:
     with pytest.raises(ConfigError, match="Plain has no get_megatron_rank_info"):
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Plain))
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 def test_what_is_under_way_is_finished_before_the_processes_end(pool: RayResourcePool, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_what_cannot_be_finished_is_told_after_the_end(pool: RayResourcePool) ->
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Finishes), name_prefix="full")
     with pytest.raises(WorkerError, match="failed in before_shutdown: OSError: the disk is full"):
         group.shutdown()
-    assert pool.tenants == []
+    assert pool.holders == []
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -165,4 +165,4 @@ def test_a_group_that_is_busy_or_broken_ends_at_once(pool: RayResourcePool, tmp_
             group.fail_on({1: "x"})
     group.shutdown()
     assert list(tmp_path.iterdir()) == []
-    assert pool.tenants == []
+    assert pool.holders == []

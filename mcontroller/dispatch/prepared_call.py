@@ -1,0 +1,146 @@
+"""PreparedCall: one call of a group's method, with the arguments of each shard and how its results are collected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.future import DataProtoFuture, Future
+from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule
+from mcontroller.dispatch.remote_batch import ResultBatch, Split
+from mcontroller.errors import DataError, DispatchError
+from mcontroller.partition import Partition, Restoration
+from mcontroller.transport import Arguments, Executor, InFlightCall
+
+__all__ = ["CallingGroup", "PreparedCall"]
+
+
+class CallingGroup(Protocol):
+    """The part of a ``WorkerGroup`` that a prepared call uses."""
+
+    @property
+    def name(self) -> str:
+        """The role, as error messages name it."""
+
+    @property
+    def worker_cls(self) -> type:
+        """The class of the worker objects."""
+
+    @property
+    def executor(self) -> Executor:
+        """Runs the call on the ranks."""
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """One call of a method of a group.
+
+    Attributes:
+        group: the group that is called.
+        method: name of the method.
+        plan: which rank gets which shard, and which ranks return.
+        shards: the arguments of each shard; empty until ``dispatch`` has split the caller's arguments.
+        origin: how rows were split; None if they were not.
+    """
+
+    group: CallingGroup
+    method: str
+    plan: Plan
+    shards: Sequence[Arguments] = ()
+    origin: Partition | Split | None = None
+
+    def error(self, text: str, **fields: Any) -> DispatchError:
+        """Return an error about this call that names the role, the method and the mode."""
+        known = {"role": self.group.name, "method": self.method, "mode": self.plan.spec.name}
+        return DispatchError(f"{self.group.name}.{self.method} ({self.plan.spec}): {text}", **known, **fields)
+
+    @property
+    def arguments(self) -> dict[int, Arguments]:
+        """The arguments of every rank that runs the method. Ranks with the same shard share one object."""
+        return {rank: self.shards[shard] for rank, shard in zip(self.plan.ranks, self.plan.shards, strict=True)}
+
+    @property
+    def concatenates(self) -> bool:
+        """Whether the result is one DataProto, which can be passed on before it has arrived."""
+        return self.plan.spec.result == "concat"
+
+    def future(self, in_flight: InFlightCall) -> Future[Any]:
+        """Return the future of the collected result."""
+        executor = self.group.executor
+
+        def collected(timeout: float | None) -> Any:
+            joined = self.concatenates and len(self.plan.collected) > 1
+            return self.collect(in_flight.result(timeout, joined=joined))
+
+        if not (self.concatenates and in_flight.lengths):
+            return Future([in_flight], collected)
+        source = f"{self.group.name}.{self.method}"
+        rows = ResultBatch(tuple(in_flight.parts), tuple(in_flight.lengths), self.origin, source)
+        return DataProtoFuture(rows, executor.fetch, [in_flight], transport=executor.transport, collect=collected)
+
+    def collect(self, values: Sequence[Any]) -> Any:
+        """Return the caller's result from the values of the returning ranks, in the order of the results.
+
+        With the result ``concat``, DataProtos are joined in the order of the caller's rows, without padding rows.
+        DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does. In a list, padding rows are
+        dropped from every DataProto.
+
+        Raises:
+            DispatchError: a rank returned something else than a DataProto for ``concat``; or padding or a changed
+                order of rows cannot be undone, because the rows of a shard did not all come back as the same number
+                of rows.
+        """
+        spec = self.plan.spec
+        if spec.functions is not None:
+            return spec.functions[1](self.group, list(values))
+        if spec.result == "value":
+            return values[0]
+        origin = self.origin.partition(self.group.executor.fetch) if isinstance(self.origin, Split) else self.origin
+        if not self.concatenates:
+            return [self._without_padding(origin, shard, value) for shard, value in enumerate(values)]
+        for rank, value in zip(self.plan.collected, values, strict=True):
+            if not isinstance(value, DataProto):
+                raise self.error(_not_a_batch(self.plan.spec, rank, value), rank=rank, type=type(value).__name__)
+        return self._join(origin, values)
+
+    def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
+        if origin is None or not any(value.has_columns() for value in values):
+            return self._concat(values)
+        keep, order = self._restored(origin, [len(value) for value in values])
+        kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
+        joined = self._concat(kept)
+        return joined if order is None else joined.select_idxs(order)
+
+    def _concat(self, values: Sequence[DataProto]) -> DataProto:
+        try:
+            return DataProto.concat(values)
+        except DataError as error:
+            parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
+            fields = {**error.fields, "ranks": self.plan.collected}
+            call = f"{self.group.name}.{self.method}"
+            raise DataError(f"{call}: its results do not join ({parts}): {error}", **fields) from error
+
+    def _without_padding(self, origin: Partition | None, shard: int, value: Any) -> Any:
+        if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not value.has_columns():
+            return value
+        lengths = [len(value) if index == shard else 0 for index in range(len(origin.shards))]
+        return value.slice(0, self._restored(origin, lengths).keep[shard])
+
+    def _restored(self, origin: Partition, lengths: Sequence[int]) -> Restoration:
+        try:
+            return origin.restore(lengths)
+        except DataError as error:
+            raise self.error(str(error), **error.fields) from error
+
+
+def _not_a_batch(spec: DispatchSpec[ArgumentRule, ResultRule], rank: int, value: object) -> str:
+    """Return the error text for a rank that returned something else than a DataProto in a mode that concatenates."""
+    mode = f"Dispatch.over({', '.join(map(repr, spec.axes))}, collect={dict(spec.collect)}, result='list')"
+    listed = "Dispatch.DP_COMPUTE_METRIC" if spec.axes == (RANK,) else mode
+    return (
+        f"rank {rank} returned {'None' if value is None else type(value).__name__}; expected a DataProto, because the "
+        "results are concatenated. Return DataProto.from_dict(...), or DataProto(meta_info=...) for metrics; for a "
+        f"list of values, register the method with {listed}"
+    )
