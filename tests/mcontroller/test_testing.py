@@ -211,8 +211,8 @@ def test_nothing_is_left_over():
 
 def test_the_pytest_plugin_provides_its_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_user.py").write_text(USERS_TEST)
-    installed = any(point.value == "mcontroller.pytest_plugin" for point in entry_points(group="pytest11"))
-    plugin = [] if installed else ["-p", "mcontroller.pytest_plugin"]
+    installed = any(point.value == "mcontroller.testing.pytest_plugin" for point in entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", "mcontroller.testing.pytest_plugin"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, f"--rootdir={tmp_path}"]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert "3 passed" in done.stdout, done.stdout + done.stderr

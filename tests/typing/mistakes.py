@@ -15,7 +15,7 @@ from mcontroller import (
     Worker,
     register,
 )
-from mcontroller.pytest_plugin import MockGroup
+from mcontroller.testing.pytest_plugin import MockGroup
 from mcontroller.testing import mock_worker_group
 from workers import CriticConfig, CriticWorker, ParallelConfig
 from workers import NoSuchWorker  # error: has no attribute "NoSuchWorker"

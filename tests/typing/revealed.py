@@ -20,7 +20,7 @@ from mcontroller import (
     create_colocated_worker_cls_fused,
     register,
 )
-from mcontroller.pytest_plugin import MockGroup
+from mcontroller.testing.pytest_plugin import MockGroup
 from mcontroller.testing import mock_worker_group
 from parallel_state import ParallelLayout
 from tests.typing.roles import STAGES, Critic, Special

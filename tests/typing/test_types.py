@@ -11,7 +11,7 @@ import pytest
 from mypy import api
 
 from mcontroller import ClassWithInitArgs, ConfigError
-from mcontroller.stubs import add_arguments, run, typed_group
+from mcontroller.cli.stubs import add_arguments, run, typed_group
 from tests.typing.roles import Critic
 
 FOLDER = Path(__file__).parent

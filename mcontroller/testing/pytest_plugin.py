@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pytest
 
 if TYPE_CHECKING:
-    from mcontroller.testing import InjectedFailure, MockWorkerGroup
+    from mcontroller.testing.mocked_groups import InjectedFailure, MockWorkerGroup
     from mcontroller.worker import ClassWithInitArgs
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
@@ -49,7 +49,7 @@ class MockRank(Protocol):
 @pytest.fixture
 def mock_group() -> Iterator[MockGroup]:
     """Make mocked worker groups that end with the test; see ``MockGroup``."""
-    from mcontroller.testing import mock_worker_group  # imported by the tests that need it: it loads torch and Megatron
+    from mcontroller.testing.mocked_groups import mock_worker_group  # imported by the tests that need it: it loads torch and Megatron
 
     with contextlib.ExitStack() as stack:
 
@@ -62,7 +62,7 @@ def mock_group() -> Iterator[MockGroup]:
 @pytest.fixture
 def mock_rank() -> Iterator[MockRank]:
     """Run the rest of the test as one rank of a layout; see ``MockRank``."""
-    from mcontroller.testing import mocked_rank
+    from mcontroller.testing.mocked_groups import mocked_rank
 
     with contextlib.ExitStack() as stack:
 

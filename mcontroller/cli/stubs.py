@@ -120,7 +120,7 @@ class _Names:
     def __init__(self, *imported: type) -> None:
         self._imported = {(cls.__module__, cls.__qualname__) for cls in imported}
         self._imports: dict[str, set[str]] = {}
-        self.add("mcontroller.stubs", "group_method")
+        self.add("mcontroller.cli.stubs", "group_method")
         self.add("mcontroller.dispatch.future", "DataProtoFuture")
 
     def add(self, module: str, name: str) -> str:
