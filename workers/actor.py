@@ -250,7 +250,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 and ``ref_log_prob`` under ``use_kl_loss``.
 
         Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
-        ``mini_batch_rows``. Where every step was skipped, means and largest values are no metrics, but for the
+        ``batches.mini_batch_rows``. Where every step was skipped, means and largest values are no metrics, but for the
         learning rate and sums. Router losses that the model has are among the metrics (``moe_aux_loss``,
         ``moe_seq_aux_loss``, ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.train.router_losses``.
         """

@@ -90,7 +90,7 @@ class CriticWorker(ModelWorker):
         Args:
             data: as for ``compute_values``, with ``values`` and ``returns`` ``[rows, response]``.
 
-        Mini-batches are drawn as the actor's: see ``mini_batch_rows``.
+        Mini-batches are drawn as the actor's: see ``batches.mini_batch_rows``.
         """
         config = self.config
         metrics = self.train(

@@ -194,7 +194,7 @@ class ModelWorker(MegatronWorker):
     ) -> dict[str, float]:
         """Optimizer steps over mini-batches of the rows that all data-parallel ranks hold together, and the metrics.
 
-        Mini-batches are those of ``mini_batch_rows`` over the rows that have a valid token: the same whatever
+        Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same whatever
         the data-parallel size, and whatever rows without loss fill the shards up. Every step's loss is averaged over
         all valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
