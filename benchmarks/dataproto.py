@@ -27,7 +27,7 @@ BYTES_PER_TOKEN = 3 * 8 + 4
 
 
 def make_batch(megabytes: float, parts: int) -> DataProto:
-    """Make a batch whose rows the parts divide; otherwise ``torch.chunk`` makes fewer parts, which torch joins slower."""
+    """Make a batch whose rows the parts divide; otherwise ``torch.chunk`` makes fewer parts, joined more slowly."""
     rows = max(1, round(megabytes * 1e6 / (SEQUENCE * BYTES_PER_TOKEN * parts))) * parts
     ids = torch.randint(0, 32_000, (rows, SEQUENCE))
     tensors = {
