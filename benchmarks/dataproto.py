@@ -1,9 +1,9 @@
-"""Compare DataProto with its parts: chunk + concat with plain torch, pickling with a copy of the memory.
+"""Compare DataProto with what it is made of: chunk + concat with bare torch, pickling with a copy of the memory.
 
     python -m benchmarks.dataproto [--megabytes 0.2 1 5 15 120] [--parts 8] [--repeats 21]
 
-The columns are those of a trainer: int64 ids, mask and positions and one float32 column, each ``[batch, seq]``. The
-alternatives of a row are measured alternately, so that other load on the machine slows all of them.
+Columns as a trainer sends them: int64 ids, mask and positions and one float32 column, each ``[batch, seq]``. The
+alternatives of a row are measured alternately in every round, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BYTES_PER_TOKEN = 3 * 8 + 4
 
 
 def make_batch(megabytes: float, parts: int) -> DataProto:
-    """Return a batch whose rows divide by ``parts``: otherwise ``torch.chunk`` makes fewer parts, and joins slower."""
+    """Make a batch whose rows the parts divide; otherwise ``torch.chunk`` makes fewer parts, joined more slowly."""
     rows = max(1, round(megabytes * 1e6 / (SEQUENCE * BYTES_PER_TOKEN * parts))) * parts
     ids = torch.randint(0, 32_000, (rows, SEQUENCE))
     tensors = {
@@ -40,7 +40,7 @@ def make_batch(megabytes: float, parts: int) -> DataProto:
 
 
 def medians(alternatives: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median seconds of each alternative: ``repeats`` rounds after a warm-up, for at least SECONDS."""
+    """Return the median seconds of each: one warm-up round, then ``repeats`` rounds, for SECONDS at least."""
     taken: list[list[float]] = [[] for _ in alternatives]
     end = time.perf_counter() + SECONDS
     while len(taken[0]) <= repeats or time.perf_counter() < end:
@@ -59,18 +59,18 @@ def chunk_and_concat(batch: DataProto, parts: int, repeats: int) -> list[str]:
         chunks = {key: column.chunk(parts) for key, column in columns.items()}
         return {key: torch.cat(chunks[key]) for key in columns}
 
-    def of_several_sources() -> DataProto:
+    def of_several_origins() -> DataProto:
         batch.chunk(parts)
         return DataProto.concat(arrived)
 
-    alternatives = [lambda: DataProto.concat(batch.chunk(parts)), of_several_sources, bare]
+    alternatives = [lambda: DataProto.concat(batch.chunk(parts)), of_several_origins, bare]
     *ours, theirs = medians(alternatives, repeats)
     ratios = [f"{seconds / theirs:.2f}x" for seconds in ours]
     return [f"{batch.nbytes() / 1e6:.1f} MB", *map(milliseconds, ours), milliseconds(theirs), *ratios]
 
 
 def _arrived(part: DataProto) -> DataProto:
-    """Return the part as its receiver gets it: it shares no memory with the others."""
+    """Return the part as its receiver has it: it shares nothing with the others."""
     stream, buffers = _dump(part)
     return pickle.loads(stream, buffers=[bytearray(buffer.raw()) for buffer in buffers])
 
@@ -81,7 +81,7 @@ def pickling(batch: DataProto, repeats: int) -> list[str]:
     read_only = [bytes(buffer.raw()) for buffer in buffers]
     alternatives = [
         lambda: _dump(batch),
-        lambda: pickle.loads(stream, buffers=read_only).tensors(),  # includes the receiver's copy
+        lambda: pickle.loads(stream, buffers=read_only).tensors(),  # which makes the receiver's copy
         lambda: [column.copy() for column in columns],
         lambda: _with_torch(batch),
     ]
@@ -104,7 +104,7 @@ def _dump(batch: DataProto) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 
 def _with_torch(batch: DataProto) -> object:
-    """Round trip of the tensors with torch's own pickling, inside the stream."""
+    """Pickle and unpickle the tensors as torch does, inside the stream."""
     return pickle.loads(pickle.dumps(batch.tensors(), protocol=5))
 
 
@@ -133,14 +133,14 @@ def main() -> None:
     console.print(
         table(
             f"chunk({options.parts}) + concat; limit 1.5x",
-            ["batch", "DataProto", "parts of several sources", "torch.chunk + torch.cat", "ratio", "ratio"],
+            ["batch", "DataProto", "parts of several origins", "torch.chunk + torch.cat", "ratio", "ratio"],
             [chunk_and_concat(batch, options.parts, options.repeats) for batch in batches],
         )
     )
     console.print(
         table(
             "pickle, protocol 5, out of band; the receiver's copy is private",
-            ["batch", "dumps", "loads", "GB/s", "memcpy GB/s", "ratio to memcpy", "torch pickling GB/s"],
+            ["batch", "dumps", "loads", "GB/s", "memcpy GB/s", "time / memcpy", "torch's own pickling GB/s"],
             [pickling(batch, options.repeats) for batch in batches],
         )
     )

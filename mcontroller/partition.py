@@ -177,10 +177,10 @@ def padded(n: int, k: int, *, zero_loss: bool = False) -> Partition:
 def _ranges(n: int, k: int, least: int, zero_loss: bool = False) -> Partition:
     _check_counts(n, k)
     bounds = [i * n // k for i in range(k + 1)]
-    own = [stop - start for start, stop in pairwise(bounds)]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     least = min(least, n)
-    shards = tuple(range(start, start + max(rows, least)) for start, rows in zip(bounds, own, strict=False))
-    return Partition(n, shards, tuple(max(least - rows, 0) for rows in own), zero_loss)
+    shards = tuple(range(start, start + max(rows, least)) for start, rows in zip(bounds, sizes, strict=False))
+    return Partition(n, shards, tuple(max(least - rows, 0) for rows in sizes), zero_loss)
 
 
 def balanced(

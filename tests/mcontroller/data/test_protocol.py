@@ -12,7 +12,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from mcontroller.data.batch_ops import collate_fn, pad_dataproto_to_divisor
-from mcontroller.data.protocol import DataProto, DataProtoConfig, DataProtoItem, RowIndexError
+from mcontroller.data.copies import concat_on_one_thread, concat_tensors
+from mcontroller.data.protocol import DataProto, DataProtoConfig, DataProtoItem, RowIndexError, concat_batches
 from mcontroller.data.union import union_numpy_dict, union_tensor_dict
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
@@ -289,7 +290,8 @@ def test_large_columns_are_joined_and_chosen_as_small_ones_are() -> None:
     batch = DataProto.from_dict(
         {"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]}
     )
-    assert DataProto.concat(batch.chunk(5)) == batch
+    for concat in (concat_tensors, concat_on_one_thread):
+        assert concat_batches(batch.chunk(5), concat) == batch
     order = torch.randperm(len(column), generator=torch.Generator().manual_seed(0))
     assert torch.equal(batch[order].batch["ids"], column[order])
 
