@@ -18,9 +18,8 @@ from tests.layers import MAX_FILES, MAX_LINES, RULES, SourceTree, strongly_conne
 ROOT = Path(__file__).parents[1]
 
 SHARED_FUNCTIONS = {
-    "pack": "data.serialization prepares a batch for pickling, ray.wire a value for the channel",
-    "publish": "checkpoint.files renames a finished checkpoint, weights.hf.files a finished export",
-    "split_rows": "partition plans row numbers, data.columns splits data by such a plan",
+    "add_arguments": "each verb of the command line defines it",
+    "run": "each verb of the command line defines it",
 }
 """Public functions that may share a name, with the reason."""
 
