@@ -29,6 +29,7 @@ class CriticWorker(ModelWorker):
         LayoutError: axes that do not divide the world size.
     """
 
+    config_class = CriticConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **ModelWorker.parts_needed,
         "compute_values": ("params",),

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
+from mcontroller.config_checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
+from workers.config.choices import ACTIVATIONS, DTYPES, IMPLEMENTATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
+from workers.config.model import ModelConfig
+from workers.config.parallel import ParallelConfig
 
-if TYPE_CHECKING:
-    from workers.config import ModelConfig, ParallelConfig
+__all__ = [
+    "check_fit",
+    "check_generation",
+    "check_local",
+    "check_packing",
+    "divided_for",
+    "length_multiple_of",
+    "padded_vocab_size",
+]
 
-DTYPES = ("float32", "bfloat16", "float16")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu")
-POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
-IMPLEMENTATIONS = ("auto", "transformer_engine", "local")
 # Fields of TransformerConfig that split the layers over the stages in the user's own way.
 _OWN_SPLIT = (
     "pipeline_model_parallel_layout",
@@ -175,13 +181,10 @@ def _check_choices(model: ModelConfig) -> None:
         "activation": ACTIVATIONS,
         "position_embedding_type": POSITION_EMBEDDINGS,
         "transformer_impl": IMPLEMENTATIONS,
-        "normalization": ("RMSNorm", "LayerNorm"),
+        "normalization": NORMALIZATIONS,
     }
     for name, possible in choices.items():
-        value = getattr(model, name)
-        if value not in possible:
-            key = f"model.{name}"
-            raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)
+        check_one_of(f"model.{name}", getattr(model, name), possible)
 
 
 def _check_computed(model: ModelConfig) -> None:
@@ -197,8 +200,7 @@ def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     values = {f"model.{name}": getattr(model, name) for name in sizes}
     values |= {f"{at}.{name}": getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
     for key, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{key} is {value}; it must be at least 1", key=key, value=value)
+        check_at_least(key, value, 1)
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ConfigError(
             f"{at}.sequence_parallel divides sequences over tp, which is 1: leave it off",

@@ -5,7 +5,6 @@ Read as JSON: transformers is not needed. What Megatron's GPT would compute diff
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.errors import ConfigError
-from workers.config import ModelConfig
-from workers.fit import DTYPES
+from workers.config.choices import DTYPES
 
-__all__ = ["hf_config_of", "model_config_from_hf", "model_fields_from_hf"]
+__all__ = ["hf_config_of", "model_fields_from_hf"]
 
 # What a family's configuration class supplies where config.json leaves a key out.
 _COMMON = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False}
@@ -56,25 +54,13 @@ _SIZES = (
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelConfig:
-    """The model in a directory of Llama, Qwen2, Qwen2.5, Qwen3 or Qwen3-MoE, to be started from its weights.
-
-    Its ``hf_path`` is ``path``; without weights: ``dataclasses.replace(config, hf_path=None)``.
-
-    Args:
-        changes: fields of ModelConfig to set otherwise; ``dtype`` is the checkpoint's unless it is among them.
+def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of ModelConfig that the directory's ``config.json`` determines.
 
     Raises:
-        ConfigError: no config.json, another family, or a key whose value changes what is computed and is not built;
-            ``key`` and ``value`` name it.
+        ConfigError: no ``config.json``, an unsupported family, or a key whose value changes the computation and is
+            not supported; ``key`` and ``value`` name it.
     """
-    fields = model_fields_from_hf(path)
-    transformer = fields.pop("transformer", {}) | changes.pop("transformer", {})
-    return dataclasses.replace(ModelConfig(**fields, transformer=transformer), **changes)
-
-
-def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of ModelConfig that the directory decides; raises as ``model_config_from_hf``."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))
@@ -199,7 +185,7 @@ _EXPRESSIBLE_FURTHER: dict[str, Any] = {
 }
 
 
-def hf_config_of(model: ModelConfig, value_head: bool = False) -> dict[str, Any]:
+def hf_config_of(model: Any, value_head: bool = False) -> dict[str, Any]:
     """``config.json`` of the family that the model belongs to; with a value head, of a classifier with one label.
 
     Raises:
@@ -240,7 +226,7 @@ def hf_config_of(model: ModelConfig, value_head: bool = False) -> dict[str, Any]
     return config | _rope_of(model) | (_experts_of(model) if family == "qwen3_moe" else {})
 
 
-def _family(model: ModelConfig) -> str:
+def _family(model: Any) -> str:
     if model.qk_layernorm and model.add_qkv_bias:
         raise _not_expressible("model.add_qkv_bias", True, "False with model.qk_layernorm")
     if model.num_moe_experts is not None:
@@ -252,7 +238,7 @@ def _family(model: ModelConfig) -> str:
     return "qwen2" if model.add_qkv_bias else "llama"
 
 
-def _rope_of(model: ModelConfig) -> dict[str, Any]:
+def _rope_of(model: Any) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling_factor is not None:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
@@ -263,7 +249,7 @@ def _rope_of(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts_of(model: ModelConfig) -> dict[str, Any]:
+def _experts_of(model: Any) -> dict[str, Any]:
     every = model.transformer.get("moe_layer_freq", 1)
     layers = range(model.num_layers)
     with_experts = [layer % every == 0 for layer in layers] if isinstance(every, int) else every

@@ -19,8 +19,9 @@ from mcontroller.errors import DataError
 from parallel_state.agreement import everyones, on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig
+from workers.config.from_hf import model_config_from_hf
 from workers.model.value_head import ValueHead
-from workers.weights.hf.config import hf_config_of, model_config_from_hf
+from workers.weights.hf.config import hf_config_of
 from workers.weights.hf.files import WeightFiles, WeightWriter, publish, start_writing
 from workers.weights.hf.names import Counterpart, counterpart
 from workers.weights.shards import Shard, named_buffers, named_shards
