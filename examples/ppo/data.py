@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from examples.ppo.config import ProblemConfig
 from examples.ppo.gym import DATASETS, reasoning_gym
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import ConfigError, DataError
 
-__all__ = ["Demonstrations", "ProblemConfig", "Problems", "Prompts", "make_problems"]
+__all__ = ["Demonstrations", "Problems", "Prompts", "make_problems"]
 
 SEED_DISTANCE = 10_000_019
 """reasoning-gym draws problem i from ``seed + i``: seeds this far apart share no problem draw."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemConfig:
-    """Which of reasoning-gym's tasks, with which of its own ``options``, and how many different questions of it."""
-
-    task: str = "chain_sum"
-    options: dict[str, Any] = field(default_factory=dict)
-    train_size: int = 3600
-    held_out_size: int = 256
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from examples.ppo.config import read_config
-from examples.ppo.data import Demonstrations, ProblemConfig, Prompts, make_problems
+from examples.ppo.config import ProblemConfig, read_config
+from examples.ppo.data import Demonstrations, Prompts, make_problems
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import ConfigError, DataError
 
