@@ -49,7 +49,7 @@ def strict_fields(cls: type[C]) -> type[C]:
         _check_nested(cls, given)
         init(self, *args, **kwargs)
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    setattr(cls, "__init__", __init__)  # noqa: B010  # mypy rejects the assignment to a method
     return cls
 
 
@@ -113,7 +113,7 @@ def _check_nested(cls: type, given: Mapping[str, Any]) -> None:
         expected = nested_config(cls, name) if isinstance(value, Mapping | str) else None
         if expected is not None:
             raise ConfigError(
-                f"{cls.__name__}: {name} is a {type(value).__name__}, not a {expected.__name__}: write "
+                f"{cls.__name__}: {name} is a {type(value).__name__}; expected {expected.__name__}: write "
                 f"{name}={expected.__name__}(...), or load_config({cls.__name__}, {{...}}) for nested mappings",
                 key=name,
                 value=value,

@@ -57,7 +57,11 @@ def _section(cls: type, keys: list[str], used: Mapping[type, list[str]]) -> str:
 
 
 def _row(field: FieldDoc) -> str:
-    kind = f"[{field.type}](#{field.nested.__name__.lower()})" if field.nested is not None else f"`{field.type}`"
+    kind = (
+        f"[{field.annotation}](#{field.nested.__name__.lower()})"
+        if field.nested is not None
+        else f"`{field.annotation}`"
+    )
     default = "required" if field.default == "required" else f"`{field.default}`"
     default = "its defaults" if field.nested is not None and field.default.startswith("the defaults") else default
     cells = [f"`{field.name}`", kind, default, field.unit, _code(" ".join(field.meaning.split()))]

@@ -37,7 +37,7 @@ class FieldDoc:
         key: its dotted key.
         owner: the dataclass that declares it.
         name: the last part of the key.
-        type: its annotation, as in the source.
+        annotation: its type, as in the source.
         unit: the unit of its value, or an empty string.
         default: its default as text: "required", or a Python literal.
         meaning: what it does; empty if it is not documented.
@@ -45,13 +45,13 @@ class FieldDoc:
     """
 
     key: str
-    owner: type
+    owner: type[Any]
     name: str
-    type: str
+    annotation: str
     unit: str
     default: str
     meaning: str
-    nested: type | None
+    nested: type[Any] | None
 
 
 def fields_of(cls: type, prefix: str = "", parts: Mapping[str, type] | None = None) -> list[FieldDoc]:

@@ -94,7 +94,7 @@ def explain(key: str, fields: Sequence[FieldDoc]) -> str:
 def _block(same: Sequence[FieldDoc], fields: Sequence[FieldDoc]) -> str:
     """Return the text about one field of a dataclass, under all keys at which the dataclass is used."""
     field = same[0]
-    facts = [f"type: {field.type}", f"default: {field.default}", *([f"unit: {field.unit}"] if field.unit else [])]
+    facts = [f"type: {field.annotation}", f"default: {field.default}", *([f"unit: {field.unit}"] if field.unit else [])]
     lines = [*(each.key for each in same), f"  {', '.join(facts)}"]
     lines += textwrap.wrap(" ".join(field.meaning.split()), 100, initial_indent="  ", subsequent_indent="  ")
     if field.nested is not None:
@@ -107,7 +107,7 @@ def _block(same: Sequence[FieldDoc], fields: Sequence[FieldDoc]) -> str:
 def _line(field: FieldDoc) -> str:
     unit = f" [{field.unit}]" if field.unit else ""
     first = field.meaning.partition("\n")[0]
-    return f"{field.name}: {field.type} = {field.default}{unit}  {first}"
+    return f"{field.name}: {field.annotation} = {field.default}{unit}  {first}"
 
 
 def _unknown(key: str, fields: Sequence[FieldDoc]) -> ConfigError:

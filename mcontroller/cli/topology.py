@@ -70,13 +70,14 @@ def plan_table(planned: Plan, max_rows: int) -> str:
     spec, returning = planned.spec, set(planned.collected)
     split = f"{spec.arguments} split over {' x '.join(spec.axes)}" if spec.axes else "arguments as they are"
     table = [("shard", "ranks", "returning")]
-    for shard, ranks in enumerate(planned.readers()):
-        table.append((str(shard), runs_text(ranks), runs_text([rank for rank in ranks if rank in returning]) or "none"))
+    for shard, readers in enumerate(planned.readers()):
+        returns = runs_text([rank for rank in readers if rank in returning]) or "none"
+        table.append((str(shard), runs_text(readers), returns))
     hidden = len(table) - 1 - max_rows
     if hidden > 0:
         table = [*table[: max_rows + 1], ("..", f"{hidden} more shards", "")]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     ranks = f"{len(planned.ranks)} rank{'s' if len(planned.ranks) > 1 else ''}"
-    returns = f"{len(planned.collected)} of them return{'s' if len(planned.collected) == 1 else ''} ({spec.result})"
-    return "\n".join([f"{spec.name}: {split}; {ranks} run, {returns}", *rows])
+    results = f"{len(planned.collected)} of them return{'s' if len(planned.collected) == 1 else ''} ({spec.result})"
+    return "\n".join([f"{spec.name}: {split}; {ranks} run, {results}", *rows])

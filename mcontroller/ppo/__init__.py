@@ -1,4 +1,4 @@
-"""The PPO-family controller program: how it is configured, what it computes itself, and the trainer that drives it."""
+"""Reinforcement learning of the PPO family: configuration, advantages, losses, KL, rewards and the trainer."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ def check_constructor(cls: Any, config_class: type | None, args: Sequence[Any], 
     if config_class is None or "config" not in given or isinstance(config, config_class):
         return
     name, kind = config_class.__name__, type(config).__name__
-    fix = f"config=load_config({name}, {{...}})" if isinstance(config, Mapping) else f"config={name}(...)"
+    made = f"load_config({name}, {{...}})" if isinstance(config, Mapping) else f"{name}(...)"
     raise ConfigError(
-        f"{cls.__name__}: config is a {kind}, not a {name}: write {fix}, or set {cls.__name__}.config_class if its "
-        "configuration has another type",
+        f"{cls.__name__}: config is of type {kind}; expected {name}: write config={made}, or set "
+        f"{cls.__name__}.config_class if its configuration has another type",
         key="config",
         value=config,
     )

@@ -38,9 +38,9 @@ class Outer:
 
 def test_name_type_unit_default_and_meaning_are_read_from_the_source() -> None:
     length, undocumented = fields_of(Inner, "outer.")
-    assert (length.key, length.type, length.unit, length.default) == ("outer.length", "int", "tokens", "3")
+    assert (length.key, length.annotation, length.unit, length.default) == ("outer.length", "int", "tokens", "3")
     assert length.meaning == "Longest\nrow.\n\nA second paragraph."
-    assert (undocumented.type, undocumented.default, undocumented.meaning) == ("str | None", "None", "")
+    assert (undocumented.annotation, undocumented.default, undocumented.meaning) == ("str | None", "None", "")
 
 
 def test_fields_of_nested_dataclasses_have_dotted_keys() -> None:
@@ -80,9 +80,7 @@ def test_a_key_is_explained(key: str, expected: list[str], capsys: pytest.Captur
         ("qqqqq", "mcontroller help prints all sections"),
     ],
 )
-def test_an_unknown_key_is_rejected_with_what_to_do(
-    key: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_key_is_rejected_with_what_to_do(key: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", key]) == 1
     assert message in capsys.readouterr().err
 

@@ -40,9 +40,7 @@ def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
         ("DIRECT_ROLLOUT_METHOD", "is called on the worker itself, never through a group"),
     ],
 )
-def test_a_mode_that_cannot_be_planned_is_rejected(
-    mode: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mode_that_cannot_be_planned_is_rejected(mode: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--world-size", "2", "--mode", mode]) == 1
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == ""
