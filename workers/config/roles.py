@@ -190,7 +190,7 @@ def _check_buffers(config: ActorConfig) -> None:
         sft, ppo = getattr(config.sft_optim, name), getattr(config.optim, name)
         if sft != ppo:
             raise ConfigError(
-                f"sft_optim.{name} is {sft}, but optim.{name} is {ppo}: both use the same gradient buffers; set both "
+                f"sft_optim.{name} is {sft}, optim.{name} is {ppo}: both use the same gradient buffers; set both "
                 "to the same value",
                 key=f"sft_optim.{name}",
                 value=sft,

@@ -176,6 +176,18 @@ def test_roles_that_do_not_fit_the_configuration_are_rejected_before_anything_st
     assert CALLS == []
 
 
+def test_a_configuration_that_a_worker_class_rejects_is_rejected_before_anything_starts():
+    class Strict(ToyCritic):
+        @classmethod
+        def check_init(cls, config):
+            raise ConfigError(f"{config} is not a configuration", key="config")
+
+    CALLS.clear()
+    with pytest.raises(ConfigError, match=r"0\.01 is not a configuration"):
+        toy_trainer(toy_config(), TOYS | {Role.Critic: Strict})
+    assert CALLS == []
+
+
 def test_a_warm_up_without_demonstrations_and_a_data_set_too_small_are_rejected():
     with pytest.raises(ConfigError, match="warm_up_dataset"):
         toy_trainer(dataclasses.replace(toy_config(), warm_up=WarmUpConfig(steps=1)))
