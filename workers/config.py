@@ -58,7 +58,8 @@ class ModelConfig:
     or float16. ``transformer_impl`` is auto, transformer_engine or local. ``seed`` alone decides the initial weights,
     whatever the layout, unless they are read from ``hf_path``, a directory in Hugging Face's format (see
     ``workers.model_config_from_hf``). ``load_config`` takes every field that is not given from there too, unless all
-    sizes are given. ``transformer`` holds any further field of Megatron's TransformerConfig by its own name.
+    sizes are given. ``family`` is the ``model_type`` that the model is exported as; None: that of the registered family
+    that is built like it. ``transformer`` holds any further field of Megatron's TransformerConfig by its own name.
     """
 
     vocab_size: int
@@ -91,6 +92,7 @@ class ModelConfig:
     transformer_impl: str = "auto"
     seed: int = 1234
     hf_path: str | None = None
+    family: str | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
