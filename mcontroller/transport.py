@@ -18,6 +18,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -166,9 +167,11 @@ def run_method(
         return value.resolve(fetch) if isinstance(value, Deferred) else value
 
     kwargs = {name: read(value) for name, value in arguments.kwargs.items()}
-    value = getattr(worker, method)(*map(read, arguments.args), **kwargs)
-    if inspect.isawaitable(value):
-        value = _finish(value)
+    call_context = getattr(worker, "call_context", None)  # workers need not derive from Worker
+    with nullcontext() if call_context is None else call_context(method):
+        value = getattr(worker, method)(*map(read, arguments.args), **kwargs)
+        if inspect.isawaitable(value):
+            value = _finish(value)
     if not ship:
         return Outcome(None, None)
     return Outcome(value, _rows(value) if measure else None)

@@ -128,6 +128,11 @@ class MegatronContext:
                 outer.load()
                 _active = outer
 
+    @property
+    def is_active(self) -> bool:
+        """Whether Megatron's globals are this context's now."""
+        return _active is self._globals
+
     def rank_info(self) -> DistRankInfo:
         """Where this rank stands on each axis, as Megatron says."""
         with self.activate():
