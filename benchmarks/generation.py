@@ -30,7 +30,7 @@ from rich.table import Table
 from mcontroller.data.protocol import DataProto
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, RolloutConfig
-from workers.weights.hf.config import model_config_from_hf
+from workers.config.from_hf import model_config_from_hf
 
 VOCAB = 8192
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,9 +1,8 @@
-"""A strict reader of configurations: dataclasses from files, mappings and overrides; no key is ignored."""
+"""Strict reader of configurations: dataclasses from files, mappings and overrides; every key must exist."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,32 +11,38 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mcontroller.config_fields import nested_config, unknown_field
 from mcontroller.errors import ConfigError
+
+__all__ = ["load_config"]
 
 C = TypeVar("C")
 
 
 def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C:
-    """An instance of the dataclass ``cls`` from ``sources``, each over the one before, and ``overrides`` over all.
+    """Return an instance of the dataclass ``cls``: later sources replace earlier ones, ``overrides`` replace all.
 
-    A dataclass with fields that can be found elsewhere (a model's sizes in its checkpoint) has a static method
-    ``find_fields(fields, missing, key)``: asked where fields are ``missing``, it gives values that stand below all
-    sources; ``fields`` are the others, and ``key`` is the dotted prefix of all.
+    A dataclass whose fields can be read from elsewhere (a model's sizes from its checkpoint) has a static method
+    ``find_fields(fields, missing, key)``. It is called if fields are ``missing`` and returns values with a lower
+    priority than every source; ``fields`` are the other fields, and ``key`` is the dotted prefix of all.
 
     Args:
-        cls: a dataclass of scalars, sequences, mappings and further dataclasses.
+        cls: a dataclass of scalars, sequences, mappings and nested dataclasses.
         sources: paths of YAML files, mappings, or instances of dataclasses.
         overrides: ``"key.of.a.field=value"``, the value in YAML.
 
     Raises:
-        ConfigError: a key that ``cls`` does not have (its close matches are in the message), a value of another
-            type, or a field without a default that nothing sets; ``key`` is its dotted name.
+        ConfigError: a key that ``cls`` does not have (the message contains close matches), a value of another type,
+            or a field without a default and without a value; ``key`` is its dotted name.
+
+    Example:
+        >>> load_config(ActorConfig, "actor.yaml", overrides=["optim.lr=1e-6"])
     """
     layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
     for layer in layers:
         given = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
-        for key, names in _unknown_keys(cls, given, ""):
-            raise _unknown_key(key, names, cls)
+        for owner, name, prefix in _unknown_keys(cls, given, ""):
+            raise unknown_field(owner, name, prefix)
     try:
         config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
         if found := _found_fields(cls, config, ""):
@@ -55,13 +60,13 @@ def _layer(source: Any) -> DictConfig:
     if isinstance(source, str | Path):
         path = Path(source)
         if not path.is_file():
-            raise ConfigError(f"there is no configuration file {str(path)!r}", key=str(path), value=None)
+            raise ConfigError(f"configuration file {str(path)!r} does not exist", key=str(path), value=None)
         loaded = OmegaConf.load(path)
     else:
         is_instance = dataclasses.is_dataclass(source) and not isinstance(source, type)
         loaded = OmegaConf.create(dataclasses.asdict(source) if is_instance else source)
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"a configuration maps keys to values; {source!r} holds a list", key="", value=source)
+        raise ConfigError(f"expected a mapping of keys to values; {source!r} contains a list", key="", value=source)
     return loaded
 
 
@@ -72,14 +77,13 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
     return OmegaConf.from_dotlist(list(overrides))
 
 
-def _found_fields(cls: type, config: DictConfig, prefix: str) -> dict[str, Any]:
-    """What ``cls`` and the dataclasses in it find of the fields that nothing sets."""
-    hints = typing.get_type_hints(cls)
+def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, Any]:
+    """Return the values that ``find_fields`` of ``cls`` and of its nested dataclasses supply for missing fields."""
     missing = [item.name for item in dataclasses.fields(cls) if OmegaConf.is_missing(config, item.name)]
     found: dict[str, Any] = {}
     present = [item.name for item in dataclasses.fields(cls) if item.name not in missing]
     for name in present:
-        nested = _dataclass_of(hints[name])
+        nested = nested_config(cls, name)
         if nested is not None and isinstance(config[name], DictConfig):
             below = _found_fields(nested, config[name], f"{prefix}{name}.")
             found |= {name: below} if below else {}
@@ -88,26 +92,11 @@ def _found_fields(cls: type, config: DictConfig, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _unknown_keys(cls: type, given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """Every key of ``given`` that is no field of ``cls``, dotted, with the names that are fields there."""
-    hints = typing.get_type_hints(cls)
+def _unknown_keys(cls: type[Any], given: Mapping[str, Any], prefix: str) -> Iterator[tuple[type, str, str]]:
+    """Yield every key of ``given`` that is not a field: the dataclass that lacks it, its name, its dotted prefix."""
     names = [item.name for item in dataclasses.fields(cls)]
     for key, value in given.items():
         if key not in names:
-            yield f"{prefix}{key}", names
-        elif (nested := _dataclass_of(hints[key])) is not None and isinstance(value, Mapping):
+            yield cls, key, prefix
+        elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
             yield from _unknown_keys(nested, value, f"{prefix}{key}.")
-
-
-def _dataclass_of(hint: Any) -> type | None:
-    """The dataclass that a field holds, itself or optionally; None where it holds something else."""
-    options = typing.get_args(hint) or (hint,)
-    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
-
-
-def _unknown_key(key: str, names: list[str], cls: type) -> ConfigError:
-    """The error for a dotted key whose last part is none of ``names``."""
-    parent, _, last = key.rpartition(".")
-    close = [f"{parent}.{name}".lstrip(".") for name in difflib.get_close_matches(last, names, n=3)]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"possible there: {', '.join(names)}"
-    return ConfigError(f"{cls.__name__} has no key {key!r}; {hint}", key=key, value=None, close_matches=close)

@@ -1,4 +1,4 @@
-"""Where metrics go: a file of JSON lines, TensorBoard, the log, and services that are installed as extras."""
+"""Trackers of metrics: JSON lines, TensorBoard, the log, and services that are installed as extras."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from mcontroller.errors import ConfigError
+from mcontroller.registry import Registry
 
 __all__ = [
     "TRACKERS",
@@ -30,121 +31,131 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a tracker may want to know of a run. ``config`` is what the run is configured with, as plain data."""
+    """Facts about a run, for its trackers."""
 
     directory: Path
+    """Directory of the run's files."""
     project: str = "mcontroller"
+    """Name of the project that the run belongs to."""
     name: str = "run"
+    """Name of the run."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Configuration of the run, as plain data."""
 
 
 class Tracker(Protocol):
-    """Takes numbers, each under a name such as ``train/score``, at a step of their own phase."""
+    """A destination of metrics."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step, by names such as ``train/score``."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush and release resources."""
 
 
+TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")
+"""Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
+
+
+@TRACKERS.register("jsonl")
 class JsonlTracker:
-    """``metrics.jsonl``: one line a call, ``{"step": 3, "train/score": 0.5, ...}``, written at once."""
+    """Tracker that appends a line ``{"step": 3, "train/score": 0.5, ...}`` to ``metrics.jsonl`` at every call."""
 
     def __init__(self, run: Run) -> None:
         self._file = (run.directory / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def close(self) -> None:
+        """Flush and release resources."""
         self._file.close()
 
 
+@TRACKERS.register("tensorboard")
 class TensorBoardTracker:
-    """TensorBoard events under ``tensorboard/``. Needs the extra ``tensorboard``."""
+    """Tracker that writes TensorBoard events under ``tensorboard/``. Needs the extra ``tensorboard``."""
 
     def __init__(self, run: Run) -> None:
-        _installed("tensorboard", "tensorboard")
-        writer = _installed("torch.utils.tensorboard", "tensorboard")
+        _import_extra("tensorboard", "tensorboard")
+        writer = _import_extra("torch.utils.tensorboard", "tensorboard")
         self._writer = writer.SummaryWriter(str(run.directory / "tensorboard"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Flush and release resources."""
         self._writer.close()
 
 
+@TRACKERS.register("console")
 class ConsoleTracker:
-    """One line of the log a call, at level INFO."""
+    """Tracker that logs a line at level INFO at every call."""
 
     def __init__(self, run: Run) -> None:
         self._name = run.name
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step."""
         values = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
         logger.info("%s step %d: %s", self._name, step, values)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
+@TRACKERS.register("wandb")
 class WandbTracker:
-    """Weights & Biases. Needs the extra ``wandb``."""
+    """Tracker of Weights & Biases. Needs the extra ``wandb``."""
 
     def __init__(self, run: Run) -> None:
-        wandb = _installed("wandb", "wandb")
+        wandb = _import_extra("wandb", "wandb")
         self._run = wandb.init(project=run.project, name=run.name, dir=str(run.directory), config=dict(run.config))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step."""
         self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
+        """Flush and release resources."""
         self._run.finish()
 
 
+@TRACKERS.register("mlflow")
 class MlflowTracker:
-    """MLflow, at the tracking address that it is configured with. Needs the extra ``mlflow``."""
+    """Tracker of MLflow, at MLflow's configured tracking URI. Needs the extra ``mlflow``."""
 
     def __init__(self, run: Run) -> None:
-        self._mlflow = _installed("mlflow", "mlflow")
+        self._mlflow = _import_extra("mlflow", "mlflow")
         self._mlflow.set_experiment(run.project)
         self._mlflow.start_run(run_name=run.name)
         self._mlflow.log_params(_flat(run.config))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step."""
         self._mlflow.log_metrics(dict(metrics), step=step)
 
     def close(self) -> None:
+        """Flush and release resources."""
         self._mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[Run], Tracker]] = {
-    "jsonl": JsonlTracker,
-    "tensorboard": TensorBoardTracker,
-    "console": ConsoleTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-}
-"""Trackers by the name that a configuration gives them; add one's own."""
-
-
 def make_trackers(names: Iterable[str], run: Run) -> Sequence[Tracker]:
-    """The trackers of these names; makes the run's directory.
+    """Create the trackers of these names, and the run's directory.
 
-    Raises ConfigError for a name that does not exist, before any tracker is made, and for one that is not installed.
+    Raises:
+        ConfigError: no tracker has this name (before any is created), or its package is not installed.
     """
-    wanted = list(names)
-    for name in wanted:
-        if name not in TRACKERS:
-            raise ConfigError(
-                f"tracker {name!r} does not exist: it is one of {', '.join(TRACKERS)}", key="trackers", value=name
-            )
+    chosen = [TRACKERS.get_or_raise(name) for name in names]
     run.directory.mkdir(parents=True, exist_ok=True)
-    return [TRACKERS[name](run) for name in wanted]
+    return [tracker(run) for tracker in chosen]
 
 
-def _installed(module: str, extra: str) -> ModuleType:
+def _import_extra(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
@@ -156,7 +167,7 @@ def _installed(module: str, extra: str) -> ModuleType:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, under dotted names."""
+    """Flatten nested mappings into one with dotted names."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

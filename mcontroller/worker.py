@@ -90,6 +90,16 @@ class Worker:
         Not called where the group ends otherwise: it is broken, a call has not answered, nobody holds it any more.
         """
 
+    @classmethod
+    def check_init(cls, *args: Any, **kwargs: Any) -> None:
+        """Reject wrong arguments of the constructor before any process starts; by default accept all.
+
+        Called in the controller's process, with the arguments of ``RayClassWithInitArgs``, when that is made.
+
+        Raises:
+            ConfigError: an argument does not fit.
+        """
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks."""
@@ -111,6 +121,8 @@ class ClassWithInitArgs(Generic[W]):
                 key="cls",
                 value=cls,
             )
+        if issubclass(cls, Worker):
+            cls.check_init(*args, **kwargs)
         self.cls = cls
         self.args = args
         self.kwargs = kwargs

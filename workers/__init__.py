@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from workers.config import RewardConfig as RewardConfig
     from workers.config import RolloutConfig as RolloutConfig
     from workers.config import load_config as load_config
+    from workers.config.from_hf import model_config_from_hf as model_config_from_hf
     from workers.critic import CriticWorker as CriticWorker
     from workers.generate.rollout import Generated as Generated
     from workers.generate.rollout import PolicyWeights as PolicyWeights
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from workers.model.placement import place_chunks as place_chunks
     from workers.model_worker import ModelWorker as ModelWorker
     from workers.reward import RewardModelWorker as RewardModelWorker
-    from workers.weights.hf.config import model_config_from_hf as model_config_from_hf
     from workers.weights.hf.family import ModelFamily as ModelFamily
     from workers.weights.hf.family import register_model_family as register_model_family
     from workers.weights.hf.model import export_hf as export_hf

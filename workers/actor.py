@@ -14,7 +14,8 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.kl import estimate_kl
+from mcontroller.ppo.kl import KL_ESTIMATORS, estimate_kl
+from mcontroller.ppo.policy_losses import POLICY_LOSSES
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.checkpoint import Training
@@ -27,7 +28,7 @@ from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
 from workers.train.batches import TokenBatch, require_columns, response_rows, supervised_rows, tensor_columns
 from workers.train.forward import forward_hidden, token_scores
-from workers.train.losses import masked_sum, policy_loss
+from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
 from workers.weights.offload import Sleepable
@@ -52,6 +53,7 @@ class ActorRolloutRefWorker(ModelWorker):
         LayoutError: the axes, or those of the rollout, do not divide the world size.
     """
 
+    config_class = ActorConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **ModelWorker.parts_needed,
         "generate_sequences": ("rollout",),
@@ -67,6 +69,8 @@ class ActorRolloutRefWorker(ModelWorker):
         self.roles = _parsed_roles(role)
         if "rollout" in self.roles:
             _check_rollout(config, self)
+        POLICY_LOSSES.get_or_raise(config.policy_loss)  # a custom one must be registered in this process as well
+        KL_ESTIMATORS.get_or_raise(config.kl_loss_type, key="kl_loss_type")
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config = config
         self.reference: list[nn.Module] = []
@@ -129,10 +133,11 @@ class ActorRolloutRefWorker(ModelWorker):
         log_probs, entropy = output
         old = rows.columns["old_log_probs"]
         mask = rows.mask
-        policy = policy_loss(
+        policy = POLICY_LOSSES[config.policy_loss](
             log_probs,
             old,
             rows.columns["advantages"],
+            mask,
             clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
             clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
             dual_clip=config.clip_ratio_c,

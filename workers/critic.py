@@ -32,6 +32,7 @@ class CriticWorker(ModelWorker):
         LayoutError: the axes do not divide the world size.
     """
 
+    config_class = CriticConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **ModelWorker.parts_needed,
         "compute_values": ("params",),

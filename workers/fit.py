@@ -1,22 +1,28 @@
-"""Does this model fit these axes? Arithmetic only: asked before any process starts and before any collective."""
+"""Checks that a model fits a layout: arithmetic only, before any process starts and before any collective."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
+from mcontroller.config_checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
+from workers.config.choices import ACTIVATIONS, DTYPES, IMPLEMENTATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
+from workers.config.model import ModelConfig
+from workers.config.parallel import ParallelConfig
 
-if TYPE_CHECKING:
-    from workers.config import ModelConfig, ParallelConfig
+__all__ = [
+    "check_fit",
+    "check_generation",
+    "check_local",
+    "check_packing",
+    "divided_for",
+    "length_multiple_of",
+    "padded_vocab_size",
+]
 
-DTYPES = ("float32", "bfloat16", "float16")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu")
-POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
-IMPLEMENTATIONS = ("auto", "transformer_engine", "local")
-# Fields of TransformerConfig that split the layers over the stages in the user's own way.
-_OWN_SPLIT = (
+# Fields of TransformerConfig with a custom split of the layers over the pipeline stages.
+_CUSTOM_SPLIT = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -24,32 +30,32 @@ _OWN_SPLIT = (
     "account_for_loss_in_pipeline_split",
 )
 
-# Fields of TransformerConfig, the value with which each is taken, and why no other is: Megatron would go on without a
-# word and compute something else, or fail inside a layer.
+# Fields of TransformerConfig with the only supported value, and the reason: with another value Megatron would silently
+# compute something else, or fail inside a layer.
 _NOT_COMPUTED: dict[str, tuple[object, str]] = {
-    "multi_latent_attention": (False, "its sizes are not fields of TransformerConfig; give the model by build_model"),
-    "mtp_num_layers": (None, "multi-token prediction would be built without its loss; give the model by build_model"),
-    "experimental_attention_variant": (None, "the layers are of standard attention"),
-    "heterogeneous_block_specs": (False, "all layers are built alike; give the model by build_model"),
-    "is_hybrid_model": (False, "there are layers of attention only; give the model by build_model"),
-    "mrope_section": (None, "positions have one dim"),
-    "apply_residual_connection_post_layernorm": (False, "norms are fused with the linears after them"),
-    "moe_input_jitter_eps": (None, "the noise would be in scores as well"),
-    "cuda_graph_impl": ("none", "a CUDA graph replays passes of one length, and batches differ"),
-    "enable_cuda_graph": (False, "a CUDA graph replays passes of one length, and batches differ"),
-    "external_cuda_graph": (False, "a CUDA graph replays passes of one length, and batches differ"),
-    "hybrid_context_parallel": (False, "it takes batches of Megatron-LM's own"),
-    "overlap_moe_expert_parallel_comm": (False, "its schedule takes a forward step of Megatron-LM's own"),
-    "defer_embedding_wgrad_compute": (False, "logits are made in chunks"),
-    "tp_comm_overlap": (False, "nothing here sets up Transformer Engine's user buffers"),
-    "use_mup": (False, "logits are made without its multiplier"),
-    "gtp_weight_remat_size": (1, "no groups are made for it"),
-    "expert_gtp_weight_remat_size": (1, "no groups are made for it"),
-    "moe_mlp_glu_interleave_size": (None, "checkpoints and refits know gate and up one after the other"),
-    "moe_router_force_load_balancing": (False, "tokens would be routed at random, in scores as well"),
-    "flash_decode": (False, "generation rotates keys before it caches them"),
+    "multi_latent_attention": (False, "its sizes are not fields of TransformerConfig; override build_model"),
+    "mtp_num_layers": (None, "multi-token prediction would be built without its loss; override build_model"),
+    "experimental_attention_variant": (None, "only standard attention is built"),
+    "heterogeneous_block_specs": (False, "all layers are built the same; override build_model"),
+    "is_hybrid_model": (False, "only attention layers are built; override build_model"),
+    "mrope_section": (None, "positions have one dimension"),
+    "apply_residual_connection_post_layernorm": (False, "norms are fused with the linear layers after them"),
+    "moe_input_jitter_eps": (None, "scores would contain the noise too"),
+    "cuda_graph_impl": ("none", "a CUDA graph replays passes of one length, but the lengths of batches differ"),
+    "enable_cuda_graph": (False, "a CUDA graph replays passes of one length, but the lengths of batches differ"),
+    "external_cuda_graph": (False, "a CUDA graph replays passes of one length, but the lengths of batches differ"),
+    "hybrid_context_parallel": (False, "it needs Megatron-LM's own batches"),
+    "overlap_moe_expert_parallel_comm": (False, "its schedule needs Megatron-LM's own forward step"),
+    "defer_embedding_wgrad_compute": (False, "logits are computed in chunks"),
+    "tp_comm_overlap": (False, "Transformer Engine's user buffers are not set up"),
+    "use_mup": (False, "logits are computed without its multiplier"),
+    "gtp_weight_remat_size": (1, "no process groups are created for it"),
+    "expert_gtp_weight_remat_size": (1, "no process groups are created for it"),
+    "moe_mlp_glu_interleave_size": (None, "checkpoints and refits expect the gate before the up projection"),
+    "moe_router_force_load_balancing": (False, "tokens would be routed at random, also for scores"),
+    "flash_decode": (False, "generation caches keys after their rotation"),
 }
-# Those that only Transformer Engine's layers compute; for attention's see workers.model.local_attention.
+# Fields that only Transformer Engine's layers support; for those of attention see workers.model.local_attention.
 _ENGINE_ONLY: dict[str, object] = {
     "fp8": None,
     "fp4": None,
@@ -64,26 +70,28 @@ _ENGINE_ONLY: dict[str, object] = {
     "moe_permute_fusion": False,
     "gradient_accumulation_fusion": False,
 }
-# With which experts on ranks that hold different rows take micro-batches of one length only.
+# Values with which experts accept rows of different lengths from the ranks that share them; the first is the default.
 _ONE_LENGTH: dict[str, tuple[object, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "flex"),
     "moe_pad_expert_input_to_capacity": (False,),
 }
-# Fields of TransformerConfig, the values with which rows can be packed, and what is wrong with others.
+# Fields of TransformerConfig, the values with which rows can be packed, and the reason against others.
 _UNPACKED_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
-    "moe_token_dispatcher_type": (("alltoall", "flex"), "takes micro-batches of one length; take alltoall"),
-    "fp8": ((None,), "multiplies blocks of 16 tokens, and packed rows end anywhere"),
+    "moe_token_dispatcher_type": (("alltoall", "flex"), "needs micro-batches of one length; use alltoall"),
+    "fp8": ((None,), "multiplies blocks of 16 tokens, but packed rows have any length"),
 }
 
 
 def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel") -> None:
-    """Return if the axes can divide the model.
+    """Check that the axes can divide the model, and that the model is supported.
 
     Args:
-        at: where the axes stand in the configuration.
+        model: the model.
+        parallel: the axes.
+        at: the key of the axes in the configuration.
 
     Raises:
-        ConfigError: with the numbers; ``key`` is the field of the model or of the axes that does not fit.
+        ConfigError: a field of the model or of the axes does not fit; ``key`` names it.
     """
     _check_choices(model)
     _check_computed(model)
@@ -98,62 +106,80 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel"
 
 
 def check_generation(parallel: ParallelConfig, at: str) -> None:
-    """Return if Megatron can generate in this layout; ConfigError over the cp axis."""
+    """Check that Megatron can generate in this layout.
+
+    Args:
+        parallel: the axes.
+        at: the key of the axes in the configuration.
+
+    Raises:
+        ConfigError: cp is more than 1.
+    """
     if parallel.cp > 1:
         raise ConfigError(
-            f"{at}.cp is {parallel.cp}: generation runs with cp=1; give the rollout a layout of its own with "
-            "rollout.parallel, or take a role without rollout",
+            f"{at}.cp is {parallel.cp}: generation runs with cp=1; set rollout.parallel to a layout for "
+            "generation, or use a role without rollout",
             key=f"{at}.cp",
             value=parallel.cp,
         )
 
 
 def divided_for(model: ModelConfig, parallel: ParallelConfig, training: ParallelConfig) -> ModelConfig:
-    """The model for axes other than those of training: a split of layers over stages is for the stages of training."""
+    """Return the model for other axes than those of training: without a custom split of layers over other stages."""
     if (parallel.pp, parallel.vpp) == (training.pp, training.vpp):
         return model
-    further = {name: value for name, value in model.transformer.items() if name not in _OWN_SPLIT}
+    further = {name: value for name, value in model.transformer.items() if name not in _CUSTOM_SPLIT}
     return dataclasses.replace(model, transformer=further)
 
 
 def check_local(model: ModelConfig, *, on_gpu: bool) -> None:
-    """Return if layers of plain PyTorch compute the model; ConfigError over a field that Transformer Engine does."""
+    """Check that layers of plain PyTorch can compute the model.
+
+    Args:
+        model: the model.
+        on_gpu: whether it runs on a GPU.
+
+    Raises:
+        ConfigError: a field of ``model.transformer`` needs Transformer Engine; ``key`` names it.
+    """
     for name, neutral in _ENGINE_ONLY.items():
         if name == "gradient_accumulation_fusion" and not on_gpu:
-            continue  # parallel_state.cpu.megatron has what it takes
+            continue  # parallel_state.cpu.megatron supports it on a CPU
         value = model.transformer.get(name, neutral)
         if value not in (None, neutral):
             key = f"model.transformer.{name}"
             raise ConfigError(
-                f"{key}={value!r} needs Transformer Engine; local layers compute {name}={neutral!r} only",
+                f"{key}={value!r} needs Transformer Engine; local layers support only {name}={neutral!r}",
                 key=key,
                 value=value,
             )
 
 
 def check_packing(model: ModelConfig) -> None:
-    """Return if the rows of a micro-batch can go through the model as one sequence.
+    """Check that the rows of a micro-batch can be packed into one sequence.
 
     Raises:
-        ConfigError: a field of ``model.transformer`` that computes something else then; ``key`` names it.
+        ConfigError: a field of ``model.transformer`` would compute something else; ``key`` names it.
     """
     balancing = model.transformer.get("moe_router_load_balancing_type", "")
-    for name, (harmless, why) in _UNPACKED_ONLY.items():
-        value = model.transformer.get(name, harmless[0])
-        if value not in harmless:
+    for name, (supported, why) in _UNPACKED_ONLY.items():
+        value = model.transformer.get(name, supported[0])
+        if value not in supported:
             raise _not_packed(name, value, why)
     if "seq_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
-        raise _not_packed("moe_router_load_balancing_type", balancing, "needs the rows apart; take aux_loss")
+        raise _not_packed("moe_router_load_balancing_type", balancing, "needs separate rows; use aux_loss")
 
 
 def _not_packed(name: str, value: object, why: str) -> ConfigError:
     key = f"model.transformer.{name}"
-    return ConfigError(f"packed rows and {key}={value!r} do not go together: it {why}", key=key, value=value)
+    return ConfigError(f"packed rows and {key}={value!r} cannot be combined: it {why}", key=key, value=value)
 
 
 def length_multiple_of(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """What the length of a sequence must be a multiple of: two pieces a cp rank, whole tokens on every tp rank under
-    sequence parallelism, and on every rank the blocks in which fp8 is multiplied.
+    """Return the number, in tokens, that the length of a sequence must be a multiple of.
+
+    That is two pieces per cp rank, whole tokens on every tp rank with sequence parallelism, and whole blocks of fp8
+    products on every rank.
     """
     multiple = 2 * parallel.cp if parallel.cp > 1 else 1
     if parallel.sequence_parallel:
@@ -165,7 +191,7 @@ def length_multiple_of(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """The least multiple of ``tp`` that holds the vocabulary; the ids above it never get probability."""
+    """Return the smallest multiple of ``tp`` that is at least the vocabulary size; padded ids have probability 0."""
     return -(-vocab_size // tp) * tp
 
 
@@ -175,13 +201,10 @@ def _check_choices(model: ModelConfig) -> None:
         "activation": ACTIVATIONS,
         "position_embedding_type": POSITION_EMBEDDINGS,
         "transformer_impl": IMPLEMENTATIONS,
-        "normalization": ("RMSNorm", "LayerNorm"),
+        "normalization": NORMALIZATIONS,
     }
     for name, possible in choices.items():
-        value = getattr(model, name)
-        if value not in possible:
-            key = f"model.{name}"
-            raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)
+        check_one_of(f"model.{name}", getattr(model, name), possible)
 
 
 def _check_computed(model: ModelConfig) -> None:
@@ -189,7 +212,7 @@ def _check_computed(model: ModelConfig) -> None:
         value = model.transformer.get(name, neutral)
         if value not in (None, neutral):
             key = f"model.transformer.{name}"
-            raise ConfigError(f"{key}={value!r} is not computed here: {why}", key=key, value=value)
+            raise ConfigError(f"{key}={value!r} is not supported: {why}", key=key, value=value)
 
 
 def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
@@ -197,11 +220,10 @@ def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     values = {f"model.{name}": getattr(model, name) for name in sizes}
     values |= {f"{at}.{name}": getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
     for key, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{key} is {value}; it must be at least 1", key=key, value=value)
+        check_at_least(key, value, 1)
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ConfigError(
-            f"{at}.sequence_parallel divides sequences over tp, which is 1: leave it off",
+            f"{at}.sequence_parallel divides sequences over tp, which is 1: set it to False",
             key=f"{at}.sequence_parallel",
             value=True,
         )
@@ -210,10 +232,10 @@ def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     pieces = length_multiple_of(model, parallel)
     if model.position_embedding_type == "learned_absolute" and model.max_sequence_length % pieces:
         raise ConfigError(
-            f"model.max_sequence_length is {model.max_sequence_length}, and there are no learned positions beyond: it "
-            f"must be a multiple of {pieces}, to which {at} ({at}.cp={parallel.cp}, {at}.sequence_parallel="
-            f"{parallel.sequence_parallel}) and fp8 round the length of rows up",
-            key=_blamed("model.max_sequence_length", f"{at}.cp"),
+            f"model.max_sequence_length is {model.max_sequence_length}, but learned positions end there: it must be a "
+            f"multiple of {pieces}, to which {at}.cp={parallel.cp}, {at}.sequence_parallel="
+            f"{parallel.sequence_parallel} and fp8 round the length of rows up",
+            key=_wrong_key("model.max_sequence_length", f"{at}.cp"),
             value=model.max_sequence_length,
             divisor=pieces,
         )
@@ -230,7 +252,7 @@ def _check_attention(model: ModelConfig, parallel: ParallelConfig, at: str) -> N
     rotated = int((model.kv_channels or model.hidden_size // heads) * model.rotary_percent)
     if model.position_embedding_type == "rope" and rotated % 2:
         raise ConfigError(
-            f"rotary positions turn pairs of channels, and a head has {rotated} to turn (hidden_size "
+            f"rotary positions rotate pairs of channels, but a head has {rotated} to rotate (hidden_size "
             f"{model.hidden_size}, {heads} heads, rotary_percent {model.rotary_percent}): make it an even number",
             key="model.hidden_size",
             value=model.hidden_size,
@@ -240,26 +262,26 @@ def _check_attention(model: ModelConfig, parallel: ParallelConfig, at: str) -> N
 def _check_layers(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
     if parallel.vpp is not None and parallel.pp == 1:
         raise ConfigError(
-            f"{at}.vpp is {parallel.vpp} with pp=1: chunks interleave stages of a pipeline; leave vpp out",
+            f"{at}.vpp is {parallel.vpp} with pp=1: chunks interleave the stages of a pipeline; leave vpp out",
             key=f"{at}.vpp",
             value=parallel.vpp,
         )
-    own = [name for name in _OWN_SPLIT if model.transformer.get(name)]
-    if own and parallel.pp == 1:
-        key = f"model.transformer.{own[0]}"
+    custom = [name for name in _CUSTOM_SPLIT if model.transformer.get(name)]
+    if custom and parallel.pp == 1:
+        key = f"model.transformer.{custom[0]}"
         raise ConfigError(
-            f"{key} splits the layers over the stages of a pipeline, and {at}.pp is 1, which would be left with those "
-            "of one stage: leave it out",
+            f"{key} splits the layers over pipeline stages, but {at}.pp is 1: only the layers of one stage would be "
+            "built; leave it out",
             key=key,
-            value=model.transformer[own[0]],
+            value=model.transformer[custom[0]],
         )
     chunks = parallel.pp * (parallel.vpp or 1)
-    if model.num_layers % chunks and not own:
+    if model.num_layers % chunks and not custom:
         raise ConfigError(
             f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
             f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or another "
             f"{at}.pp",
-            key=_blamed("model.num_layers", f"{at}.pp"),
+            key=_wrong_key("model.num_layers", f"{at}.pp"),
             value=model.num_layers,
         )
 
@@ -280,8 +302,8 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
     if balancing == "sinkhorn":
         key = "model.transformer.moe_router_load_balancing_type"
         raise ConfigError(
-            f"{key} is 'sinkhorn', which routes by whatever else is in a micro-batch, and in scores otherwise than in "
-            "training: take aux_loss, seq_aux_loss, global_aux_loss or none",
+            f"{key} is 'sinkhorn', which routes a token by the other tokens of its micro-batch, and differently for "
+            "scores than in training: use aux_loss, seq_aux_loss, global_aux_loss or none",
             key=key,
             value=balancing,
         )
@@ -294,32 +316,34 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
 
 
 def _check_capacity(experts: int, model: ModelConfig) -> None:
-    """A token that an expert has no room for would be left out by whatever else is in its micro-batch: the sampler,
-    which takes one token of a row at a time, and each of the scores would be other policies.
+    """Check that experts never drop tokens.
+
+    Which tokens are dropped depends on the other tokens of a micro-batch, so sampling, scoring and training would use
+    different policies.
     """
     key = "model.transformer.moe_expert_capacity_factor"
     factor, enough = model.transformer.get("moe_expert_capacity_factor"), experts / model.moe_router_topk
     if isinstance(factor, int | float) and factor < enough:
         raise ConfigError(
-            f"{key} is {factor}: experts would leave tokens out by what else is in a micro-batch, in scores otherwise "
-            f"than in samples; leave it out, or take {enough:g}, with which all {experts} experts have room for all",
+            f"{key} is {factor}: experts would drop tokens depending on the other tokens of a micro-batch, differently "
+            f"for scores than for samples; leave it out, or set {enough:g}, with which {experts} experts drop none",
             key=key,
             value=factor,
         )
 
 
 def _check_dispatch(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
-    """Rows of different ranks differ in length, padded ones as well: each batch is as wide as its own longest row."""
+    """Check that experts accept rows of different lengths: each rank's batch is as wide as its own longest row."""
     etp = parallel.etp or parallel.tp
     if parallel.ep == 1 and etp == parallel.tp:
         return
-    for name, harmless in _ONE_LENGTH.items():
-        value = model.transformer.get(name, harmless[0])
-        if value not in harmless:
+    for name, supported in _ONE_LENGTH.items():
+        value = model.transformer.get(name, supported[0])
+        if value not in supported:
             key = f"model.transformer.{name}"
             raise ConfigError(
-                f"{key}={value!r} takes equally many tokens from every rank that shares experts, and with {at}.ep="
-                f"{parallel.ep}, etp={etp}, tp={parallel.tp} these hold different rows; take {harmless[0]!r}",
+                f"{key}={value!r} needs equally many tokens from every rank that shares experts, but with {at}.ep="
+                f"{parallel.ep}, etp={etp}, tp={parallel.tp} their rows differ; use {supported[0]!r}",
                 key=key,
                 value=value,
             )
@@ -328,9 +352,9 @@ def _check_dispatch(model: ModelConfig, parallel: ParallelConfig, at: str) -> No
 def _divides(key: str, value: int, by_key: str, by: int) -> None:
     if value % by:
         text = f"{key} is {value}, which does not divide by {by_key}={by}"
-        raise ConfigError(text, key=_blamed(key, by_key), value=value, divisor=by)
+        raise ConfigError(text, key=_wrong_key(key, by_key), value=value, divisor=by)
 
 
-def _blamed(key: str, by_key: str) -> str:
-    """A model that fits the layout it is trained in is not at fault where it does not fit a second one."""
+def _wrong_key(key: str, by_key: str) -> str:
+    """Return the key to report: the axis if the layout is not that of training, which the model has already fit."""
     return key if by_key.startswith(("model.", "parallel.")) else by_key

@@ -26,6 +26,7 @@ from parallel_state.agreement import on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
+from workers.config.constructor import check_constructor
 from workers.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
 from workers.train.batches import TokenBatch, mini_batch_rows
@@ -78,6 +79,18 @@ class ModelWorker(MegatronWorker):
         "reload": (),
         "wait_for_checkpoint": (),
     }
+
+    config_class: ClassVar[type | None] = None
+    """The type of the constructor's ``config`` argument. None: any."""
+
+    @classmethod
+    def check_init(cls, *args: Any, **kwargs: Any) -> None:
+        """Check the constructor's arguments, and that ``config`` is a ``config_class``, before any process starts.
+
+        Raises:
+            ConfigError: an argument is missing, unknown, or of another type.
+        """
+        check_constructor(cls, cls.config_class, args, kwargs)
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, *, timeout_s: float, packed: bool = False) -> None:
         super().__init__(parallel, seed=model.seed, timeout_s=timeout_s)

@@ -28,6 +28,8 @@ class RewardModelWorker(ModelWorker):
         LayoutError: the axes do not divide the world size.
     """
 
+    config_class = RewardConfig
+
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config = config

@@ -1,4 +1,4 @@
-"""PPO on verifiable problems, end to end: ``python -m examples.ppo.main``."""
+"""PPO on verifiable problems from one command: ``python -m examples.ppo.main``."""
 
 import warnings
 

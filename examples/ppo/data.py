@@ -1,38 +1,28 @@
-"""Problems from reasoning-gym, split so that no held-out question is ever trained on, and as rows for the trainer."""
+"""Problems of reasoning-gym as rows for the trainer; no held-out question is in the training data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from examples.ppo.config import ProblemConfig
 from examples.ppo.gym import DATASETS, reasoning_gym
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import ConfigError, DataError
 
-__all__ = ["Demonstrations", "ProblemConfig", "Problems", "Prompts", "make_problems"]
+__all__ = ["Demonstrations", "Problems", "Prompts", "make_problems"]
 
 SEED_DISTANCE = 10_000_019
-"""reasoning-gym draws problem i from ``seed + i``: seeds this far apart share no problem draw."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemConfig:
-    """Which of reasoning-gym's tasks, with which of its own ``options``, and how many different questions of it."""
-
-    task: str = "chain_sum"
-    options: dict[str, Any] = field(default_factory=dict)
-    train_size: int = 3600
-    held_out_size: int = 256
-    seed: int = 0
+"""Distance of seeds: reasoning-gym draws problem i from ``seed + i``, so seeds this far apart share no draw."""
 
 
 @dataclass(frozen=True)
 class Problems:
-    """A task's problems. An entry has ``question``, ``answer``, ``metadata``; ``scorer.score_answer`` judges a text."""
+    """Problems of a task, with ``question``, ``answer`` and ``metadata``; ``scorer.score_answer`` scores a text."""
 
     scorer: Any
     train: Sequence[Mapping[str, Any]]
@@ -40,9 +30,10 @@ class Problems:
 
 
 def make_problems(config: ProblemConfig) -> Problems:
-    """Different questions, drawn in the task's own order: the first ones are held out, the rest are for training.
+    """Return different questions in the order in which the task draws them: the first ones are held out.
 
-    Raises ConfigError for a task or an option that reasoning-gym does not have, or a task with too few questions.
+    Raises:
+        ConfigError: reasoning-gym does not have the task or an option, or the task has too few questions.
     """
     wanted = config.held_out_size + config.train_size
     most_draws = 50 * wanted
@@ -56,7 +47,7 @@ def make_problems(config: ProblemConfig) -> Problems:
             return Problems(dataset, entries[config.held_out_size :], entries[: config.held_out_size])
     raise ConfigError(
         f"{config.task} has {len(different)} different questions in {most_draws} draws; held_out_size "
-        f"{config.held_out_size} + train_size {config.train_size} = {wanted}: ask for fewer, or widen problems.options",
+        f"{config.held_out_size} + train_size {config.train_size} = {wanted}: reduce sizes, or change problems.options",
         key="problems.train_size",
         value=config.train_size,
     )
@@ -75,7 +66,7 @@ def _dataset(config: ProblemConfig, size: int) -> Any:
 
 
 class Prompts:
-    """Rows for the trainer: ``input_ids``, ``attention_mask`` ``[prompt]``, padded on the left, and the ``entry``."""
+    """Rows for the trainer: ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and ``entry``."""
 
     def __init__(self, entries: Sequence[Mapping[str, Any]], tokenizer: CharTokenizer, prompt_length: int) -> None:
         self.entries = entries
@@ -94,7 +85,7 @@ class Prompts:
 
 
 class Demonstrations(Prompts):
-    """Rows for the supervised phase: the question, then its answer, which alone has a ``loss_mask`` of 1."""
+    """Rows for the supervised phase: the question and its answer; ``loss_mask`` is 1 for the answer."""
 
     def __init__(
         self, entries: Sequence[Mapping[str, Any]], tokenizer: CharTokenizer, prompt_length: int, response_length: int
@@ -116,12 +107,12 @@ class Demonstrations(Prompts):
 
 
 def _padded(ids: list[int], length: int, count: int, pad: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """The ids and their mask, int64 ``[length]``."""
+    """Return the padded ids and their mask, int64 ``[length]``."""
     row = torch.full((length,), pad, dtype=torch.long)
     mask = torch.zeros(length, dtype=torch.long)
-    place = slice(length - count, length) if left else slice(0, count)
-    row[place] = torch.tensor(ids)
-    mask[place] = 1
+    filled = slice(length - count, length) if left else slice(0, count)
+    row[filled] = torch.tensor(ids)
+    mask[filled] = 1
     return row, mask
 
 

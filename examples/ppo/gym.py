@@ -1,7 +1,7 @@
-"""reasoning-gym, importable where one of its dependencies is not.
+"""reasoning-gym, importable without pycosat.
 
-Only its zebra puzzles use pycosat, a C extension without wheels; importing any of its tasks imports them all. On a
-machine without a compiler an empty module stands in for it: a zebra puzzle then fails by name, the rest is whole.
+pycosat is a C extension without wheels that only the zebra puzzles use, but importing any task imports all of them. If
+it is not installed, an empty module replaces it: zebra puzzles then fail, all other tasks work.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str], console: Console) -> int:
-    """Runs the example; the exit status. Whatever ends it, no process of it is left."""
+    """Run the example and return the exit status. No process of it is left, however it ends."""
     try:
         config = read_config(arguments)
         problems = make_problems(config.problems)
@@ -45,13 +45,13 @@ def main(arguments: Sequence[str], console: Console) -> int:
         console.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted: every process of the run has been ended", highlight=False)
+        console.print("interrupted: all processes of the run have ended", highlight=False)
         return INTERRUPTED
     return 0
 
 
 def run(config: Config, problems: Problems, tokenizer: CharTokenizer, console: Console) -> None:
-    """Trains, measures, and leaves a run directory."""
+    """Train, validate, and write the run directory."""
     started = time.perf_counter()
     directory = Path(config.run_dir or f"runs/ppo-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     _check_unused(directory, config)
@@ -74,7 +74,7 @@ def run(config: Config, problems: Problems, tokenizer: CharTokenizer, console: C
 def make_trainer(
     config: Config, problems: Problems, tokenizer: CharTokenizer, directory: Path, console: Console
 ) -> RayPPOTrainer:
-    """The trainer over one pool: the actor with its reference in one slot of each place, the critic in the other."""
+    """Return the trainer over one pool: actor and reference in one slot of each bundle, the critic in the other."""
     rollout = config.actor_rollout_ref.rollout
     pool = config.pool
     return RayPPOTrainer(
@@ -97,7 +97,7 @@ def make_trainer(
 
 
 def start_ray(config: Config) -> None:
-    """Connects to the cluster that the configuration names, or starts one on this machine for this run alone."""
+    """Connect to the cluster of the configuration, or start one on this machine for this run only."""
     cluster, pool = config.cluster, config.pool
     if cluster.address is not None:
         ray.init(address=cluster.address, log_to_driver=False)
@@ -120,17 +120,17 @@ def _tokenizer(problems: Problems) -> CharTokenizer:
 
 
 def _check_unused(directory: Path, config: Config) -> None:
-    """Raises ConfigError where the directory holds a run that this one does not go on with."""
+    """Raise ConfigError if the directory contains another run and this one does not resume it."""
     if (directory / "metrics.jsonl").exists() and not config.trainer.resume:
         raise ConfigError(
-            f"run_dir {directory} holds a run already: name another, or go on with it by trainer.resume=true",
+            f"run_dir {directory} contains a run already: set another one, or resume it with trainer.resume=true",
             key="run_dir",
             value=str(directory),
         )
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """What SIGTERM and SIGINT do: as Ctrl-C, also where whoever started the run had it ignore SIGINT."""
+    """Handle SIGTERM and SIGINT like Ctrl-C, even if the parent process made this one ignore SIGINT."""
     raise KeyboardInterrupt
 
 

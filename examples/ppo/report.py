@@ -1,4 +1,4 @@
-"""What a run leaves behind for people: the curves as a picture, and where accuracy and time went as tables."""
+"""Report of a run: curves as a picture, accuracy, and a table of the time of each stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Record = Mapping[str, float]
 
 
 def write_report(directory: Path, stages: Mapping[str, float], wall: float, console: Console) -> None:
-    """Writes ``curves.png`` and ``summary.json`` into the run's directory, and prints the same in words."""
+    """Write ``curves.png`` and ``summary.json`` into the run's directory, and print a summary."""
     records = read_metrics(directory / "metrics.jsonl")
     draw_curves(records, directory / "curves.png")
     before, after = accuracy_before_and_after(records)
@@ -36,19 +36,19 @@ def write_report(directory: Path, stages: Mapping[str, float], wall: float, cons
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The lines of ``metrics.jsonl``."""
+    """Return the lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def accuracy_before_and_after(records: Sequence[Record]) -> tuple[float, float]:
-    """Held-out accuracy of the first and of the last record that has one."""
+    """Return the held-out accuracy of the first and of the last record that has one."""
     measured = [record["held_out/accuracy"] for record in records if "held_out/accuracy" in record]
     return measured[0], measured[-1]
 
 
 def stage_table(stages: Mapping[str, float], wall: float) -> Table:
-    """Seconds and share of every stage, the longest first; what no stage took is "other"."""
-    table = Table("stage", "seconds", "share", title="Where the time went", title_justify="left")
+    """Return a table of the seconds and share of every stage, the longest first; the rest is "other"."""
+    table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
     rows = sorted(stages.items(), key=lambda row: -row[1])
     for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
         table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
@@ -56,7 +56,7 @@ def stage_table(stages: Mapping[str, float], wall: float) -> Table:
 
 
 def draw_curves(records: Sequence[Record], path: Path) -> None:
-    """Reward and accuracy over the steps of PPO, and how far the policy went from the reference."""
+    """Draw reward, accuracy, KL to the reference and entropy over the steps of PPO."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     _curve(left, records, "train/score", "reward, sampled", "tab:blue")
     _curve(left, records, "train/accuracy", "accuracy on training problems, sampled", "tab:green", linestyle="--")
@@ -72,6 +72,6 @@ def draw_curves(records: Sequence[Record], path: Path) -> None:
 
 
 def _curve(axes: Any, records: Sequence[Record], name: str, label: str, color: str, **style: Any) -> None:
-    """What a run that went on from a checkpoint measured twice, it shows as measured last."""
+    """Draw one metric. Of a step that a resumed run repeated, the last value is shown."""
     points = dict(sorted({record["step"]: record[name] for record in records if name in record}.items()))
     axes.plot(list(points), list(points.values()), color=color, label=label, **style)

@@ -1,4 +1,4 @@
-"""The reward: what reasoning-gym's own scorer says of the text that the model wrote, and of nothing else."""
+"""The reward: the score of reasoning-gym's scorer for the generated text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["ReasoningGymReward"]
 
 
 class ReasoningGymReward:
-    """``scorer.score_answer`` of each response, on its last token; ``accuracy`` is 1 for a full score.
+    """Score each response with ``scorer.score_answer``, on its last token; ``accuracy`` is 1 for a full score.
 
-    Reads ``responses`` and ``response_mask`` ``[rows, response]``, and the column ``entry`` for what was asked.
+    Reads ``responses`` and ``response_mask`` ``[rows, response]``, and the column ``entry`` with the problem.
     """
 
     def __init__(self, scorer: Any, tokenizer: CharTokenizer) -> None:
@@ -31,7 +31,7 @@ class ReasoningGymReward:
         return Reward(outcome_scores(scores, mask), {"accuracy": accuracy})
 
     def texts(self, batch: DataProto) -> list[str]:
-        """What the model wrote, up to its end-of-sequence token."""
+        """Return the generated texts, up to the end-of-sequence token."""
         responses, mask = columns(batch, "responses", "response_mask")
         rows = zip(responses.tolist(), mask.sum(1).tolist(), strict=True)
         return [self.tokenizer.decode(row[:length]) for row, length in rows]

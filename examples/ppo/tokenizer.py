@@ -1,4 +1,4 @@
-"""A tokenizer small enough to be read: one token a letter or digit, one a run of anything else."""
+"""A small tokenizer: one token per letter or digit, and per run of other characters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE = re.compile(r"\w|\W+")
 class CharTokenizer:
     """Texts to ids and back. ``"12 + 3"`` is four tokens: ``1``, ``2``, `` + ``, ``3``.
 
-    An ``instruction``, the words that every question of a task begins with, is one token of its own.
+    The ``instruction``, the words at the start of every question of a task, is a single token.
     """
 
     pad_token_id = 0
@@ -33,7 +33,7 @@ class CharTokenizer:
 
     @classmethod
     def of(cls, questions: Sequence[str], answers: Iterable[str]) -> CharTokenizer:
-        """The tokenizer of these texts: it knows what stands in them, and the words that all questions begin with."""
+        """Return a tokenizer with the pieces of these texts and the common start of all questions."""
         first, last = min(questions), max(questions)
         shared = first
         while not last.startswith(shared):
@@ -44,22 +44,26 @@ class CharTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of token ids."""
         return len(self._texts)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises DataError naming what the tokenizer does not know."""
-        begins = bool(self.instruction) and text.startswith(self.instruction)
-        pieces = PIECE.findall(text.removeprefix(self.instruction) if begins else text)
+        """Return the ids of a text.
+
+        Raises:
+            DataError: a piece of the text is not in the vocabulary; ``unknown`` names them.
+        """
+        has_instruction = bool(self.instruction) and text.startswith(self.instruction)
+        pieces = PIECE.findall(text.removeprefix(self.instruction) if has_instruction else text)
         unknown = sorted(set(pieces).difference(self._ids))
         if unknown:
             raise DataError(
                 f"the tokenizer does not know {unknown} in {text!r}; it knows {self.pieces}", unknown=unknown
             )
-        return [self._ids[self.instruction]] * begins + [self._ids[piece] for piece in pieces]
+        return [self._ids[self.instruction]] * has_instruction + [self._ids[piece] for piece in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids up to the end-of-sequence token; an id that is no text is shown as U+FFFD."""
+        """Return the text of ids up to the end-of-sequence token; ids without a text become U+FFFD."""
         texts = []
         for index in ids:
             if index == self.eos_token_id:
@@ -68,10 +72,10 @@ class CharTokenizer:
         return "".join(texts)
 
     def save(self, path: Path) -> None:
-        """Writes the vocabulary as JSON."""
+        """Write the vocabulary as JSON."""
         path.write_text(json.dumps({"instruction": self.instruction, "pieces": self.pieces}, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> CharTokenizer:
-        """The tokenizer that ``save`` wrote."""
+        """Return the tokenizer that ``save`` wrote."""
         return cls(**json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""The PPO-family controller program: how it is configured, what it computes itself, and the trainer that drives it."""
+"""Reinforcement learning of the PPO family: configuration, advantages, losses, KL, rewards and the trainer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ if TYPE_CHECKING:
     from mcontroller.ppo.advantages import register_advantage_estimator as register_advantage_estimator
     from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
-    from mcontroller.ppo.config import KLControlConfig as KLControlConfig
     from mcontroller.ppo.config import PPOConfig as PPOConfig
     from mcontroller.ppo.config import TrainerConfig as TrainerConfig
     from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import collate as collate
     from mcontroller.ppo.display import Display as Display
-    from mcontroller.ppo.kl import KL_CONTROLLERS as KL_CONTROLLERS
     from mcontroller.ppo.kl import KL_ESTIMATORS as KL_ESTIMATORS
-    from mcontroller.ppo.kl import AdaptiveKLController as AdaptiveKLController
-    from mcontroller.ppo.kl import FixedKLController as FixedKLController
     from mcontroller.ppo.kl import apply_kl_penalty as apply_kl_penalty
     from mcontroller.ppo.kl import estimate_kl as estimate_kl
+    from mcontroller.ppo.kl import register_kl_estimator as register_kl_estimator
+    from mcontroller.ppo.kl_control import KL_CONTROLLERS as KL_CONTROLLERS
+    from mcontroller.ppo.kl_control import AdaptiveKLController as AdaptiveKLController
+    from mcontroller.ppo.kl_control import FixedKLController as FixedKLController
+    from mcontroller.ppo.kl_control import KLControlConfig as KLControlConfig
+    from mcontroller.ppo.policy_losses import POLICY_LOSSES as POLICY_LOSSES
+    from mcontroller.ppo.policy_losses import PolicyLoss as PolicyLoss
+    from mcontroller.ppo.policy_losses import register_policy_loss as register_policy_loss
     from mcontroller.ppo.progress import ProgressDisplay as ProgressDisplay
     from mcontroller.ppo.rewards import Reward as Reward
     from mcontroller.ppo.rewards import RewardFunction as RewardFunction

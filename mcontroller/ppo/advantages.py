@@ -1,8 +1,12 @@
-"""How much better than expected every token was: advantage estimators, by name.
+"""Advantage estimators by name.
 
-An estimator takes a scored batch and gives ``(advantages, returns)``, both float32 ``[rows, response]`` and 0 where
-``response_mask`` is 0. ``register_advantage_estimator("mine")`` above a function of one's own makes
-``algorithm.adv_estimator=mine`` possible.
+Register a custom one before the configuration is made, and choose it with ``algorithm.adv_estimator=mine``. Estimators
+run in the controller's process, so a registration in the program's main file is enough::
+
+    @register_advantage_estimator("mine")
+    def mine(data, *, gamma, lam):
+        (rewards,) = columns(data, "token_level_rewards")
+        return rewards, rewards
 """
 
 from __future__ import annotations
@@ -15,57 +19,68 @@ import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import DataError
 from mcontroller.ppo.data import columns
+from mcontroller.registry import Registry
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageEstimator",
+    "AdvantageFunction",
     "compute_advantage",
     "compute_gae",
     "register_advantage_estimator",
 ]
 
 
-class Estimate(Protocol):
-    """The function behind an estimator."""
+class AdvantageFunction(Protocol):
+    """The function of an advantage estimator."""
 
-    def __call__(self, data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns, both float32 ``[rows, response]``, 0 for tokens with a mask of 0.
+
+        Args:
+            data: a scored batch with ``token_level_rewards`` and ``response_mask`` ``[rows, response]``.
+            gamma: discount factor per token.
+            lam: lambda of generalized advantage estimation.
+        """
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """An estimator and what it reads: without ``needs_critic`` no critic is started."""
+    """An advantage estimator.
 
-    estimate: Estimate
+    Attributes:
+        estimate: its function.
+        needs_critic: whether it reads ``values``. Without it no critic is started.
+    """
+
+    estimate: AdvantageFunction
     needs_critic: bool
 
 
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
-E_ = TypeVar("E_", bound=Estimate)
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
+"""Advantage estimators by the name that ``algorithm.adv_estimator`` takes."""
+
+F = TypeVar("F", bound=AdvantageFunction)
 
 
-def register_advantage_estimator(name: str, *, needs_critic: bool = False) -> Callable[[E_], E_]:
-    """Puts the decorated function under ``name``. Raises ConfigError where the name is taken by another."""
+def register_advantage_estimator(name: str, *, needs_critic: bool = False) -> Callable[[F], F]:
+    """Return a decorator that registers an advantage estimator under ``name``.
 
-    def put(estimate: E_) -> E_:
-        if name in ADVANTAGE_ESTIMATORS and ADVANTAGE_ESTIMATORS[name].estimate is not estimate:
-            raise ConfigError(f"there is an advantage estimator {name!r} already: take another name", key=name)
-        ADVANTAGE_ESTIMATORS[name] = AdvantageEstimator(estimate, needs_critic)
+    Args:
+        name: the value of ``algorithm.adv_estimator`` that chooses it.
+        needs_critic: whether it reads the critic's ``values``.
+
+    Raises:
+        ConfigError: another advantage estimator is registered under this name.
+    """
+
+    def add(estimate: F) -> F:
+        ADVANTAGE_ESTIMATORS.add(name, AdvantageEstimator(estimate, needs_critic))
         return estimate
 
-    return put
-
-
-def advantage_estimator(name: str) -> AdvantageEstimator:
-    """The estimator of this name. Raises ConfigError listing those that exist."""
-    if name not in ADVANTAGE_ESTIMATORS:
-        raise ConfigError(
-            f"advantage estimator {name!r} does not exist: it is one of {', '.join(ADVANTAGE_ESTIMATORS)}",
-            key="algorithm.adv_estimator",
-            value=name,
-        )
-    return ADVANTAGE_ESTIMATORS[name]
+    return add
 
 
 def compute_advantage(
@@ -75,17 +90,22 @@ def compute_advantage(
     lam: float = 1.0,
     normalize: bool = True,
 ) -> DataProto:
-    """The batch with columns ``advantages`` and ``returns``, float32 ``[rows, response]``.
+    """Return the batch with columns ``advantages`` and ``returns``, float32 ``[rows, response]``.
 
     Args:
-        data: ``token_level_rewards`` and ``response_mask`` ``[rows, response]``, and what the estimator reads beside.
-        normalize: bring advantages to mean 0 and variance 1 over all response tokens of the batch.
+        data: ``token_level_rewards`` and ``response_mask`` ``[rows, response]``, and the columns that the estimator
+            reads: ``values`` for gae, the non-tensor column ``uid`` for grpo and rloo.
+        adv_estimator: a name in ``ADVANTAGE_ESTIMATORS``.
+        gamma: discount factor per token.
+        lam: lambda of generalized advantage estimation.
+        normalize: scale advantages to mean 0 and variance 1 over all response tokens of the batch.
 
     Raises:
-        ConfigError: no estimator of this name.
+        ConfigError: no estimator has this name.
         DataError: a column is missing.
     """
-    advantages, returns = advantage_estimator(adv_estimator).estimate(data, gamma=gamma, lam=lam)
+    estimator = ADVANTAGE_ESTIMATORS.get_or_raise(adv_estimator)
+    advantages, returns = estimator.estimate(data, gamma=gamma, lam=lam)
     if normalize:
         advantages = whiten(advantages, *columns(data, "response_mask"))
     return data.union(DataProto.from_dict({"advantages": advantages, "returns": returns}))
@@ -94,11 +114,18 @@ def compute_advantage(
 def compute_gae(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: advantages and returns, ``[rows, response]``.
+    """Return advantages and returns of generalized advantage estimation, ``[rows, response]``.
 
-    ``A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l})`` over the response's tokens, with a value
-    of 0 after the last one; ``returns = A + V``. Tokens with a mask of 0, at the end or in between (what a tool said),
-    are no steps: neither their reward nor their value enters (Schulman et al., 2015, arXiv:1506.02438, equation 16).
+    ``A_t = sum_l (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l})`` over the tokens of the response, with a
+    value of 0 after the last one; ``returns = A + V`` (Schulman et al., 2015, arXiv:1506.02438, equation 16). Tokens
+    with a mask of 0, at the end or in between (a tool's output), are skipped: their rewards and values do not count.
+
+    Args:
+        token_level_rewards: ``[rows, response]``.
+        values: ``[rows, response]``, of the critic.
+        response_mask: ``[rows, response]``, 1 for the tokens of the response.
+        gamma: discount factor per token.
+        lam: weight of later errors; 0 is one-step, 1 is Monte Carlo.
     """
     mask = response_mask.bool()
     advantages = torch.zeros_like(values)
@@ -114,7 +141,7 @@ def compute_gae(
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Values brought to mean 0 and variance 1 over the entries with a mask of 1; 0 elsewhere."""
+    """Return values scaled to mean 0 and variance 1 over the entries with a mask of 1, and 0 for the others."""
     mask = mask.to(values.dtype)
     count = mask.sum().clamp(min=1)
     mean = (values * mask).sum() / count
@@ -124,17 +151,16 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 @register_advantage_estimator("gae", needs_critic=True)
 def gae(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """``compute_gae`` with the critic's ``values``."""
+    """Return ``compute_gae`` with the critic's ``values``."""
     rewards, values, mask = columns(data, "token_level_rewards", "values", "response_mask")
     return compute_gae(rewards, values, mask, gamma, lam)
 
 
 @register_advantage_estimator("grpo")
 def grpo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A response's reward beside those of the same problem: ``(R - mean) / std`` on each of its tokens.
+    """Return ``(R - mean) / std`` on each token, over the responses to the same problem (the same ``uid``).
 
-    The problem of a row is its ``uid``, a non-tensor column; one response alone has an advantage of 0 (Shao et al.,
-    2024, arXiv:2402.03300, section 4.1.2).
+    A single response has an advantage of 0 (Shao et al., 2024, arXiv:2402.03300, section 4.1.2).
     """
     rewards, mask = columns(data, "token_level_rewards", "response_mask")
     totals, group = (rewards * mask).sum(1), _groups(data)
@@ -146,9 +172,9 @@ def grpo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("rloo")
 def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A response's reward less the mean of the others of the same problem (``uid``), on each of its tokens.
+    """Return the reward minus the mean of the other responses to the same problem (``uid``), on each token.
 
-    One response alone has an advantage of 0 (Ahmadian et al., 2024, arXiv:2402.14740, equation 8).
+    A single response has an advantage of 0 (Ahmadian et al., 2024, arXiv:2402.14740, equation 8).
     """
     rewards, mask = columns(data, "token_level_rewards", "response_mask")
     totals, group = (rewards * mask).sum(1), _groups(data)
@@ -159,7 +185,7 @@ def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
 
 
 def _groups(data: DataProto) -> Tensor:
-    """For every row, the number of its problem: 0, 1, ... in the order in which their uids first stand."""
+    """Return the index of every row's problem: 0, 1, ... in the order of the first occurrence of its uid."""
     if "uid" not in data.non_tensor_batch:
         raise DataError("advantages relative to a group need the non-tensor column 'uid'", columns=["uid"])
     uids: Sequence[Hashable] = data.non_tensor_batch["uid"].tolist()

@@ -1,4 +1,4 @@
-"""A run's checkpoints: those of its groups, and the file that says which of them belong together."""
+"""Checkpoints of a run: those of its groups, and the file that names the ones that belong together."""
 
 from __future__ import annotations
 
@@ -19,16 +19,27 @@ STATE = "trainer.json"
 
 @dataclass(frozen=True)
 class RunState:
-    """What the controller itself must know to go on."""
+    """The controller's own state.
+
+    Attributes:
+        global_steps: steps of PPO done.
+        kl_coef: weight of the KL penalty.
+    """
 
     global_steps: int
     kl_coef: float
 
 
 def save_run(directory: str, groups: Mapping[str, WorkerGroup], state: RunState, max_to_keep: int | None) -> None:
-    """Has every group write its checkpoint under ``<directory>/<group>``; then ``trainer.json`` names them all.
+    """Save every group's checkpoint under ``<directory>/<group>``, then replace ``trainer.json``, which names them.
 
-    The file is replaced at once and last: until then the checkpoints before are the run's.
+    The file is replaced last and atomically: until then, the earlier checkpoints are those of the run.
+
+    Args:
+        directory: the directory of the run's checkpoints.
+        groups: the groups to save, by name.
+        state: the controller's own state.
+        max_to_keep: checkpoints that are kept. None: all.
     """
     written = {
         name: group.save_checkpoint(str(Path(directory) / name), state.global_steps, max_to_keep)[0]
@@ -45,17 +56,23 @@ def save_run(directory: str, groups: Mapping[str, WorkerGroup], state: RunState,
 
 
 def find_run(directory: str) -> dict[str, Any]:
-    """What ``trainer.json`` says. Raises DataError where there is no such file."""
+    """Return the content of ``trainer.json``.
+
+    Raises:
+        DataError: the file does not exist.
+    """
     path = Path(directory) / STATE
     if not path.is_file():
-        raise DataError(f"there is no checkpoint to go on from: {path} does not exist", path=str(path))
-    return json.loads(path.read_text())
+        raise DataError(f"there is no checkpoint to resume from: {path} does not exist", path=str(path))
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
 
 
 def load_run(directory: str, groups: Mapping[str, WorkerGroup]) -> RunState:
-    """Has every group go on from the checkpoint that ``trainer.json`` names.
+    """Load every group's checkpoint that ``trainer.json`` names, and return the controller's own state.
 
-    Raises DataError where there is no such file, or it names other groups than these.
+    Raises:
+        DataError: the file does not exist, or names other groups.
     """
     record = find_run(directory)
     if set(record["groups"]) != set(groups):

@@ -1,4 +1,4 @@
-"""From a data set of rows to batches: which rows stand in batch k is decided by the seed alone."""
+"""Batches of a data set: the rows of batch k depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ __all__ = ["BatchStream", "Dataset", "collate", "columns", "in_order"]
 
 
 class Dataset(Protocol):
-    """Rows by number. A row maps names to tensors, of the same shape in every row, and to any other objects."""
+    """Rows by index. A row maps names to tensors, of the same shape in every row, and to any other objects."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of rows."""
 
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Return a row."""
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> DataProto:
-    """A batch of rows: tensors stacked, other objects as non-tensor columns."""
+    """Return a batch of rows: tensors stacked, other objects as non-tensor columns."""
     first = rows[0]
     tensors = {name: torch.stack([row[name] for row in rows]) for name in first if isinstance(first[name], Tensor)}
     others = {name: [row[name] for row in rows] for name in first if name not in tensors}
@@ -31,7 +33,11 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> DataProto:
 
 
 def columns(batch: DataProto, *names: str) -> list[Tensor]:
-    """The tensor columns of these names. Raises DataError naming those that are missing, and those that are there."""
+    """Return the tensor columns of these names.
+
+    Raises:
+        DataError: a column is missing; ``columns`` names the missing ones.
+    """
     present: dict[str, Any] = batch.tensors()
     missing = [name for name in names if name not in present]
     if missing:
@@ -43,16 +49,25 @@ def columns(batch: DataProto, *names: str) -> list[Tensor]:
 
 
 class BatchStream:
-    """Batches without end: ``stream[k]`` is batch k, in an order drawn anew for every pass through the data.
+    """An endless sequence of batches: ``stream[k]`` is batch k, in a new random order for every pass over the data.
 
-    A pass drops what is left over at its end. Raises DataError for a data set of less than one batch.
+    The rows left at the end of a pass that do not fill a batch are dropped.
+
+    Args:
+        dataset: the rows.
+        batch_size: rows of a batch.
+        seed: seed of the order.
+        name: the name of the data set in error messages.
+
+    Raises:
+        DataError: the data set has fewer rows than one batch.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, seed: int, name: str = "train_dataset") -> None:
         self.per_pass = len(dataset) // batch_size
         if self.per_pass == 0:
             raise DataError(
-                f"{name} has {len(dataset)} rows, less than one batch of {batch_size}: give more, or smaller batches",
+                f"{name} has {len(dataset)} rows, less than one batch of {batch_size}: add rows, or reduce the batch",
                 rows=len(dataset),
                 batch_size=batch_size,
             )
@@ -62,16 +77,16 @@ class BatchStream:
         self._order: tuple[int, list[int]] = (-1, [])
 
     def __getitem__(self, index: int) -> DataProto:
-        number, place = divmod(index, self.per_pass)
+        number, position = divmod(index, self.per_pass)
         if self._order[0] != number:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             self._order = (number, torch.randperm(len(self.dataset), generator=generator).tolist())
-        start = place * self.batch_size
+        start = position * self.batch_size
         return collate([self.dataset[row] for row in self._order[1][start : start + self.batch_size]])
 
 
 def in_order(dataset: Dataset, batch_size: int = 0) -> Iterator[DataProto]:
-    """The whole data set once, in its order, ``batch_size`` rows at a time (0: all at once)."""
+    """Yield the whole data set once, in its order, ``batch_size`` rows at a time (0: all at once)."""
     size = batch_size or max(len(dataset), 1)
     for start in range(0, len(dataset), size):
         yield collate([dataset[row] for row in range(start, min(start + size, len(dataset)))])

@@ -1,4 +1,4 @@
-"""What a run tells whoever is watching it. The base class says nothing; ``progress`` shows it in a terminal."""
+"""Events of a run for people who watch it. The base class shows nothing; ``progress`` shows them in a terminal."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["Display"]
 
 
 class Display:
-    """Override what is to be seen; every method is called by the trainer, in its thread."""
+    """Override the methods of the events to show; the trainer calls them in its own thread."""
 
     def starting(self, what: str) -> None:
-        """Something that takes seconds begins."""
+        """Show that something starts that takes seconds."""
 
     def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """All groups stand, by name."""
+        """Show all groups, by name, after they have started."""
 
     def phase(self, name: str, steps: int, done: int = 0) -> None:
-        """A phase of ``steps`` steps begins, ``done`` of which an earlier run has made."""
+        """Show the start of a phase of ``steps`` steps, of which an earlier run has done ``done``."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """A step of the phase has ended."""
+        """Show the metrics of a finished step of the phase."""
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The held-out problems were decoded after so many steps of PPO."""
+        """Show the metrics of the held-out problems after ``step`` steps of PPO."""
 
     def close(self) -> None:
-        """The run has ended, in whatever way."""
+        """End the display; called once, also after an error."""

@@ -1,120 +1,98 @@
-"""The KL penalty in the reward: how far the policy went from the reference, and what that costs."""
+"""KL divergence between policy and reference: estimators by name, and the penalty in the reward.
+
+Define a KL estimator next to the worker class if a worker's ``kl_loss_type`` names it, so that every Ray worker that
+imports the class registers it too::
+
+    @register_kl_estimator("mine")
+    def mine(log_ratio):
+        return log_ratio.abs().sqrt()
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError
-from mcontroller.ppo.config import KLControlConfig
 from mcontroller.ppo.data import columns
+from mcontroller.ppo.kl_control import KLController
+from mcontroller.registry import Registry
 
-__all__ = [
-    "KL_CONTROLLERS",
-    "KL_ESTIMATORS",
-    "AdaptiveKLController",
-    "FixedKLController",
-    "KLController",
-    "apply_kl_penalty",
-    "estimate_kl",
-    "make_kl_controller",
-]
+__all__ = ["KL_ESTIMATORS", "KLEstimator", "apply_kl_penalty", "estimate_kl", "register_kl_estimator"]
 
+KLEstimator = Callable[[Tensor], Tensor]
+"""Maps ``log policy - log reference`` of sampled tokens to an estimate of KL(policy || reference) of each token."""
 
-def _k3(log_ratio: Tensor) -> Tensor:
-    back = (-log_ratio).clamp(-20.0, 20.0)  # a token that one of the two all but excludes must not become infinite
-    return torch.expm1(back) - back
-
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda log_ratio: log_ratio,
-    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
-    "k3": _k3,
-    "abs": torch.abs,
-}
-"""Estimates of KL(policy || reference) for a token that the policy sampled, of ``log policy - log reference``.
+KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator", key="kl_penalty")
+"""KL estimators by the name that ``algorithm.kl_penalty`` and ``ActorConfig.kl_loss_type`` take.
 
 k1 is unbiased; k2 is biased with less variance; k3 is unbiased and never negative (Schulman, "Approximating KL
 divergence", 2020).
 """
 
+F = TypeVar("F", bound=KLEstimator)
+
+
+def register_kl_estimator(name: str) -> Callable[[F], F]:
+    """Return a decorator that registers a KL estimator under ``name``.
+
+    Raises:
+        ConfigError: another KL estimator is registered under this name.
+    """
+    return KL_ESTIMATORS.register(name)
+
+
+@register_kl_estimator("k1")
+def _k1(log_ratio: Tensor) -> Tensor:
+    return log_ratio
+
+
+@register_kl_estimator("k2")
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+@register_kl_estimator("k3")
+def _k3(log_ratio: Tensor) -> Tensor:
+    back = (-log_ratio).clamp(-20.0, 20.0)  # keeps a token that one of the two almost excludes finite
+    return torch.expm1(back) - back
+
+
+@register_kl_estimator("abs")
+def _abs(log_ratio: Tensor) -> Tensor:
+    return torch.abs(log_ratio)
+
 
 def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1") -> Tensor:
-    """Per token, the estimate of this name. Raises ConfigError listing those that exist."""
-    if kl_penalty not in KL_ESTIMATORS:
-        raise ConfigError(
-            f"KL estimator {kl_penalty!r} does not exist: it is one of {', '.join(KL_ESTIMATORS)}",
-            key="kl_penalty",
-            value=kl_penalty,
-        )
-    return KL_ESTIMATORS[kl_penalty](log_probs - ref_log_probs)
+    """Return the estimate of KL(policy || reference) of every token, in the shape of ``log_probs``.
 
+    Args:
+        log_probs: natural logarithms under the policy.
+        ref_log_probs: the same under the reference.
+        kl_penalty: a name in ``KL_ESTIMATORS``.
 
-class KLController(Protocol):
-    """``value`` is the weight of the penalty; ``update`` tells it what the last batch's KL per token was."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-
-
-class FixedKLController:
-    """A weight that stays."""
-
-    def __init__(self, config: KLControlConfig) -> None:
-        self.value = config.kl_coef
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing changes."""
-
-
-class AdaptiveKLController:
-    """A weight that rises while the KL is above ``target_kl`` and falls while it is below.
-
-    ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`` after ``n`` samples (Ziegler et al., 2019,
-    arXiv:1909.08593, section 2.2).
+    Raises:
+        ConfigError: no estimator has this name.
     """
-
-    def __init__(self, config: KLControlConfig) -> None:
-        self.value = config.kl_coef
-        self.target = config.target_kl
-        self.horizon = config.horizon
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapts the weight to the KL per token of ``n_steps`` new samples."""
-        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
-
-
-KL_CONTROLLERS: dict[str, Callable[[KLControlConfig], KLController]] = {
-    "fixed": FixedKLController,
-    "adaptive": AdaptiveKLController,
-}
-
-
-def make_kl_controller(config: KLControlConfig) -> KLController:
-    """The controller that ``config.type`` names. Raises ConfigError listing those that exist."""
-    if config.type not in KL_CONTROLLERS:
-        raise ConfigError(
-            f"KL controller {config.type!r} does not exist: it is one of {', '.join(KL_CONTROLLERS)}",
-            key="algorithm.kl_ctrl.type",
-            value=config.type,
-        )
-    return KL_CONTROLLERS[config.type](config)
+    return KL_ESTIMATORS.get_or_raise(kl_penalty)(log_probs - ref_log_probs)
 
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: KLController, kl_penalty: str = "k1"
 ) -> tuple[DataProto, dict[str, float]]:
-    """The batch with ``token_level_rewards`` = scores - weight * KL, and the mean KL per token as a metric.
+    """Return the batch with ``token_level_rewards`` = scores - weight * KL, and the mean KL per token as a metric.
 
     Args:
         data: ``token_level_scores``, ``old_log_probs``, ``ref_log_prob``, ``response_mask`` ``[rows, response]``.
-        kl_ctrl: gives the weight, and is told this batch's KL afterwards.
+        kl_ctrl: supplies the weight, and is updated with the KL of this batch.
+        kl_penalty: a name in ``KL_ESTIMATORS``.
+
+    Raises:
+        ConfigError: no estimator has this name.
+        DataError: a column is missing.
     """
     names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
     scores, log_probs, reference, mask = columns(data, *names)

@@ -1,4 +1,4 @@
-"""The run in a terminal: a table of the groups at the start, then a bar with what matters of every step."""
+"""Display of a run in a terminal: tables of the groups at the start, then a progress bar with metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mcontroller.ppo.display import Display
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
 
-__all__ = ["ProgressDisplay", "group_table", "place_table"]
+__all__ = ["ProgressDisplay", "group_table", "rank_table"]
 
-MOST_PLACES = 32
+MOST_RANKS = 32
 WIDE = 100
 LINES_A_PHASE = 8
 SHOWN: Mapping[str, tuple[str, str]] = {
@@ -25,13 +25,13 @@ SHOWN: Mapping[str, tuple[str, str]] = {
     "actor/reward_kl_penalty": ("KL", ".4f"),
     "perf/tokens_per_s": ("tokens/s", ",.0f"),
 }
-"""The metrics that the bar shows, and how: those of them that a step has."""
+"""Metrics that the bar shows if a step has them: label and format."""
 
 
 class ProgressDisplay(Display):
-    """Tables and a progress bar on ``console`` (standard output unless given).
+    """Tables and a progress bar on ``console``, which is standard output unless given.
 
-    Where that is no terminal, a line now and then stands for the bar.
+    If it is not a terminal, a few lines per phase replace the bar.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -47,43 +47,49 @@ class ProgressDisplay(Display):
         self._task: TaskID | None = None
 
     def starting(self, what: str) -> None:
+        """Print what starts."""
         self.console.print(f"[dim]{what} ...[/dim]")
 
     def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Print the tables of groups and ranks."""
         self.console.print(group_table(groups))
-        self.console.print(place_table(groups))
+        self.console.print(rank_table(groups))
 
     def phase(self, name: str, steps: int, done: int = 0) -> None:
+        """Start a new progress bar."""
         self._progress.start()
         if self._task is not None:
             self._progress.stop_task(self._task)
         self._task = self._progress.add_task(name, total=steps, completed=done, shown="")
 
     def step(self, metrics: Mapping[str, float]) -> None:
+        """Advance the bar; without a terminal, print a line at every eighth of the phase."""
         if self._task is None:
             return
-        self._progress.update(self._task, advance=1, shown=shown(metrics))
+        self._progress.update(self._task, advance=1, shown=metrics_text(metrics))
         task = self._progress.tasks[self._task]
         every = max(1, int(task.total or 0) // LINES_A_PHASE)
         if self._progress.disable and (task.completed % every == 0 or task.finished):
-            line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {shown(metrics)}"
+            line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {metrics_text(metrics)}"
             self.console.print(line, highlight=False)
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the metrics of the held-out problems."""
         values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in metrics.items())
         self.console.print(f"held-out after {step} steps of PPO: [bold]{values}[/bold]", highlight=False)
 
     def close(self) -> None:
+        """Stop the bar."""
         self._progress.stop()
 
 
-def shown(metrics: Mapping[str, float]) -> str:
-    """What the bar says of a step."""
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a step as the bar shows them."""
     return "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
 
 
 def group_table(groups: Mapping[str, WorkerGroup]) -> Table:
-    """A row for every group: its worker class, its layout, its processes."""
+    """Return a table with a row for every group: its worker class, layout and processes."""
     table = Table("group", "worker", "layout", "processes", title="Groups", title_justify="left")
     for name, group in groups.items():
         nodes = len(set(group.executor.nodes))
@@ -92,21 +98,21 @@ def group_table(groups: Mapping[str, WorkerGroup]) -> Table:
     return table
 
 
-def place_table(groups: Mapping[str, WorkerGroup]) -> Table:
-    """A row for every rank: its node, and its coordinates in each group."""
-    table = Table("rank", "node", *groups, title="Where each rank stands", title_justify="left")
+def rank_table(groups: Mapping[str, WorkerGroup]) -> Table:
+    """Return a table with a row for every rank: its node, and its coordinates in each group."""
+    table = Table("rank", "node", *groups, title="Ranks", title_justify="left")
     world = max(group.world_size for group in groups.values())
     longest = next(group for group in groups.values() if group.world_size == world)
-    for rank in range(min(world, MOST_PLACES)):
-        places = [_place(group.topology, rank) for group in groups.values()]
-        table.add_row(str(rank), longest.executor.nodes[rank], *places)
-    if world > MOST_PLACES:
-        table.add_row(f".. {world - MOST_PLACES} more")
+    for rank in range(min(world, MOST_RANKS)):
+        coordinates = [_coordinates_text(group.topology, rank) for group in groups.values()]
+        table.add_row(str(rank), longest.executor.nodes[rank], *coordinates)
+    if world > MOST_RANKS:
+        table.add_row(f".. {world - MOST_RANKS} more")
     return table
 
 
 def layout_text(topology: Topology) -> str:
-    """``tp 2 x pp 2 x dp 1``: tp, pp and dp always, other axes where they divide anything."""
+    """Return a layout as ``tp 2 x pp 2 x dp 1``: tp, pp and dp always, other axes if their size is more than 1."""
     axes = _shown_axes(topology)
     return " x ".join(f"{axis} {topology.size(axis)}" for axis in axes)
 
@@ -118,7 +124,7 @@ def _shown_axes(topology: Topology) -> Sequence[str]:
     return sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)) or [RANK_AXIS]
 
 
-def _place(topology: Topology, rank: int) -> str:
+def _coordinates_text(topology: Topology, rank: int) -> str:
     if rank >= topology.world_size:
         return ""
     coordinates = topology.coordinates(rank)

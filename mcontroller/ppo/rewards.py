@@ -1,4 +1,4 @@
-"""The seam to a task: a reward function looks at finished responses and says what they are worth."""
+"""The interface to a task: a reward function scores finished responses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Reward", "RewardFunction", "outcome_scores", "rewarded"]
 
 @dataclass(frozen=True)
 class Reward:
-    """What responses are worth.
+    """Scores of responses.
 
     Attributes:
-        token_level_scores: float32 ``[rows, response]``; see ``outcome_scores`` for one score a response.
-        columns: what else is known of every row, such as its ``accuracy``; the means are reported.
+        token_level_scores: float32 ``[rows, response]``; ``outcome_scores`` makes it from one score per response.
+        columns: further values of every row, such as its ``accuracy``; their means are reported.
     """
 
     token_level_scores: Tensor
@@ -29,29 +29,35 @@ class Reward:
 
 
 class RewardFunction(Protocol):
-    """Gives the Reward of a batch, or its ``token_level_scores`` alone.
+    """A function from a batch to its Reward."""
 
-    The batch holds what ``generate_sequences`` gave, and the data set's non-tensor columns beside.
-    """
+    def __call__(self, batch: DataProto) -> Reward | Tensor:
+        """Return the Reward of a batch, or its ``token_level_scores`` alone.
 
-    def __call__(self, batch: DataProto) -> Reward | Tensor: ...
+        Args:
+            batch: the result of ``generate_sequences``, and the non-tensor columns of the data set.
+        """
 
 
 def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> Tensor:
-    """One score a response, ``[rows]``, on its last token: float32 ``[rows, response]``."""
+    """Return one score per response, ``[rows]``, on its last token: float32 ``[rows, response]``."""
     last = response_mask.shape[1] - 1 - response_mask.flip(1).argmax(1)
     on_tokens = torch.zeros(response_mask.shape, dtype=torch.float32)
     return on_tokens.scatter_(1, last.unsqueeze(1), torch.as_tensor(scores, dtype=torch.float32).unsqueeze(1))
 
 
 def rewarded(reward_fn: RewardFunction, batch: DataProto) -> Reward:
-    """What the function gives for the batch. Raises DataError where that has not its shape, rows by tokens."""
-    given = reward_fn(batch)
-    reward = given if isinstance(given, Reward) else Reward(given)
+    """Return the Reward of a batch.
+
+    Raises:
+        DataError: the function returned values that do not have the shape of the responses.
+    """
+    result = reward_fn(batch)
+    reward = result if isinstance(result, Reward) else Reward(result)
     expected = tuple(batch.tensors()["response_mask"].shape)
     if tuple(reward.token_level_scores.shape) != expected:
         raise DataError(
-            f"the reward function gave token_level_scores of shape {tuple(reward.token_level_scores.shape)}; "
+            f"the reward function returned token_level_scores of shape {tuple(reward.token_level_scores.shape)}; "
             f"the responses are {expected}",
             shape=tuple(reward.token_level_scores.shape),
             expected=expected,
@@ -59,7 +65,7 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto) -> Reward:
     for name, column in reward.columns.items():
         if len(column) != expected[0]:
             raise DataError(
-                f"the reward function gave {len(column)} values of {name!r} for {expected[0]} responses",
+                f"the reward function returned {len(column)} values of {name!r} for {expected[0]} responses",
                 column=name,
                 length=len(column),
                 expected=expected[0],

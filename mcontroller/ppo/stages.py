@@ -1,4 +1,4 @@
-"""Where the time goes: seconds by stage, of the step that runs and of the whole run."""
+"""Seconds by stage, of the current step and of the whole run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """``with stages("generate"): ...`` adds the seconds of the block to that stage; stages do not nest."""
+    """A stopwatch: ``with stages("generate"): ...`` adds the seconds of the block to that stage; stages do not nest.
+
+    Attributes:
+        totals: seconds by stage, of the whole run.
+    """
 
     def __init__(self) -> None:
         self.totals: dict[str, float] = {}
@@ -18,6 +22,7 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to the stage ``name``."""
         started = time.perf_counter()
         try:
             yield
@@ -27,6 +32,6 @@ class Stages:
             self._step[name] = self._step.get(name, 0.0) + seconds
 
     def take_step(self) -> dict[str, float]:
-        """Seconds by stage since this was last called."""
+        """Return the seconds by stage since the last call of this method."""
         step, self._step = self._step, {}
         return step

@@ -1,4 +1,4 @@
-"""From batches to the numbers that are reported of a step."""
+"""Metrics of a step, from its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["experience_metrics", "mean_of_parts", "reward_metrics"]
 
 
 def mean_of_parts(update: DataProto) -> dict[str, float]:
-    """The metrics of an update. Every data-parallel rank reports the same reduced number, so their mean is it."""
+    """Return the metrics of an update: the mean over data-parallel ranks, which report the same reduced values."""
     metrics: Mapping[str, float | Sequence[float]] = update.meta_info["metrics"]
     return {
         name: float(value) if isinstance(value, int | float) else sum(value) / len(value)
@@ -21,17 +21,17 @@ def mean_of_parts(update: DataProto) -> dict[str, float]:
 
 
 def reward_metrics(prefix: str, reward: Reward) -> dict[str, float]:
-    """The mean score of a response, and the mean of every further column."""
+    """Return the mean score of the responses and the mean of every further column, named ``prefix/...``."""
     scores = reward.token_level_scores.sum(1)
     means = {name: sum(column) / max(len(column), 1) for name, column in reward.columns.items()}
     return {f"{prefix}/{name}": value for name, value in ({"score": float(scores.mean())} | means).items()}
 
 
 def experience_metrics(batch: DataProto) -> dict[str, float]:
-    """Of what the step learns from: how long responses are, and how good values were.
+    """Return the mean length of the responses, and the quality of the critic's values.
 
     ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 for a perfect critic, 0 for one
-    that knows no more than the mean.
+    that predicts the mean.
     """
     mask = columns(batch, "response_mask")[0].bool()
     metrics = {"response/length": float(mask.sum(1).float().mean())}

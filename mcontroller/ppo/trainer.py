@@ -1,4 +1,4 @@
-"""The PPO program: one process drives every role, and reads as if there were no other."""
+"""RayPPOTrainer: the PPO loop, in one process that calls every role's group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mcontroller.ppo.checkpoints import RunState, find_run, load_run, save_run
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, columns, in_order
 from mcontroller.ppo.display import Display
-from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
+from mcontroller.ppo.kl import apply_kl_penalty
+from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.rewards import RewardFunction, rewarded
 from mcontroller.ppo.roles import check_roles, role_workers
 from mcontroller.ppo.stages import Stages
 from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics
-from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.manager import ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
@@ -30,31 +30,40 @@ __all__ = ["RayPPOTrainer"]
 
 
 class Tokenizer(Protocol):
-    """What the trainer needs of a tokenizer: where a response ends, and what stands in for nothing."""
+    """The attributes of a tokenizer that the trainer reads."""
 
     @property
-    def eos_token_id(self) -> int: ...
+    def eos_token_id(self) -> int:
+        """Token that ends a response."""
 
     @property
-    def pad_token_id(self) -> int: ...
+    def pad_token_id(self) -> int:
+        """Token that pads prompts and responses."""
 
 
 class RayPPOTrainer:
     """PPO over groups of workers, from one process.
 
     Args:
-        config: of this program; the workers' parts of it are handed to them.
+        config: the configuration of the run; those of the workers are passed to them.
+        tokenizer: its ``eos_token_id`` and ``pad_token_id`` are passed to generation.
         role_worker_mapping: the worker class of every role: ``ActorRolloutRef``, or ``ActorRollout`` and
-            ``RefPolicy``; ``Critic`` where the estimator needs one; ``RewardModel`` if there is one.
-        resource_pool_manager: says in which pool a role lives.
-        ray_worker_group_cls: makes a group of ``(pool, class with arguments, name_prefix=...)``.
-        reward_fn: of the responses to learn from, and ``val_reward_fn`` of the held-out ones (the same unless given).
+            ``RefPolicy``; ``Critic`` if the advantage estimator needs one; ``RewardModel`` if there is one.
+        resource_pool_manager: the pools, and the pool of each role.
+        ray_worker_group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
+        reward_fn: the reward of the responses to train on.
+        val_reward_fn: the reward of the responses to held-out problems; ``reward_fn`` unless given.
         train_dataset: problems; a row has ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and
-            any further columns, which reach ``reward_fn``. ``val_dataset`` likewise.
-        warm_up_dataset: demonstrations for the supervised phase, ``input_ids``, ``attention_mask``, ``loss_mask``.
+            any further columns, which are passed to ``reward_fn``.
+        val_dataset: held-out problems, in the same form. None: no validation.
+        warm_up_dataset: demonstrations for the supervised phase: rows of ``input_ids``, ``attention_mask`` and
+            ``loss_mask`` ``[seq]``.
+        trackers: where metrics are logged.
+        display: what the run shows; nothing unless given.
 
     Raises:
-        ConfigError, DataError: roles, names or data sets that do not fit together, before any process is started.
+        ConfigError: roles, configurations and data sets do not fit together; before any process starts.
+        DataError: a data set has fewer rows than a batch, or there is no checkpoint to resume from.
     """
 
     actor: WorkerGroup
@@ -83,13 +92,14 @@ class RayPPOTrainer:
             raise ConfigError("RayPPOTrainer needs reward_fn and train_dataset", key="reward_fn")
         if config.warm_up.steps and warm_up_dataset is None:
             raise ConfigError(
-                f"warm_up.steps is {config.warm_up.steps}, and there is no warm_up_dataset", key="warm_up"
+                f"warm_up.steps is {config.warm_up.steps}, and warm_up_dataset is not given", key="warm_up"
             )
         if config.trainer.resume:
             find_run(config.trainer.default_local_dir)
         self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
+        self.role_workers = role_workers(config, role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn = reward_fn
@@ -104,36 +114,36 @@ class RayPPOTrainer:
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
 
-    # ---- from processes to models ----------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------------------------
 
     def init_workers(self) -> None:
-        """Starts the group of every role in its pool, and has every worker build its model.
+        """Start the group of every role in its pool, and build the models of all workers.
 
-        Raises ResourceError, before any process is started, where the cluster has no room for the pools.
+        Raises:
+            ResourceError: the cluster does not have the resources of the pools; before any process starts.
         """
         self.resource_pool_manager.create_resource_pool()
-        for worker in role_workers(self.config, self.role_worker_mapping):
+        for worker in self.role_workers:
             with self.stages("start"):
-                init: RayClassWithInitArgs[Any] = RayClassWithInitArgs(worker.cls, **worker.arguments)
                 pool = self.resource_pool_manager.get_resource_pool(worker.role)
-                self.display.starting(f"starting {worker.name}: {init.cls.__name__}")
-                self.groups[worker.name] = self.ray_worker_group_cls(pool, init, name_prefix=worker.name)
+                self.display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
+                self.groups[worker.name] = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name)
         with self.stages("start"):
             for group in self.groups.values():
                 group.init_model()
         self.actor = self.groups["actor"]
         self.critic = self.groups.get("critic")
-        holds_reference = Role.ActorRolloutRef in self.role_worker_mapping
-        self.reference = self.actor if holds_reference else self.groups.get("ref")
+        has_reference = Role.ActorRolloutRef in self.role_worker_mapping
+        self.reference = self.actor if has_reference else self.groups.get("ref")
         self.reward_model = self.groups.get("reward")
         self.display.groups(self.groups)
 
-    # ---- the program -----------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """The whole run: warm-up, then PPO, measured on the held-out problems and saved on the way.
+        """Run the warm-up and then PPO, with validation and checkpoints as configured.
 
-        Under ``trainer.resume`` it goes on from the last checkpoint instead of beginning with the warm-up.
+        With ``trainer.resume``, continue from the last checkpoint instead.
         """
         total = self.config.trainer.total_training_steps
         if self.config.trainer.resume:
@@ -154,7 +164,7 @@ class RayPPOTrainer:
             self.log(metrics)
 
     def train_step(self, problems: DataProto) -> dict[str, float]:
-        """One step of PPO on a batch of problems: respond, score, compare, learn. Gives the step's metrics."""
+        """Run one step of PPO on a batch of problems and return its metrics."""
         started, stage = time.perf_counter(), self.stages
         stage.take_step()
         problems.non_tensor_batch["uid"] = np.arange(len(problems)).astype(object)
@@ -188,9 +198,11 @@ class RayPPOTrainer:
         return metrics | self._timing(batch, time.perf_counter() - started)
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
-        """Responses to the problems, and the problems' other columns, row by row beside them.
+        """Return the responses to the problems, and the problems' other columns, repeated for each response.
 
-        ``sampling`` sets fields of the rollout's configuration for this call.
+        Args:
+            problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+            sampling: fields of the rollout's configuration for this call.
         """
         prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
         prompts.meta_info = {
@@ -203,14 +215,14 @@ class RayPPOTrainer:
         return responses, others.repeat(len(responses) // len(problems))
 
     def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """The batch with ``token_level_rewards``: the scores, less the KL penalty where there is one."""
+        """Return the batch with ``token_level_rewards``: the scores minus the KL penalty, and the penalty's metrics."""
         if not self.config.algorithm.use_kl_in_reward:
             (scores,) = columns(batch, "token_level_scores")
             return batch.union(DataProto.from_dict({"token_level_rewards": scores})), {}
         return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
 
     def advantages(self, batch: DataProto, problems: DataProto) -> DataProto:
-        """The batch with ``advantages`` and ``returns``; the other columns of its problems are at hand for them."""
+        """Return the batch with ``advantages`` and ``returns``; the estimator can also read the problems' columns."""
         rule = self.config.algorithm
         full = compute_advantage(
             batch.union(problems), rule.adv_estimator, rule.gamma, rule.lam, normalize=rule.normalize_advantages
@@ -218,7 +230,7 @@ class RayPPOTrainer:
         return full.select(non_tensor_batch_keys=[])
 
     def warm_up(self) -> None:
-        """The supervised phase: optimizer steps on demonstrations; then the reference becomes what the actor is."""
+        """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""
         warm_up = self.config.warm_up
         if warm_up.steps == 0 or self.warm_up_dataset is None:
             return
@@ -235,7 +247,7 @@ class RayPPOTrainer:
             self.reference.sync_reference()
 
     def validate(self) -> dict[str, float]:
-        """Score and further columns of the greedy responses to the held-out problems, each as its mean."""
+        """Return the mean score and the means of further columns of greedy responses to the held-out problems."""
         if self.val_dataset is None:
             return {}
         with self.stages("held-out"):
@@ -249,24 +261,25 @@ class RayPPOTrainer:
         self.display.held_out(self.global_steps, metrics)
         return metrics
 
-    # ---- what is kept ----------------------------------------------------------------------------------------------
+    # ---- metrics and checkpoints -----------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Gives the metrics of this step to every tracker."""
+        """Log the metrics of this step with every tracker."""
         for tracker in self.trackers:
             tracker.log(metrics, self.global_steps)
 
     def save_checkpoint(self) -> None:
-        """Writes what every trained role and this program need to go on, under ``trainer.default_local_dir``."""
+        """Save the state of every trained role and of this trainer under ``trainer.default_local_dir``."""
         trainer = self.config.trainer
         with self.stages("checkpoint"):
             state = RunState(self.global_steps, self.kl_ctrl.value)
             save_run(trainer.default_local_dir, self._trained_groups(), state, trainer.max_to_keep)
 
     def load_checkpoint(self) -> int:
-        """Goes on from the last checkpoint under ``trainer.default_local_dir``: the step that it was saved at.
+        """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
 
-        Raises DataError where there is none, or it is of other roles.
+        Raises:
+            DataError: there is none, or it is of other roles.
         """
         state = load_run(self.config.trainer.default_local_dir, self._trained_groups())
         self.global_steps, self.kl_ctrl.value = state.global_steps, state.kl_coef
@@ -284,10 +297,10 @@ class RayPPOTrainer:
         timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.stages.take_step().items()}
         return timing | {"timing_s/step": seconds, "perf/tokens_per_s": tokens / seconds}
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- end -------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ends every process and gives the pools back; a second call does nothing."""
+        """End every process and release the pools; a second call does nothing."""
         self.display.close()
         for group in self.groups.values():
             group.shutdown()

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from examples.ppo.config import read_config
-from examples.ppo.data import Demonstrations, ProblemConfig, Prompts, make_problems
+from examples.ppo.config import ProblemConfig, read_config
+from examples.ppo.data import Demonstrations, Prompts, make_problems
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import ConfigError, DataError
 
@@ -35,13 +35,13 @@ def test_seeds_give_different_problems_and_a_seed_the_same_ones():
     assert questions[0] == questions[1] != [entry["question"] for entry in other.train]
 
 
-def test_a_task_with_too_few_questions_is_refused_with_the_numbers():
+def test_a_task_with_too_few_questions_is_rejected_with_the_numbers():
     few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(ConfigError, match=r"chain_sum has 200 different questions in .* 100 \+ train_size 150 = 250"):
         make_problems(ProblemConfig(options=few, train_size=150, held_out_size=100))
 
 
-def test_an_unknown_task_or_option_is_refused_by_name():
+def test_an_unknown_task_or_option_is_rejected_with_its_name():
     with pytest.raises(ConfigError, match="no task 'chain_sums'"):
         make_problems(ProblemConfig(task="chain_sums"))
     with pytest.raises(ConfigError, match="chain_sum has no option 'terms'; it has min_terms, max_terms"):
@@ -62,7 +62,7 @@ def test_prompts_are_padded_on_the_left_and_demonstrations_teach_the_answer_alon
     assert shown["attention_mask"].tolist() == prompt["attention_mask"].tolist() + shown["loss_mask"][9:].tolist()
 
 
-def test_a_question_longer_than_the_prompt_is_refused_with_both_lengths():
+def test_a_question_longer_than_the_prompt_is_rejected_with_both_lengths():
     problems = make_problems(ProblemConfig(options=THREE_TERMS, train_size=60, held_out_size=4))
     with pytest.raises(DataError, match=r"is 7 tokens; rollout.prompt_length is 6"):
         Prompts(problems.train, tokenizer_of(problems), 6)[0]

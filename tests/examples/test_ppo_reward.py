@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from examples.ppo.data import ProblemConfig, make_problems
+from examples.ppo.config import ProblemConfig
+from examples.ppo.data import make_problems
 from examples.ppo.reward import ReasoningGymReward
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.data.protocol import DataProto

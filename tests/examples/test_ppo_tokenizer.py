@@ -32,7 +32,7 @@ def test_decoding_ends_at_the_end_token_and_shows_ids_that_are_no_text():
     assert tokenizer.decode([tokenizer.pad_token_id, *tokenizer.encode("1"), 999]) == "\ufffd1\ufffd"
 
 
-def test_a_text_with_something_unknown_is_refused_by_name():
+def test_a_text_with_something_unknown_is_rejected_with_its_name():
     with pytest.raises(DataError, match=r"does not know \[' \* '\] in '12 \* 3'"):
         CharTokenizer.of(QUESTIONS, ANSWERS).encode("12 * 3")
 

@@ -43,17 +43,17 @@ def test_an_instance_of_the_dataclass_is_a_source() -> None:
     [
         ({"engine": {"power": 1, "fual": "gas"}}, [], "engine.fual", "did you mean engine.fuel"),
         ({"engine": {"power": 1}}, ["dors=3"], "dors", "did you mean doors"),
-        ({"trailer": {"x": 1}}, [], "trailer.x", "possible there: power, fuel"),
+        ({"trailer": {"x": 1}}, [], "trailer.x", "Engine has no field 'x' (key trailer.x); its fields are power, fuel"),
         ({"engine": {"power": "much"}}, [], "engine.power", "'much' of type 'str' could not be converted to Integer"),
         ({"engine": {"power": 1}, "doors": None}, [], "doors", "None"),
         ({"engine": 3}, [], "engine", "int is not a subclass of Engine"),
         ({"engine": {"fuel": "gas"}}, [], "engine.power", "Car needs a value for engine.power"),
         ({"engine": {"power": 1}}, ["doors"], "doors", "not of the form key=value"),
-        ("no_such.yaml", [], "no_such.yaml", "no configuration file"),
-        ([1, 2], [], "", "holds a list"),
+        ("no_such.yaml", [], "no_such.yaml", "configuration file 'no_such.yaml' does not exist"),
+        ([1, 2], [], "", "contains a list"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_key(
+def test_a_source_that_does_not_fit_is_rejected_with_its_key(
     source: Any, overrides: list[str], key: str, part_of_message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

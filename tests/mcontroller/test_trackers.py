@@ -41,27 +41,30 @@ def test_the_console_tracker_writes_a_line_a_step_to_the_log(tmp_path, caplog):
     assert caplog.messages[1] == "try step 2: train/score=0.5 actor/lr=0.002"
 
 
-def test_a_service_that_is_not_installed_says_which_extra_brings_it(tmp_path, monkeypatch):
+def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(tmp_path, monkeypatch):
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=rf"pip install 'mcontroller\[{name}\]'"):
             make_trackers([name], Run(tmp_path))
 
 
-def test_mlflow_is_told_the_configuration_under_dotted_names(tmp_path, monkeypatch):
-    told = {}
+def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch):
+    recorded = {}
     service = SimpleNamespace(
-        set_experiment=lambda name: told.update(experiment=name),
-        start_run=lambda run_name: told.update(run=run_name),
-        log_params=told.update,
-        log_metrics=lambda metrics, step: told.update({step: metrics}),
+        set_experiment=lambda name: recorded.update(experiment=name),
+        start_run=lambda run_name: recorded.update(run=run_name),
+        log_params=recorded.update,
+        log_metrics=lambda metrics, step: recorded.update({step: metrics}),
     )
     monkeypatch.setitem(sys.modules, "mlflow", service)
     log_steps(["mlflow"], Run(tmp_path, project="p", name="r", config={"a": {"b": 1}, "c": 2}))
-    assert told == {"experiment": "p", "run": "r", "a.b": 1, "c": 2, **dict(STEPS)}
+    assert recorded == {"experiment": "p", "run": "r", "a.b": 1, "c": 2, **dict(STEPS)}
 
 
-def test_an_unknown_tracker_is_refused_before_any_is_made(tmp_path):
-    with pytest.raises(ConfigError, match="'jsonlines' does not exist: it is one of jsonl, tensorboard"):
+def test_an_unknown_tracker_is_rejected_before_any_is_created(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match="trackers is 'jsonlines', and there is no such tracker: did you mean jsonl",
+    ):
         make_trackers(["jsonl", "jsonlines"], Run(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

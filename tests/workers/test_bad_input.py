@@ -281,7 +281,7 @@ def test_axes_that_do_not_fit_are_refused_with_the_numbers(parallel: dict[str, A
         ),
         ("clip_ratio_c=0.5", "clip_ratio_c is 0.5; it must be more than 1.0"),
         ("optim.betas=[0.9,1.5]", "optim.betas is 1.5; it must lie between 0.0 and 1.0"),
-        ("kl_loss_type=k4", "possible: k1, k2, k3, abs"),
+        ("kl_loss_type=k4", "registered are k1, k2, k3, abs"),
     ],
 )
 def test_a_configuration_is_refused_with_key_and_value(override: str, says: str) -> None:

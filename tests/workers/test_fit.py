@@ -1,4 +1,4 @@
-"""Models and axes that do not fit each other are refused with the numbers, before any process group exists."""
+"""Models and axes that do not fit each other are rejected with the numbers, before any process group exists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROLLOUT = RolloutConfig(prompt_length=8, response_length=8)
         (EXPERTS, {"tp": 2, "ep": 3, "etp": 1, "sequence_parallel": True}),
     ],
 )
-def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
+def test_a_model_that_the_axes_divide_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
     assert check_fit(dataclasses.replace(GPT, **model), ParallelConfig(**axes)) is None
 
 
@@ -44,7 +44,7 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
         ({}, {"tp": 3}, "model.num_query_groups", "is 4, which does not divide by parallel.tp=3"),
         ({"num_query_groups": 5}, {}, "model.num_attention_heads", "12, which does not divide by model.num_query_gr"),
         ({"hidden_size": 50}, {}, "model.hidden_size", "is 50, which does not divide by model.num_attention_heads=12"),
-        ({"hidden_size": 60}, {}, "model.hidden_size", "a head has 5 to turn"),
+        ({"hidden_size": 60}, {}, "model.hidden_size", "a head has 5 to rotate"),
         ({"ffn_hidden_size": 75}, {"tp": 2}, "model.ffn_hidden_size", "is 75, which does not divide by parallel.tp=2"),
         ({}, {"pp": 3}, "model.num_layers", "is 4, which does not divide by pp=3 x vpp=1 = 3: take 6 layers"),
         ({}, {"pp": 2, "vpp": 3}, "model.num_layers", "is 4, which does not divide by pp=2 x vpp=3 = 6: take 6 layers"),
@@ -53,7 +53,7 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
             {"transformer": {"num_layers_in_first_pipeline_stage": 1}},
             {},
             "model.transformer.num_layers_in_first_pipeline_stage",
-            "parallel.pp is 1, which would be left with those of one stage",
+            "parallel.pp is 1: only the layers of one stage would be built",
         ),
         ({}, {"tp": 0}, "parallel.tp", "is 0; it must be at least 1"),
         ({}, {"ep": 2}, "parallel.ep", "is 2, but the model has no experts"),
@@ -66,25 +66,25 @@ def test_what_divides_fits(model: dict[str, Any], axes: dict[str, Any]) -> None:
             {**EXPERTS, "transformer": {"moe_router_load_balancing_type": "sinkhorn"}},
             {},
             "model.transformer.moe_router_load_balancing_type",
-            "routes by whatever else is in a micro-batch",
+            "routes a token by the other tokens of its micro-batch",
         ),
         (
             {**EXPERTS, "moe_router_topk": 2, "transformer": {"moe_expert_capacity_factor": 2.9}},
             {},
             "model.transformer.moe_expert_capacity_factor",
-            "is 2.9: experts would leave tokens out by what else is in a micro-batch, in scores otherwise than in",
+            "is 2.9: experts would drop tokens depending on the other tokens of a micro-batch, differently for",
         ),
         ({"dtype": "float8"}, {}, "model.dtype", "is 'float8'; possible: float32, bfloat16, float16"),
         (
             {"position_embedding_type": "learned_absolute", "max_sequence_length": 30},
             {"cp": 2},
             "model.max_sequence_length",
-            "is 30, and there are no learned positions beyond: it must be a multiple of 4",
+            "is 30, but learned positions end there: it must be a multiple of 4",
         ),
         ({"activation": "swish"}, {}, "model.activation", "is 'swish'; possible: silu, gelu"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_numbers(
+def test_a_model_that_does_not_fit_is_rejected_with_the_numbers(
     model: dict[str, Any], axes: dict[str, Any], key: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(
         ({"fp8": "hybrid"}, "fp8"),
     ],
 )
-def test_what_cannot_be_computed_on_packed_rows_is_refused_by_name(transformer: dict[str, Any], key: str) -> None:
+def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[str, Any], key: str) -> None:
     model = dataclasses.replace(GPT, **EXPERTS, transformer=transformer)
     assert ActorConfig(model, rollout=ROLLOUT).packed is False
     with pytest.raises(ConfigError, match=f"packed rows and model.transformer.{key}=") as caught:
@@ -125,14 +125,14 @@ def test_what_cannot_be_computed_on_packed_rows_is_refused_by_name(transformer: 
         ({"use_mup": True}, "use_mup"),
     ],
 )
-def test_a_field_that_would_be_passed_over_in_silence_is_refused_by_name(transformer: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.transformer.{key}=.* is not computed here: ") as caught:
+def test_fields_that_megatron_would_silently_ignore_are_rejected(transformer: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.transformer.{key}=.* is not supported: ") as caught:
         ActorConfig(dataclasses.replace(GPT, transformer=transformer), rollout=ROLLOUT)
     assert caught.value.fields["key"] == f"model.transformer.{key}"
 
 
 @pytest.mark.parametrize("transformer", [{"fp8": "hybrid"}, {"fp4": "e2m1"}, {"cpu_offloading": True}])
-def test_what_transformer_engine_alone_computes_is_not_left_out_by_local_layers(transformer: dict[str, Any]) -> None:
+def test_local_layers_reject_fields_that_need_transformer_engine(transformer: dict[str, Any]) -> None:
     model = dataclasses.replace(GPT, transformer=transformer)
     check_fit(model, ParallelConfig())
     [name] = transformer
@@ -141,7 +141,7 @@ def test_what_transformer_engine_alone_computes_is_not_left_out_by_local_layers(
     assert caught.value.fields["key"] == f"model.transformer.{name}"
 
 
-def test_gradients_are_added_in_place_by_local_layers_on_a_cpu_only() -> None:
+def test_local_layers_accumulate_gradients_in_place_on_a_cpu_only() -> None:
     model = dataclasses.replace(GPT, transformer={"gradient_accumulation_fusion": True})
     check_local(model, on_gpu=False)
     with pytest.raises(ConfigError, match="gradient_accumulation_fusion=True needs Transformer Engine"):
@@ -153,7 +153,9 @@ def test_gradients_are_added_in_place_by_local_layers_on_a_cpu_only() -> None:
     [{"moe_token_dispatcher_type": "allgather"}, {"moe_pad_expert_input_to_capacity": True}],
     ids=["allgather", "capacity"],
 )
-def test_experts_that_need_rows_of_one_length_are_refused_where_ranks_have_others(transformer: dict[str, Any]) -> None:
+def test_experts_that_need_rows_of_one_length_are_rejected_if_ranks_have_different_rows(
+    transformer: dict[str, Any],
+) -> None:
     model = dataclasses.replace(GPT, **EXPERTS, transformer=transformer)
     check_fit(model, ParallelConfig(tp=2, sequence_parallel=True))
     [name] = transformer
@@ -175,7 +177,7 @@ def test_experts_that_need_rows_of_one_length_are_refused_where_ranks_have_other
         ({"cp": 3, "tp": 2, "sequence_parallel": True}, {"fp8": "e4m3"}, 48),
     ],
 )
-def test_rows_are_rounded_up_to_what_axes_and_blocks_of_fp8_divide(
+def test_row_lengths_are_rounded_up_to_a_multiple_that_axes_and_fp8_blocks_divide(
     axes: dict[str, Any], transformer: dict[str, Any], multiple: int
 ) -> None:
     model = dataclasses.replace(GPT, transformer=transformer)

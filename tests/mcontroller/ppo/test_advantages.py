@@ -6,7 +6,13 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import ADVANTAGE_ESTIMATORS, compute_advantage, compute_gae, register_advantage_estimator
+from mcontroller.ppo import (
+    ADVANTAGE_ESTIMATORS,
+    AlgorithmConfig,
+    compute_advantage,
+    compute_gae,
+    register_advantage_estimator,
+)
 from mcontroller.ppo.advantages import whiten
 
 
@@ -35,7 +41,7 @@ def test_gae_is_the_double_sum_of_its_definition_also_with_gaps_in_the_mask(gamm
     torch.testing.assert_close(returns, (expected + values) * mask, rtol=0, atol=1e-12)
 
 
-def test_gae_of_a_response_reckoned_by_hand():
+def test_gae_of_a_response_computed_by_hand():
     rewards = torch.tensor([[0.0, 0.0, 1.0, 7.0]])
     values = torch.tensor([[0.5, 0.25, 0.75, float("nan")]])
     mask = torch.tensor([[1, 1, 1, 0]])
@@ -45,7 +51,7 @@ def test_gae_of_a_response_reckoned_by_hand():
     torch.testing.assert_close(returns, torch.tensor([[0.5625, 0.875, 1.0, 0.0]]))
 
 
-def test_with_lambda_one_the_returns_are_the_rewards_to_come_whatever_the_critic_says():
+def test_with_lambda_one_the_returns_are_the_future_rewards_for_any_critic():
     rewards = torch.tensor([[1.0, 2.0, 3.0]])
     returns = [compute_gae(rewards, values, torch.ones(1, 3), 1.0, 1.0)[1] for values in torch.randn(2, 1, 3)]
     for each in returns:
@@ -82,27 +88,28 @@ def test_rloo_subtracts_the_mean_of_the_others():
     torch.testing.assert_close(advantages[:, 0], torch.tensor([0.0, -1.5, 1.5, 0.0]))
 
 
-def test_an_estimator_of_ones_own_is_found_by_its_name():
+def test_a_custom_estimator_is_chosen_by_its_name():
     @register_advantage_estimator("constant_for_this_test")
     def constant(data, *, gamma, lam):
         return torch.full((2, 3), gamma), torch.full((2, 3), lam)
 
-    try:
-        result = compute_advantage(scored([1.0, 2.0], ["a", "b"]), "constant_for_this_test", 0.5, 0.25, normalize=False)
-        with pytest.raises(ConfigError, match="already"):
-            register_advantage_estimator("constant_for_this_test")(lambda data, *, gamma, lam: None)
-    finally:
-        del ADVANTAGE_ESTIMATORS["constant_for_this_test"]
+    assert AlgorithmConfig(adv_estimator="constant_for_this_test").adv_estimator in ADVANTAGE_ESTIMATORS
+    assert not ADVANTAGE_ESTIMATORS["constant_for_this_test"].needs_critic
+    result = compute_advantage(scored([1.0, 2.0], ["a", "b"]), "constant_for_this_test", 0.5, 0.25, normalize=False)
     assert result.batch["advantages"].unique().tolist() == [0.5]
     assert result.batch["returns"].unique().tolist() == [0.25]
+    with pytest.raises(ConfigError, match="already"):
+        register_advantage_estimator("constant_for_this_test")(lambda data, *, gamma, lam: None)
 
 
-def test_an_unknown_estimator_is_refused_with_the_names_that_exist():
-    with pytest.raises(ConfigError, match=r"'gea' does not exist.*gae.*grpo.*rloo"):
+def test_an_unknown_estimator_is_rejected_with_the_registered_ones():
+    with pytest.raises(
+        ConfigError, match=r"'gea', and there is no such advantage estimator: did you mean gae.*gae, grpo, rloo"
+    ):
         compute_advantage(scored([1.0], ["a"]), "gea")
 
 
-def test_a_missing_column_is_named_with_those_that_are_there():
+def test_a_missing_column_is_named_with_the_present_ones():
     with pytest.raises(DataError, match=r"lacks column.* values; it has token_level_rewards, response_mask") as caught:
         compute_advantage(scored([1.0], ["a"]), "gae")
     assert caught.value.columns == ["values"]

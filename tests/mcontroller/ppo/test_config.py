@@ -16,9 +16,12 @@ from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, Traine
         (lambda: WarmUpConfig(steps=-1), "warm_up.steps"),
         (lambda: TrainerConfig(test_freq=-2), "trainer.test_freq"),
         (lambda: TrainerConfig(max_to_keep=0), "trainer.max_to_keep"),
+        (lambda: AlgorithmConfig(adv_estimator="gea"), "algorithm.adv_estimator"),
+        (lambda: AlgorithmConfig(kl_penalty="k4"), "algorithm.kl_penalty"),
+        (lambda: KLControlConfig(type="adaptiv"), "algorithm.kl_ctrl.type"),
     ],
 )
-def test_a_value_out_of_range_is_refused_under_the_key_that_the_user_wrote(make, key):
+def test_a_value_out_of_range_is_rejected_with_its_key(make, key):
     with pytest.raises(ConfigError) as caught:
         make()
     assert caught.value.key == key and key in str(caught.value) and str(caught.value.value) in str(caught.value)

@@ -16,31 +16,31 @@ def names(batch) -> list[str]:
     return batch.non_tensor_batch["name"].tolist()
 
 
-def test_collate_stacks_tensors_and_keeps_objects_beside_them():
+def test_collate_stacks_tensors_and_keeps_other_objects():
     batch = collate(rows(3))
     assert batch.batch["x"].tolist() == [[0, 0], [1, -1], [2, -2]]
     assert names(batch) == ["row 0", "row 1", "row 2"]
 
 
-def test_every_pass_gives_every_row_once_in_an_order_of_its_own():
+def test_every_pass_has_every_row_once_in_a_new_order():
     stream = BatchStream(rows(12), 4, seed=5)
     passes = [[name for k in range(3) for name in names(stream[3 * number + k])] for number in range(3)]
     assert all(sorted(each) == sorted(f"row {number}" for number in range(12)) for each in passes)
     assert len({tuple(each) for each in passes}) == 3
 
 
-def test_batch_k_is_the_same_whichever_batches_were_taken_before():
+def test_batch_k_does_not_depend_on_the_batches_taken_before():
     one, other = BatchStream(rows(10), 3, seed=1), BatchStream(rows(10), 3, seed=1)
     in_turn = [names(one[k]) for k in range(9)]
     assert [names(other[k]) for k in (8, 0, 4)] == [in_turn[8], in_turn[0], in_turn[4]]
     assert names(BatchStream(rows(10), 3, seed=2)[0]) != in_turn[0]
 
 
-def test_a_data_set_of_less_than_a_batch_is_refused_with_both_numbers():
+def test_a_data_set_of_less_than_a_batch_is_rejected_with_both_numbers():
     with pytest.raises(DataError, match="warm_up_dataset has 3 rows, less than one batch of 4"):
         BatchStream(rows(3), 4, seed=0, name="warm_up_dataset")
 
 
-def test_in_order_gives_all_rows_once_with_a_last_batch_of_what_is_left():
+def test_in_order_yields_all_rows_once_and_the_rest_as_last_batch():
     assert [names(batch) for batch in in_order(rows(5), 2)] == [["row 0", "row 1"], ["row 2", "row 3"], ["row 4"]]
     assert [len(batch) for batch in in_order(rows(5))] == [5]

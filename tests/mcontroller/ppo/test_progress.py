@@ -30,19 +30,19 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.replace("┃", "│").strip("│").split("│")] for line in lines]
 
 
-def test_the_tables_show_every_group_with_its_layout_and_every_rank_with_its_places():
+def test_the_tables_show_every_group_with_its_layout_and_every_rank_with_its_coordinates():
     shown, out = display()
     shown.groups(groups())
     rows = cells(out.getvalue())
     assert ["actor", "ToyActor", "tp 2 x pp 2 x dp 1", "4 on 1 node"] in rows
     assert ["critic", "ToyCritic", "tp 1 x pp 1 x dp 4", "4 on 1 node"] in rows
-    places = {row[0]: row[2:] for row in rows if row[0].isdigit()}
-    assert places["1"] == ["tp 1  pp 0  dp 0", "tp 0  pp 0  dp 1"]
-    assert places["2"] == ["tp 0  pp 1  dp 0", "tp 0  pp 0  dp 2"]
-    assert len(places) == 4
+    coordinates = {row[0]: row[2:] for row in rows if row[0].isdigit()}
+    assert coordinates["1"] == ["tp 1  pp 0  dp 0", "tp 0  pp 0  dp 1"]
+    assert coordinates["2"] == ["tp 0  pp 1  dp 0", "tp 0  pp 0  dp 2"]
+    assert len(coordinates) == 4
 
 
-def test_a_step_shows_reward_accuracy_kl_and_tokens_a_second():
+def test_a_step_shows_reward_accuracy_kl_and_tokens_per_second():
     shown, out = display(force_terminal=True, force_interactive=True)
     shown.phase("PPO", 3)
     shown.step(
@@ -58,7 +58,7 @@ def test_a_step_shows_reward_accuracy_kl_and_tokens_a_second():
     assert "1/3 reward 0.500  accuracy 0.250  KL 0.0123  tokens/s 4,322" in out.getvalue()
 
 
-def test_without_a_terminal_a_phase_is_told_in_a_few_lines_and_ends_with_its_last_step():
+def test_without_a_terminal_a_phase_prints_a_few_lines_and_ends_with_its_last_step():
     shown, out = display()
     shown.phase("warm-up", 100)
     for step in range(100):
@@ -68,7 +68,7 @@ def test_without_a_terminal_a_phase_is_told_in_a_few_lines_and_ends_with_its_las
     assert len(lines) <= 10 and lines[-1] == "warm-up 100/100  loss 0.010"
 
 
-def test_held_out_results_are_told_with_the_step_they_were_measured_at():
+def test_held_out_results_are_printed_with_their_step():
     shown, out = display()
     shown.held_out(8, {"held_out/score": 0.75, "held_out/accuracy": 0.5})
     assert out.getvalue().strip() == "held-out after 8 steps of PPO: score 0.750, accuracy 0.500"

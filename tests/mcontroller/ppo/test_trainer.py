@@ -13,7 +13,7 @@ from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, demonstrations
 
 
 class Records:
-    """A tracker that keeps what it is given."""
+    """A tracker that records its metrics."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -60,14 +60,14 @@ def test_a_step_calls_the_roles_in_the_order_of_the_algorithm():
     assert [*scored, "update_critic", "update_actor"] == CALLS
 
 
-def test_the_policy_rests_while_the_critic_warms_up():
+def test_the_policy_is_not_trained_while_the_critic_warms_up():
     with started(toy_trainer(toy_config(3, critic_warmup=2), val_dataset=None)) as trainer:
         trainer.fit()
         assert CALLS.count("update_critic") == 3 and CALLS.count("update_actor") == 1
         assert table(trainer, "critic").any()
 
 
-def test_the_reference_is_what_the_warm_up_left_and_stays_so():
+def test_the_reference_is_the_policy_after_the_warm_up():
     config = dataclasses.replace(toy_config(5), warm_up=WarmUpConfig(steps=7, batch_size=12))
     records = Records()
     with started(toy_trainer(config, warm_up_dataset=demonstrations(12), trackers=[records])) as trainer:
@@ -91,7 +91,7 @@ def test_the_kl_penalty_lowers_the_reward_by_its_weight():
     assert {value for _, value in records.of("actor/reward_kl_penalty_coeff")} == {0.5}
 
 
-def test_held_out_means_weigh_every_problem_once_whatever_the_batches():
+def test_held_out_means_weigh_every_problem_once_for_any_batch_size():
     means = []
     for size in (0, 4, 1):
         config = toy_config(0)
@@ -118,7 +118,7 @@ def test_worker_classes_may_be_given_as_ray_actors():
         assert [type(group.workers[0]) for group in trainer.groups.values()] == [ToyActor, ToyCritic]
 
 
-def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
     algorithm = AlgorithmConfig(kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100))
 
     def trained(steps, **trainer):
@@ -135,9 +135,9 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
     assert second.kl_ctrl.value == whole.kl_ctrl.value != 0.1
 
 
-def test_going_on_without_a_checkpoint_or_with_one_of_other_roles_is_refused(tmp_path):
+def test_resuming_without_a_checkpoint_or_with_one_of_other_roles_is_rejected(tmp_path):
     config = toy_config(1, save_freq=0, default_local_dir=str(tmp_path))
-    with pytest.raises(DataError, match="no checkpoint to go on from"):
+    with pytest.raises(DataError, match="no checkpoint to resume from"):
         toy_trainer(toy_config(1, resume=True, default_local_dir=str(tmp_path)))
     started(toy_trainer(config)).fit()
     without_critic = dataclasses.replace(config, algorithm=AlgorithmConfig(adv_estimator="grpo"))
@@ -145,7 +145,7 @@ def test_going_on_without_a_checkpoint_or_with_one_of_other_roles_is_refused(tmp
         started(toy_trainer(without_critic)).load_checkpoint()
 
 
-def test_the_end_of_the_block_ends_groups_trackers_and_display_also_after_a_failure():
+def test_leaving_the_block_ends_groups_trackers_and_display_after_a_failure_too():
     closed = []
     display = type("Watching", (Display,), {"close": lambda self: closed.append("display")})()
     records = Records()
@@ -169,14 +169,26 @@ def test_the_end_of_the_block_ends_groups_trackers_and_display_also_after_a_fail
         (TOYS | {Role.RewardModel: ToyCritic}, "RewardModel has no configuration: set reward_model"),
     ],
 )
-def test_roles_that_do_not_fit_the_configuration_are_refused_before_anything_starts(roles, message):
+def test_roles_that_do_not_fit_the_configuration_are_rejected_before_anything_starts(roles, message):
     CALLS.clear()
     with pytest.raises(ConfigError, match=message):
         toy_trainer(toy_config(), roles)
     assert CALLS == []
 
 
-def test_a_warm_up_without_demonstrations_and_a_data_set_too_small_are_refused():
+def test_a_configuration_that_a_worker_class_rejects_is_rejected_before_anything_starts():
+    class Strict(ToyCritic):
+        @classmethod
+        def check_init(cls, config):
+            raise ConfigError(f"{config} is not a configuration", key="config")
+
+    CALLS.clear()
+    with pytest.raises(ConfigError, match=r"0\.01 is not a configuration"):
+        toy_trainer(toy_config(), TOYS | {Role.Critic: Strict})
+    assert CALLS == []
+
+
+def test_a_warm_up_without_demonstrations_and_a_data_set_too_small_are_rejected():
     with pytest.raises(ConfigError, match="warm_up_dataset"):
         toy_trainer(dataclasses.replace(toy_config(), warm_up=WarmUpConfig(steps=1)))
     with pytest.raises(DataError, match="train_dataset has 10 rows, less than one batch of 48"):

@@ -22,8 +22,9 @@ from tests.forking import RankFailure, run_ranks
 from tests.training import new_context
 from tests.workers.roles import actor, weights
 from workers.config import CriticConfig, ParallelConfig, load_config
+from workers.config.from_hf import model_config_from_hf
 from workers.model.build import build_model
-from workers.weights.hf.config import hf_config_of, model_config_from_hf
+from workers.weights.hf.config import hf_config_of
 from workers.weights.hf.model import export_hf, hf_tensors, load_hf
 
 transformers = pytest.importorskip("transformers")

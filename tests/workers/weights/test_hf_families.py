@@ -26,10 +26,10 @@ from tests.workers.weights.test_hf import (
     transformers,
     weights_at,
 )
-from workers import ModelFamily, register_model_family
+from workers import ModelFamily, model_config_from_hf, register_model_family
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
-from workers.weights.hf.config import hf_config_of, model_config_from_hf
+from workers.weights.hf.config import hf_config_of
 from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.family import MODEL_FAMILIES
 from workers.weights.hf.model import export_hf, load_hf

@@ -1,4 +1,4 @@
-"""``config.json`` of a Hugging Face checkpoint as a ModelConfig, and back.
+"""``config.json`` of a Hugging Face checkpoint as fields of ModelConfig, and back.
 
 Read as JSON: transformers is not needed. A value with which Megatron's GPT would compute something else is rejected
 with an error that names its key.
@@ -10,40 +10,37 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from mcontroller.errors import ConfigError
-from workers.config import ModelConfig
 from workers.weights.hf import families  # noqa: F401  # registers them
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
 
-__all__ = ["family_at", "family_of", "hf_config_of", "model_config_from_hf", "model_fields_from_hf"]
+__all__ = ["ModelDescription", "family_at", "family_of", "hf_config_of", "model_fields_from_hf"]
 
 
-def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelConfig:
-    """Return the model in a Hugging Face directory, to be started from its weights.
+class ModelDescription(Protocol):
+    """The type of ``workers.ModelConfig``, whose module imports this one."""
 
-    Its ``hf_path`` is ``path``; without weights: ``dataclasses.replace(config, hf_path=None)``.
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    Args:
-        path: a directory with the ``config.json`` of a registered family: Llama, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, or
-            one of ``register_model_family``.
-        changes: fields of ModelConfig with other values; ``dtype`` is the checkpoint's unless it is among them.
+    @property
+    def family(self) -> str | None:
+        """The ``model_type`` of the model, or None."""
+        ...
 
-    Raises:
-        ConfigError: no config.json, another family, or a key whose value changes what is computed and is not built;
-            ``key`` and ``value`` are those of ``config.json``.
-    """
-    fields = model_fields_from_hf(path)
-    transformer = fields.pop("transformer", {}) | changes.pop("transformer", {})
-    return dataclasses.replace(ModelConfig(**fields, transformer=transformer), **changes)
+    @property
+    def transformer(self) -> dict[str, Any]:
+        """Further fields of Megatron's TransformerConfig."""
+        ...
 
 
 def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of ModelConfig that the directory determines.
+    """Return the fields of ModelConfig that ``config.json`` in a directory determines.
 
     Raises:
-        ConfigError: as ``model_config_from_hf``.
+        ConfigError: no ``config.json``, no family is registered for its ``model_type``, or a key has a value with which
+            the model would compute something else; ``key`` and ``value`` are those of ``config.json``.
     """
     config = _read_config(path)
     model_type = str(config.get("model_type"))
@@ -64,7 +61,7 @@ def family_at(path: str | os.PathLike[str]) -> ModelFamily | None:
     return MODEL_FAMILIES.get(str(_read_config(path).get("model_type")))
 
 
-def family_of(model: ModelConfig) -> ModelFamily:
+def family_of(model: ModelDescription) -> ModelFamily:
     """Return ``model.family``, or without one the first registered family that is built like the model.
 
     Raises:
@@ -73,7 +70,7 @@ def family_of(model: ModelConfig) -> ModelFamily:
     return family_like(_fields(model))
 
 
-def hf_config_of(model: ModelConfig, value_head: bool = False) -> dict[str, Any]:
+def hf_config_of(model: ModelDescription, value_head: bool = False) -> dict[str, Any]:
     """Return ``config.json`` of the model, of its own family; with a value head, of a classifier with one label.
 
     Raises:
@@ -88,7 +85,7 @@ def hf_config_of(model: ModelConfig, value_head: bool = False) -> dict[str, Any]
     return config | ({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if value_head else {})
 
 
-def _fields(model: ModelConfig) -> dict[str, Any]:
+def _fields(model: ModelDescription) -> dict[str, Any]:
     return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
 
 

@@ -18,8 +18,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mcontroller.errors import DataError
 from parallel_state.agreement import everyones, on_every_rank
 from parallel_state.megatron import MegatronContext
-from workers.config import ModelConfig
-from workers.weights.hf.config import family_at, family_of, hf_config_of
+from workers.weights.hf.config import ModelDescription, family_at, family_of, hf_config_of
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
 from workers.weights.hf.names import Counterpart, counterpart, names_of
@@ -103,7 +102,7 @@ def export_hf(
     chunks: Sequence[torch.nn.Module],
     context: MegatronContext,
     path: str | os.PathLike[str],
-    model: ModelConfig,
+    model: ModelDescription,
     *,
     companions_from: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 4_000_000_000,
@@ -120,7 +119,7 @@ def export_hf(
         chunks: this rank's model chunks, wrapped or not.
         context: the layout of the chunks.
         path: a directory that does not exist yet, or is empty, in a file system that all ranks share.
-        model: the configuration of the model, which becomes ``config.json``.
+        model: the ``ModelConfig`` of the model, which becomes ``config.json``.
         companions_from: a Hugging Face directory whose tokenizer and generation configuration are copied.
         max_file_bytes: the size at which a rank starts another file.
 

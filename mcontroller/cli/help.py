@@ -1,0 +1,139 @@
+"""Explain configuration keys: type, unit, default and meaning.
+
+examples: mcontroller help actor_rollout_ref.optim.lr
+          mcontroller help optim.lr           the last parts of a key are enough
+          mcontroller help trainer            the fields of a section
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from mcontroller.cli.config_page import config_page
+from mcontroller.cli.entry_points import CONFIGS, VERBS, entry_points
+from mcontroller.cli.field_docs import FieldDoc, fields_of, fields_under
+from mcontroller.errors import ConfigError
+
+__all__ = ["add_arguments", "all_fields", "explain", "roots", "run"]
+
+ROOT = "run"
+"""Name of the entry point whose keys have no prefix."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("key", nargs="?", help="a key, the last parts of one, or a section; default: all sections")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="explain the keys of this dataclass as well, for a program with its own configuration",
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the page of all fields")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the explanation of a key, the sections, or the page of all fields."""
+    classes, parts = roots(arguments.config)
+    if arguments.markdown:
+        text = config_page(classes, parts)
+    elif arguments.key is None:
+        sections = [field for cls in classes for field in fields_of(cls, parts=parts)]
+        text = "\n".join(_line(field) for field in _unique(sections)) + "\n"
+    else:
+        text = explain(arguments.key, all_fields(classes, parts))
+    sys.stdout.write(text)
+    return 0
+
+
+def roots(paths: Iterable[str] = ()) -> tuple[list[type], dict[str, type]]:
+    """Return the dataclasses whose keys have no prefix, and the registered dataclasses of further keys.
+
+    Args:
+        paths: further roots, each ``module:class``.
+
+    Raises:
+        ConfigError: a path cannot be imported.
+    """
+    registered = {name: entry.load() for name, entry in entry_points(CONFIGS).items()}
+    first: list[type] = [registered.pop(ROOT)] if ROOT in registered else []
+    return first + [_loaded(path) for path in paths], registered
+
+
+def all_fields(classes: Iterable[type], parts: dict[str, type]) -> list[FieldDoc]:
+    """Return every field under the roots and under the registered parts that no root contains."""
+    found = [field for cls in classes for field in fields_under(cls, parts=parts)]
+    keys = {field.key for field in found}
+    others = [(name, cls) for name, cls in parts.items() if name not in keys]
+    return _unique(found + [field for name, cls in others for field in fields_under(cls, f"{name}.", parts)])
+
+
+def explain(key: str, fields: Sequence[FieldDoc]) -> str:
+    """Return the text about every field whose key is ``key`` or ends with it.
+
+    Raises:
+        ConfigError: there is none; the message contains near matches.
+    """
+    matches = [field for field in fields if field.key == key] or [
+        field for field in fields if field.key.endswith(f".{key}")
+    ]
+    if not matches:
+        raise _unknown(key, fields)
+    by_owner: dict[tuple[type, str], list[FieldDoc]] = {}
+    for field in matches:
+        by_owner.setdefault((field.owner, field.name), []).append(field)
+    return "\n".join(_block(same, fields) for same in by_owner.values())
+
+
+def _block(same: Sequence[FieldDoc], fields: Sequence[FieldDoc]) -> str:
+    """Return the text about one field of a dataclass, under all keys at which the dataclass is used."""
+    field = same[0]
+    facts = [f"type: {field.annotation}", f"default: {field.default}", *([f"unit: {field.unit}"] if field.unit else [])]
+    lines = [*(each.key for each in same), f"  {', '.join(facts)}"]
+    lines += textwrap.wrap(" ".join(field.meaning.split()), 100, initial_indent="  ", subsequent_indent="  ")
+    if field.nested is not None:
+        prefix = f"{field.key}."
+        inner = [each for each in fields if each.key.startswith(prefix) and "." not in each.key[len(prefix) :]]
+        lines += ["", f"  fields ({field.nested.__name__}):", *(f"    {_line(each)}" for each in inner)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(field: FieldDoc) -> str:
+    unit = f" [{field.unit}]" if field.unit else ""
+    first = field.meaning.partition("\n")[0]
+    return f"{field.name}: {field.annotation} = {field.default}{unit}  {first}"
+
+
+def _unknown(key: str, fields: Sequence[FieldDoc]) -> ConfigError:
+    tails = {
+        ".".join(parts[start:]) for field in fields for parts in [field.key.split(".")] for start in range(len(parts))
+    }
+    close = difflib.get_close_matches(key, sorted(tails), n=3, cutoff=0.7)
+    if key in entry_points(VERBS):
+        hint = f"it is a verb: mcontroller {key} --help"
+    elif close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        hint = "mcontroller help prints all sections; --config MODULE:CLASS adds those of your own program"
+    return ConfigError(f"there is no configuration key {key!r}; {hint}", key=key, value=None, close_matches=close)
+
+
+def _unique(fields: Iterable[FieldDoc]) -> list[FieldDoc]:
+    """Return the fields, one for each key: that of the last root that declares it."""
+    return list({field.key: field for field in fields}.values())
+
+
+def _loaded(path: str) -> type:
+    module, colon, name = path.partition(":")
+    if not colon or importlib.util.find_spec(module) is None:
+        raise ConfigError(f"--config {path}: expected MODULE:CLASS of a module that can be imported", key=path)
+    cls = getattr(importlib.import_module(module), name, None)
+    if not isinstance(cls, type):
+        raise ConfigError(f"--config {path}: {module} has no class {name!r}", key=path)
+    return cls

@@ -1,0 +1,94 @@
+"""Dispatch of the command line to a verb."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Protocol
+
+from mcontroller.cli.entry_points import VERBS, entry_points
+from mcontroller.errors import MControllerError
+
+__all__ = ["Verb", "main"]
+
+PROGRAM = "mcontroller"
+USAGE_ERROR = 2
+
+
+class Verb(Protocol):
+    """The functions of a verb's module."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments of the verb."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the verb and return the exit status."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb and return the exit status; without a verb, print the list of verbs.
+
+    Args:
+        arguments: those of the command line, without the program's name; ``sys.argv[1:]`` unless given.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    verbs = entry_points(VERBS)
+    if not given or given[0] in ("-h", "--help"):
+        sys.stdout.write(list_of(verbs))
+        return 0
+    name, *rest = given
+    if name not in verbs:
+        close = difflib.get_close_matches(name, verbs, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the verbs are {', '.join(verbs)}"
+        sys.stderr.write(f"{PROGRAM}: there is no verb {name!r}; {hint}\n")
+        return USAGE_ERROR
+    try:
+        verb: Verb = verbs[name].load()
+        parser = argparse.ArgumentParser(
+            prog=f"{PROGRAM} {name}",
+            description=getattr(verb, "__doc__", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(parser)
+        return verb.run(parser.parse_args(rest))
+    except MControllerError as error:
+        sys.stderr.write(f"{PROGRAM} {name}: {type(error).__name__}: {error}\n")
+        return 1
+
+
+def list_of(verbs: Mapping[str, EntryPoint]) -> str:
+    """Return the list of verbs with one line each, without importing their modules."""
+    width = max(map(len, verbs), default=0)
+    lines = [f"  {name:<{width}}  {summary_of(entry.module)}" for name, entry in verbs.items()]
+    head = f"usage: {PROGRAM} VERB ...\n\nverbs:"
+    return "\n".join([head, *lines, "", f"{PROGRAM} VERB --help prints the arguments of a verb.", ""])
+
+
+def summary_of(module: str) -> str:
+    """Return the first line of a module's docstring, read from its source without importing it or its packages."""
+    spec = _find_spec(module)
+    if spec is None or spec.origin is None:
+        return f"(not available: there is no module {module})"
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_bytes())) or ""
+    return docstring.partition("\n")[0]
+
+
+def _find_spec(module: str) -> ModuleSpec | None:
+    """Find a module without importing its parents, as ``importlib.util.find_spec`` does not."""
+    top, *below = module.split(".")
+    spec = importlib.util.find_spec(top)
+    name = top
+    for part in below:
+        name = f"{name}.{part}"
+        locations = spec.submodule_search_locations if spec is not None else None
+        if locations is None:
+            return None
+        spec = PathFinder.find_spec(name, list(locations))
+    return spec

@@ -1,0 +1,83 @@
+"""Draw the grid of ranks of a layout, and what a dispatch mode does on it.
+
+example: mcontroller topology --world-size 16 --tp 2 --pp 2 --mode MEGATRON_COMPUTE_PROTO
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+
+from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Plan, plan
+from mcontroller.errors import DispatchError
+from parallel_state.describe import runs_text
+from parallel_state.layout import ParallelLayout
+from parallel_state.topology import Topology
+
+__all__ = ["add_arguments", "run"]
+
+AXES = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "etp": "tensor parallelism inside experts; default: the same as tp",
+    "vpp": "model chunks of each pipeline stage; default: no interleaving",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    for axis, meaning in AXES.items():
+        parser.add_argument(f"--{axis}", type=int, default=None if axis in ("etp", "vpp") else 1, help=meaning)
+    parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="order of the axes, fastest first")
+    parser.add_argument("--by", choices=("stage", "rank"), help="a row for each replica (stage) or rank")
+    parser.add_argument("--mode", help="name of a dispatch mode: show which ranks get which shard, and which return")
+    parser.add_argument("--max-rows", type=int, default=32, help="longest table; default: 32 rows")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the grid, and the plan of the mode."""
+    sizes = {axis: getattr(arguments, axis) for axis in AXES}
+    topology = Topology.from_layout(ParallelLayout(arguments.world_size, order=arguments.order, **sizes))
+    blocks = [topology.describe(by=arguments.by, max_rows=arguments.max_rows)]
+    if arguments.mode is not None:
+        blocks.append(plan_table(plan(mode_named(arguments.mode), topology), arguments.max_rows))
+    sys.stdout.write("\n\n".join(blocks) + "\n")
+    return 0
+
+
+def mode_named(name: str) -> DispatchSpec:
+    """Return the dispatch mode of this name.
+
+    Raises:
+        DispatchError: there is none (the message contains near matches), or it is never called through a group.
+    """
+    if name not in Dispatch.members:
+        close = difflib.get_close_matches(name.upper(), Dispatch.members, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"the modes are {', '.join(Dispatch.members)}"
+        raise DispatchError(f"there is no dispatch mode {name!r}; {hint}", mode=name)
+    spec = Dispatch.members[name]
+    if spec.in_worker_only:
+        raise DispatchError(f"mode {name} is called on the worker itself, never through a group", mode=name)
+    return spec
+
+
+def plan_table(planned: Plan, max_rows: int) -> str:
+    """Return the plan as a table of shards: which ranks read each shard, and which of them return a result."""
+    spec, returning = planned.spec, set(planned.collected)
+    split = f"{spec.arguments} split over {' x '.join(spec.axes)}" if spec.axes else "arguments as they are"
+    table = [("shard", "ranks", "returning")]
+    for shard, readers in enumerate(planned.readers()):
+        returns = runs_text([rank for rank in readers if rank in returning]) or "none"
+        table.append((str(shard), runs_text(readers), returns))
+    hidden = len(table) - 1 - max_rows
+    if hidden > 0:
+        table = [*table[: max_rows + 1], ("..", f"{hidden} more shards", "")]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    ranks = f"{len(planned.ranks)} rank{'s' if len(planned.ranks) > 1 else ''}"
+    results = f"{len(planned.collected)} of them return{'s' if len(planned.collected) == 1 else ''} ({spec.result})"
+    return "\n".join([f"{spec.name}: {split}; {ranks} run, {results}", *rows])

@@ -1,0 +1,33 @@
+"""Range checks of configuration values; each raises ConfigError with the key, the value and the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mcontroller.errors import ConfigError
+
+__all__ = ["check_above", "check_at_least", "check_between", "check_one_of"]
+
+
+def check_at_least(key: str, value: float, least: float) -> None:
+    """Raise ConfigError unless ``value >= least``; NaN is rejected."""
+    if not value >= least:
+        raise ConfigError(f"{key} is {value}; it must be at least {least}", key=key, value=value)
+
+
+def check_above(key: str, value: float, bound: float) -> None:
+    """Raise ConfigError unless ``value > bound``; NaN is rejected."""
+    if not value > bound:
+        raise ConfigError(f"{key} is {value}; it must be more than {bound}", key=key, value=value)
+
+
+def check_between(key: str, value: float, least: float, most: float) -> None:
+    """Raise ConfigError unless ``least <= value <= most``; NaN is rejected."""
+    if not least <= value <= most:
+        raise ConfigError(f"{key} is {value}; it must lie between {least} and {most}", key=key, value=value)
+
+
+def check_one_of(key: str, value: str, possible: Iterable[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``possible``."""
+    if value not in possible:
+        raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)

@@ -1,0 +1,120 @@
+"""Field checks of configuration dataclasses, the same for Python calls, files and overrides.
+
+A configuration is a frozen dataclass under ``@strict_fields``. An unknown field, a missing one, or a mapping where a
+nested dataclass is expected raises ConfigError with the fix, instead of the TypeError or AttributeError of Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from mcontroller.errors import ConfigError
+
+__all__ = ["nested_config", "strict_fields", "unknown_field"]
+
+C = TypeVar("C")
+
+
+def strict_fields(cls: type[C]) -> type[C]:
+    """Decorate a dataclass so that its constructor rejects wrong fields with a ConfigError that contains the fix.
+
+    A dataclass may have a class variable ``field_hints``: names that users take for fields, with what to do instead.
+
+    Example:
+        >>> @strict_fields
+        ... @dataclass(frozen=True, slots=True)
+        ... class OptimConfig:
+        ...     lr: float = 1e-5
+        >>> OptimConfig(lrr=1)
+        ConfigError: OptimConfig has no field 'lrr'; did you mean lr?
+    """
+    init: Any = cls.__init__
+    names = [field.name for field in _fields(cls)]
+    required = [field.name for field in _fields(cls) if _is_required(field)]
+
+    @functools.wraps(init)
+    def __init__(self: C, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in names:
+                raise unknown_field(cls, name)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        missing = [name for name in required if name not in given]
+        if missing:
+            raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
+        _check_nested(cls, given)
+        init(self, *args, **kwargs)
+
+    setattr(cls, "__init__", __init__)  # noqa: B010  # mypy rejects the assignment to a method
+    return cls
+
+
+def unknown_field(cls: type, key: str, prefix: str = "") -> ConfigError:
+    """Return the error for a field that ``cls`` does not have.
+
+    The message contains the hint of ``cls`` for this name, close matches, nested fields of the same name, or the
+    names of all fields, the first of these that there is.
+
+    Args:
+        cls: the dataclass.
+        key: the name given.
+        prefix: the dotted key of ``cls`` in the whole configuration, with a dot at the end.
+    """
+    names = [field.name for field in _fields(cls)]
+    nested = [path for path in _nested_names(cls) if path.rpartition(".")[2] == key]
+    close = [f"{prefix}{name}" for name in nested or difflib.get_close_matches(key, names, n=3)]
+    hints: Mapping[str, str] = getattr(cls, "field_hints", {})
+    if key in hints:
+        hint = hints[key]
+    elif close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        hint = f"its fields are {', '.join(names)}"
+    where = f" (key {prefix}{key})" if prefix else ""
+    text = f"{cls.__name__} has no field {key!r}{where}; {hint}"
+    return ConfigError(text, key=f"{prefix}{key}", value=None, close_matches=close)
+
+
+def nested_config(cls: type, name: str) -> type | None:
+    """Return the dataclass that the field ``name`` of ``cls`` contains, also an optional one; None for other fields."""
+    hint = _hints(cls)[name]
+    options = typing.get_args(hint) or (hint,)
+    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _nested_names(cls: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all fields of the dataclasses in ``cls``."""
+    for field in _fields(cls):
+        nested = nested_config(cls, field.name)
+        if nested is not None:
+            yield from (f"{prefix}{field.name}.{inner.name}" for inner in _fields(nested))
+            yield from _nested_names(nested, f"{prefix}{field.name}.")
+
+
+def _check_nested(cls: type, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        expected = nested_config(cls, name) if isinstance(value, Mapping | str) else None
+        if expected is not None:
+            raise ConfigError(
+                f"{cls.__name__}: {name} is a {type(value).__name__}; expected {expected.__name__}: write "
+                f"{name}={expected.__name__}(...), or load_config({cls.__name__}, {{...}}) for nested mappings",
+                key=name,
+                value=value,
+            )

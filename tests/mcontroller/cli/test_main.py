@@ -1,0 +1,80 @@
+"""The command line finds its verbs, lists them quickly, and helps with a wrong one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from mcontroller.cli import main as command_line
+from mcontroller.cli.entry_points import CONFIGS, VERBS, entry_points
+from mcontroller.cli.main import main, summary_of
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+def test_verbs_are_listed_with_the_first_line_of_their_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "  topology  Draw the grid of ranks of a layout, and what a dispatch mode does on it.\n" in printed
+    assert "  help      Explain configuration keys" in printed
+
+
+def test_listing_verbs_imports_neither_torch_nor_ray_nor_workers() -> None:
+    program = (
+        "import sys; from mcontroller.cli.main import main; main([]);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'workers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, check=False).returncode == 0
+
+
+def test_the_module_is_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "mcontroller", "--help"], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 0 and "verbs:" in done.stdout
+
+
+def test_an_unknown_verb_is_rejected_with_near_matches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topolgy"]) == 2
+    assert capsys.readouterr().err == "mcontroller: there is no verb 'topolgy'; did you mean topology?\n"
+
+
+def test_errors_of_a_verb_are_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--world-size", "10", "--tp", "4"]) == 1
+    assert capsys.readouterr().err.startswith("mcontroller topology: LayoutError: tp 4 x pp 1 x cp 1 = 4 does not")
+
+
+def test_a_checkout_without_metadata_has_the_verbs_of_its_pyproject(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ())
+    assert {"help", "topology"} <= set(entry_points(VERBS))
+    assert entry_points(CONFIGS)["critic"].value == "workers.config:CriticConfig"
+
+
+def test_a_checkout_replaces_the_old_metadata_of_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = EntryPoint("extra", "extra.verb", VERBS)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: (Owned("old", "gone.verb", VERBS), other))
+    names = set(entry_points(VERBS))
+    assert "extra" in names and "old" not in names
+
+
+def test_an_installed_package_has_the_verbs_of_its_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: (Owned("train", "some.verb", VERBS),))
+    assert set(entry_points(VERBS, tmp_path)) == {"train"}
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "someone-elses"\n')
+    assert set(entry_points(VERBS, tmp_path)) == {"train"}
+
+
+def test_a_verb_of_a_package_that_is_not_there_is_listed_as_not_available() -> None:
+    assert summary_of("no_such_package.verb") == "(not available: there is no module no_such_package.verb)"
+    assert summary_of("mcontroller.cli.no_such_verb").startswith("(not available")
+    assert "not available" in command_line.list_of({"x": EntryPoint("x", "no_such_package.verb", VERBS)})
+
+
+class Owned(EntryPoint):
+    """An entry point of the distribution ``mcontroller``."""
+
+    @property
+    def dist(self):  # type: ignore[no-untyped-def, override]
+        return type("Distribution", (), {"name": "mcontroller"})

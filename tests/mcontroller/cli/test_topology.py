@@ -1,0 +1,46 @@
+"""``mcontroller topology`` draws the grid, and who gets which shard and who returns."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcontroller.cli.main import main
+
+
+def test_the_grid_and_the_shards_of_a_mode_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--world-size", "16", "--tp", "2", "--pp", "2"]
+    assert main(["topology", *layout, "--mode", "MEGATRON_COMPUTE_PROTO"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "16 ranks = tp 2 x cp 1 x dp 4 x pp 2"
+    assert "dp 1   2-3       10-11" in lines
+    assert "MEGATRON_COMPUTE_PROTO: rows split over dp; 16 ranks run, 4 of them return (concat)" in lines
+    assert lines[-4:] == [
+        "0       0-1, 8-9     8",
+        "1       2-3, 10-11   10",
+        "2       4-5, 12-13   12",
+        "3       6-7, 14-15   14",
+    ]
+
+
+def test_arguments_that_are_not_split_are_one_shard(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--world-size", "8", "--pp", "2", "--mode", "MEGATRON_PP_ONLY"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0       0-7     0, 4"
+
+
+def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--world-size", "64", "--mode", "DP_COMPUTE", "--max-rows", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("..      60 more shards")
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("megatron_compute", "there is no dispatch mode 'megatron_compute'; did you mean MEGATRON_COMPUTE or"),
+        ("something", "the modes are RANK_ZERO, ONE_TO_ALL"),
+        ("DIRECT_ROLLOUT_METHOD", "is called on the worker itself, never through a group"),
+    ],
+)
+def test_a_mode_that_cannot_be_planned_is_rejected(mode: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--world-size", "2", "--mode", mode]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out == ""

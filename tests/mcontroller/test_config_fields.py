@@ -1,0 +1,87 @@
+"""Constructors of configurations reject wrong fields with the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+
+from mcontroller.config_checks import check_above, check_at_least, check_between, check_one_of
+from mcontroller.config_fields import nested_config, strict_fields
+from mcontroller.errors import ConfigError
+from mcontroller.load_config import load_config
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class Engine:
+    field_hints: ClassVar[dict[str, str]] = {"torque": "torque follows from power"}
+
+    power: int
+    fuel: str = "petrol"
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class Car:
+    engine: Engine
+    doors: int = 4
+    trailer: Engine | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truck(Car):
+    load: int
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Engine(1, fule="gas"), "Engine has no field 'fule'; did you mean fuel?"),
+        (lambda: Engine(1, torque=3), "Engine has no field 'torque'; torque follows from power"),
+        (lambda: Engine(1, colour=3), "Engine has no field 'colour'; its fields are power, fuel"),
+        (lambda: Car(Engine(1), power=3), "Car has no field 'power'; did you mean engine.power or trailer.power?"),
+        (lambda: Car(), "Car needs a value for engine"),
+        (lambda: Truck(engine=Engine(1)), "Truck needs a value for load"),
+        (
+            lambda: Car({"power": 1}),
+            "Car: engine is a dict; expected Engine: write engine=Engine(...), or load_config(Car",
+        ),
+        (lambda: Car(Engine(1), trailer="Engine"), "Car: trailer is a str; expected Engine"),
+        (lambda: load_config(Car, {"engine": {"power": 1, "torque": 2}}), "(key engine.torque); torque follows from"),
+        (lambda: load_config(Car, {"power": 1}), "Car has no field 'power'; did you mean engine.power or trailer"),
+    ],
+)
+def test_wrong_fields_are_rejected_with_the_fix(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_right_fields_are_accepted_and_the_dataclass_stays_one() -> None:
+    car = Car(Engine(2, "gas"), extra={"radio": True})
+    assert dataclasses.replace(car, doors=2).doors == 2
+    assert pickle.loads(pickle.dumps(car)) == car
+    assert Truck(engine=Engine(1), load=3).load == 3
+    assert (nested_config(Car, "trailer"), nested_config(Car, "extra")) == (Engine, None)
+
+
+@pytest.mark.parametrize(
+    ("check", "rule"),
+    [
+        (lambda: check_at_least("a.b", float("nan"), 0), "a.b is nan; it must be at least 0"),
+        (lambda: check_above("a.b", 0, 0), "a.b is 0; it must be more than 0"),
+        (lambda: check_between("a.b", 2, 0, 1), "a.b is 2; it must lie between 0 and 1"),
+        (lambda: check_one_of("a.b", "c", ["d", "e"]), "a.b is 'c'; possible: d, e"),
+    ],
+)
+def test_values_out_of_range_are_rejected_with_key_value_and_rule(check: Callable[[], None], rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check()
+    assert str(caught.value) == rule and caught.value.fields["key"] == "a.b"

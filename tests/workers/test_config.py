@@ -1,0 +1,106 @@
+"""Configurations of the workers: fields, names, and the arguments of a role's constructor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mcontroller import RayClassWithInitArgs
+from mcontroller.errors import ConfigError
+from mcontroller.ppo import POLICY_LOSSES, PolicyLoss, register_kl_estimator, register_policy_loss
+from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig, RolloutConfig
+
+GPT = ModelConfig(vocab_size=100, max_sequence_length=64, num_layers=4, hidden_size=48, num_attention_heads=12)
+ROLLOUT = RolloutConfig(prompt_length=8, response_length=8)
+ACTOR = ActorConfig(GPT, rollout=ROLLOUT)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ParallelConfig(tp=2, dp=2), "ParallelConfig has no field 'dp'; dp follows from the world size"),
+        (lambda: ParallelConfig(tensor_model_parallel_size=2), "did you mean tp?"),
+        (lambda: ActorConfig(GPT, lr=1), "ActorConfig has no field 'lr'; did you mean optim.lr or sft_optim.lr?"),
+        (lambda: ActorConfig(GPT, rollout=ROLLOUT, policy_loss="pppo"), "policy_loss is 'pppo', and there is no such"),
+        (lambda: ActorConfig(GPT, rollout=ROLLOUT, kl_loss_type="k4"), "kl_loss_type is 'k4', and there is no such KL"),
+        (lambda: CriticConfig({"vocab_size": 3}), "CriticConfig: model is a dict; expected ModelConfig"),
+    ],
+)
+def test_wrong_fields_and_names_are_rejected_with_the_fix(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_registered_names_are_accepted() -> None:
+    @register_kl_estimator("custom_for_this_test")
+    def kl(log_ratio: Any) -> Any:
+        return log_ratio
+
+    @register_policy_loss("custom_for_this_test")
+    def loss(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, **clip: Any) -> PolicyLoss:
+        raise NotImplementedError
+
+    config = ActorConfig(GPT, rollout=ROLLOUT, policy_loss="custom_for_this_test", kl_loss_type="custom_for_this_test")
+    assert POLICY_LOSSES[config.policy_loss] is loss
+
+
+@pytest.mark.parametrize(
+    ("worker", "config", "message"),
+    [
+        (
+            ActorRolloutRefWorker,
+            {"model": {}},
+            "config is of type dict; expected ActorConfig: write config=load_config(ActorConfig",
+        ),
+        (
+            CriticWorker,
+            ACTOR,
+            "CriticWorker: config is of type ActorConfig; expected CriticConfig: write config=CriticConfig(...)",
+        ),
+        (RewardModelWorker, None, "config is of type NoneType; expected RewardConfig"),
+    ],
+)
+def test_a_configuration_of_another_type_is_rejected_before_any_process_starts(
+    worker: type, config: Any, message: str
+) -> None:
+    for make in (lambda: RayClassWithInitArgs(worker, config), lambda: RayClassWithInitArgs(worker, config=config)):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert message in str(caught.value)
+
+
+def test_wrong_arguments_of_a_role_are_rejected_before_any_process_starts() -> None:
+    with pytest.raises(ConfigError, match="ActorRolloutRefWorker: missing a required argument: 'config'"):
+        RayClassWithInitArgs(ActorRolloutRefWorker)
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'rol'; its arguments are config, role"):
+        RayClassWithInitArgs(ActorRolloutRefWorker, ACTOR, rol="actor")
+
+
+def test_right_arguments_of_a_role_are_accepted() -> None:
+    RayClassWithInitArgs(ActorRolloutRefWorker, ACTOR, "actor")
+    RayClassWithInitArgs(CriticWorker, config=CriticConfig(GPT))
+    RayClassWithInitArgs(RewardModelWorker, RewardConfig(GPT))
+
+
+def test_a_subclass_has_a_configuration_of_its_own_type() -> None:
+    class Other(CriticWorker):
+        config_class = dict
+
+        def __init__(self, config: dict[str, Any], scale: float) -> None: ...
+
+    RayClassWithInitArgs(Other, {"anything": 1}, scale=2.0)
+    with pytest.raises(ConfigError, match="config is of type CriticConfig; expected dict"):
+        RayClassWithInitArgs(Other, CriticConfig(GPT), scale=2.0)
+
+
+@pytest.mark.parametrize(
+    "module", ["workers.fit", "workers.config.model", "workers.config.roles", "workers.weights.hf.config"]
+)
+def test_each_module_can_be_imported_first(module: str) -> None:
+    assert subprocess.run([sys.executable, "-c", f"import {module}"], check=False).returncode == 0

@@ -1,0 +1,11 @@
+"""Values that a model's configuration can take by name."""
+
+from __future__ import annotations
+
+__all__ = ["ACTIVATIONS", "DTYPES", "IMPLEMENTATIONS", "NORMALIZATIONS", "POSITION_EMBEDDINGS"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu")
+NORMALIZATIONS = ("RMSNorm", "LayerNorm")
+POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
+IMPLEMENTATIONS = ("auto", "transformer_engine", "local")

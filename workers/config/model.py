@@ -1,0 +1,103 @@
+"""ModelConfig: the architecture and the initial weights of a GPT model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcontroller.config_fields import strict_fields
+from mcontroller.errors import ConfigError
+from workers.weights.hf.config import model_fields_from_hf
+
+__all__ = ["ModelConfig"]
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A GPT model. Sizes are those of the whole model, before any axis divides it.
+
+    With ``hf_path`` set, ``load_config`` reads every size that is not given from the checkpoint's ``config.json``.
+    """
+
+    vocab_size: int
+    """[tokens] Size of the vocabulary, without padding."""
+    max_sequence_length: int
+    """[tokens] Longest sequence, prompt and response together."""
+    num_layers: int
+    """[layers] Transformer layers of the whole model."""
+    hidden_size: int
+    """[channels] Width of the hidden states."""
+    num_attention_heads: int
+    """[heads] Attention heads of each layer."""
+    num_query_groups: int | None = None
+    """[groups] Key-value heads of each layer (grouped-query attention). None: as many as heads."""
+    ffn_hidden_size: int | None = None
+    """[channels] Width inside the MLP. None: 4 times hidden_size."""
+    kv_channels: int | None = None
+    """[channels] Width of one head. None: hidden_size / num_attention_heads."""
+    normalization: str = "RMSNorm"
+    """Normalization layer: RMSNorm or LayerNorm."""
+    layernorm_epsilon: float = 1e-5
+    """Epsilon inside the normalization's square root."""
+    gated_linear_unit: bool = True
+    """Multiply the MLP's activation with a second projection (SwiGLU with silu)."""
+    activation: str = "silu"
+    """Activation of the MLP: silu, gelu, gelu_tanh, relu, squared_relu or quick_gelu."""
+    add_bias_linear: bool = False
+    """Add a bias to every linear layer."""
+    add_qkv_bias: bool = False
+    """Add a bias to the query, key and value projections only."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys of each head."""
+    position_embedding_type: str = "rope"
+    """Position embeddings: rope, learned_absolute or none."""
+    rotary_base: int = 10000
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Fraction of each head's channels that are rotated, 0 to 1."""
+    rope_scaling_factor: float | None = None
+    """Factor of Llama 3's scaling of rotary positions. None: no scaling."""
+    tie_embeddings: bool = False
+    """Use the input embedding as the output projection."""
+    attention_dropout: float = 0.0
+    """Dropout probability of attention weights, 0 to 1."""
+    hidden_dropout: float = 0.0
+    """Dropout probability of hidden states, 0 to 1."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights."""
+    num_moe_experts: int | None = None
+    """[experts] Experts of each mixture-of-experts layer. None: a dense model."""
+    moe_router_topk: int = 2
+    """[experts] Experts that compute each token."""
+    moe_ffn_hidden_size: int | None = None
+    """[channels] Width inside each expert. None: ffn_hidden_size."""
+    dtype: str = "float32"
+    """Type of the parameters and of the computation: float32, bfloat16 or float16."""
+    transformer_impl: str = "auto"
+    """Layer implementation: transformer_engine, local (plain PyTorch), or auto (Transformer Engine on GPUs)."""
+    seed: int = 1234
+    """Seed of the initial weights, which are the same for every layout."""
+    hf_path: str | None = None
+    """Directory of a Hugging Face checkpoint with the initial weights. None: random weights from the seed."""
+    family: str | None = None
+    """Model type that the model is exported as. None: that of the registered family that is built like it."""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's TransformerConfig, under Megatron's names."""
+
+    @staticmethod
+    def find_fields(fields: Mapping[str, Any], missing: Sequence[str], key: str) -> dict[str, Any]:
+        """Return the fields that the checkpoint at ``hf_path`` determines; called by ``load_config``.
+
+        Raises:
+            ConfigError: ``hf_path`` is not set, or its ``config.json`` cannot be used.
+        """
+        if fields["hf_path"] is None:
+            raise ConfigError(
+                f"{key}hf_path is not set, and neither are {', '.join(key + name for name in missing)}: set the "
+                "directory of a Hugging Face checkpoint, or the sizes of the model",
+                key=f"{key}hf_path",
+                missing=list(missing),
+            )
+        return model_fields_from_hf(fields["hf_path"])

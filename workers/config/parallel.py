@@ -1,0 +1,56 @@
+"""ParallelConfig: the layout of one role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mcontroller.config_fields import strict_fields
+from parallel_state import ParallelLayout
+
+__all__ = ["ParallelConfig"]
+
+_DP = "dp follows from the world size: dp = world size / (tp x cp x pp); leave it out"
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Sizes of the axes of one role; dp is the world size divided by the others."""
+
+    field_hints: ClassVar[Mapping[str, str]] = {
+        "dp": _DP,
+        "edp": "edp follows from the world size: edp = world size / (etp x ep x pp); leave it out",
+        "data_parallel_size": _DP,
+        "tensor_model_parallel_size": "did you mean tp?",
+        "pipeline_model_parallel_size": "did you mean pp?",
+        "context_parallel_size": "did you mean cp?",
+        "expert_model_parallel_size": "did you mean ep?",
+    }
+
+    tp: int = 1
+    """[ranks] Tensor parallelism: ranks that share each layer's matrices."""
+    pp: int = 1
+    """[ranks] Pipeline parallelism: stages that the layers are divided into."""
+    cp: int = 1
+    """[ranks] Context parallelism: ranks that share each sequence."""
+    ep: int = 1
+    """[ranks] Expert parallelism: ranks that the experts of a layer are divided over."""
+    etp: int | None = None
+    """[ranks] Tensor parallelism inside experts. None: the same as tp."""
+    vpp: int | None = None
+    """[chunks] Model chunks of each pipeline stage, for the interleaved schedule. None: one, without interleaving."""
+    order: str = "tp-cp-ep-dp-pp"
+    """Megatron's order of the axes over the ranks, fastest first, joined by ``-``."""
+    sequence_parallel: bool = False
+    """Divide activations outside attention and MLP along the sequence over tp. Experts with tp > 1 require it."""
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        """Return the axes over ``world_size`` ranks.
+
+        Raises:
+            LayoutError: the axes do not divide the world size; the message contains the arithmetic.
+        """
+        axes = {name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
+        return ParallelLayout(world_size, **axes)

@@ -1,0 +1,210 @@
+"""ActorConfig, CriticConfig and RewardConfig: what the worker of each role is made with.
+
+Each is checked as a whole when it is made: sizes against axes, lengths against the model, names against registries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mcontroller.config_checks import check_above, check_at_least
+from mcontroller.config_fields import strict_fields
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.kl import KL_ESTIMATORS
+from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from workers.config.model import ModelConfig
+from workers.config.optim import OptimConfig
+from workers.config.parallel import ParallelConfig
+from workers.config.rollout import RolloutConfig
+from workers.fit import check_fit, check_generation, check_packing, divided_for
+
+__all__ = ["ActorConfig", "CriticConfig", "RewardConfig"]
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ActorConfig:
+    """An actor, its rollout and its reference policy."""
+
+    model: ModelConfig
+    """Architecture and initial weights of the policy and of the reference."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout of training and scoring."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer of ``update_actor``."""
+    sft_optim: OptimConfig | None = None
+    """Optimizer of ``update_sft``. None: the same as optim."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How responses are sampled."""
+    ppo_mini_batch_size: int = 256
+    """[rows] Rows of the whole batch in one optimizer step, over all data-parallel ranks."""
+    ppo_micro_batch_size: int = 8
+    """[rows] Rows of one data-parallel rank in one pass through the model."""
+    ppo_max_tokens_per_micro_batch: int = 0
+    """[tokens] Limit of a training pass, in place of rows: rows x longest row (packed: sum of lengths). 0: no limit.
+
+    Rows of similar length are passed together. A row longer than the limit is passed alone.
+    """
+    log_prob_micro_batch_size: int = 0
+    """[rows] Rows of one data-parallel rank in one scoring pass. 0: ppo_micro_batch_size."""
+    log_prob_max_tokens_per_micro_batch: int = 0
+    """[tokens] Limit of a scoring pass, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
+    packed: bool = False
+    """Concatenate the rows of a pass into one sequence without padding, in training and scoring."""
+    ppo_epochs: int = 1
+    """[epochs] Passes over the batch in one call of ``update_actor``."""
+    shuffle: bool = True
+    """Draw new mini-batches from the seed in every epoch."""
+    seed: int = 0
+    """Seed of the mini-batches."""
+    policy_loss: str = "ppo"
+    """Name of the policy loss: ppo (clipped surrogate), or one registered with ``register_policy_loss``."""
+    clip_ratio: float = 0.2
+    """Clip range of the probability ratio: 1 - clip_ratio to 1 + clip_ratio."""
+    clip_ratio_low: float | None = None
+    """Clip range below 1. None: clip_ratio."""
+    clip_ratio_high: float | None = None
+    """Clip range above 1. None: clip_ratio."""
+    clip_ratio_c: float | None = None
+    """Dual clip: bound of the loss of a negative advantage, as a multiple of it, above 1. None: no dual clip."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    use_kl_loss: bool = False
+    """Add the KL divergence to the reference policy to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of the KL divergence in the loss."""
+    kl_loss_type: str = "k3"
+    """Name of the KL estimator in the loss: k1, k2, k3, abs, or one registered with ``register_kl_estimator``."""
+    log_prob_chunk_tokens: int = 4096
+    """[tokens] Tokens whose logits exist at the same time."""
+    timeout_s: float = 600.0
+    """[seconds] Timeout of the rendezvous and of collectives."""
+
+    def __post_init__(self) -> None:
+        check_fit(self.model, self.parallel)
+        if self.rollout.parallel is not None:
+            copy = divided_for(self.model, self.rollout.parallel, self.parallel)
+            check_fit(copy, self.rollout.parallel, "rollout.parallel")
+            check_generation(self.rollout.parallel, "rollout.parallel")
+        if self.packed:
+            check_packing(self.model)
+        _check_batches(self)
+        for name in ("log_prob_micro_batch_size", "log_prob_max_tokens_per_micro_batch"):
+            check_at_least(name, getattr(self, name), 0)
+        check_at_least("log_prob_chunk_tokens", self.log_prob_chunk_tokens, 1)
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            if getattr(self, name) is not None:
+                check_above(name, getattr(self, name), 0.0)
+        if self.clip_ratio_c is not None:
+            check_above("clip_ratio_c", self.clip_ratio_c, 1.0)
+        POLICY_LOSSES.get_or_raise(self.policy_loss)
+        KL_ESTIMATORS.get_or_raise(self.kl_loss_type, key="kl_loss_type")
+        _check_buffers(self)
+        _check_lengths(self)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class CriticConfig:
+    """A critic: the model with a value head."""
+
+    model: ModelConfig
+    """Architecture and initial weights."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout of training and scoring."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer of ``update_critic``."""
+    ppo_mini_batch_size: int = 256
+    """[rows] Rows of the whole batch in one optimizer step, over all data-parallel ranks."""
+    ppo_micro_batch_size: int = 8
+    """[rows] Rows of one data-parallel rank in one pass through the model."""
+    ppo_max_tokens_per_micro_batch: int = 0
+    """[tokens] Limit of a training pass, in place of rows: rows x longest row (packed: sum of lengths). 0: no limit."""
+    forward_micro_batch_size: int = 0
+    """[rows] Rows of one data-parallel rank in one pass of ``compute_values``. 0: ppo_micro_batch_size."""
+    forward_max_tokens_per_micro_batch: int = 0
+    """[tokens] Limit of a pass of ``compute_values``, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
+    packed: bool = False
+    """Concatenate the rows of a pass into one sequence without padding, in training and scoring."""
+    ppo_epochs: int = 1
+    """[epochs] Passes over the batch in one call of ``update_critic``."""
+    shuffle: bool = True
+    """Draw new mini-batches from the seed in every epoch."""
+    seed: int = 0
+    """Seed of the mini-batches."""
+    cliprange_value: float | None = 0.5
+    """Clip range of a value around its old value in the loss. None: no clipping."""
+    timeout_s: float = 600.0
+    """[seconds] Timeout of the rendezvous and of collectives."""
+
+    def __post_init__(self) -> None:
+        check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
+        _check_batches(self)
+        for name in ("forward_micro_batch_size", "forward_max_tokens_per_micro_batch"):
+            check_at_least(name, getattr(self, name), 0)
+        if self.cliprange_value is not None:
+            check_above("cliprange_value", self.cliprange_value, 0.0)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """A reward model: the model with a value head, whose output at the last token of a response is its score."""
+
+    model: ModelConfig
+    """Architecture and initial weights."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout of scoring."""
+    micro_batch_size: int = 8
+    """[rows] Rows of one data-parallel rank in one pass through the model."""
+    max_tokens_per_micro_batch: int = 0
+    """[tokens] Limit of a pass, in place of rows: rows x longest row (packed: sum of lengths). 0: no limit."""
+    packed: bool = False
+    """Concatenate the rows of a pass into one sequence without padding."""
+    timeout_s: float = 600.0
+    """[seconds] Timeout of the rendezvous and of collectives."""
+
+    def __post_init__(self) -> None:
+        check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
+        check_at_least("micro_batch_size", self.micro_batch_size, 1)
+        check_at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 0)
+        check_above("timeout_s", self.timeout_s, 0.0)
+
+
+def _check_batches(config: ActorConfig | CriticConfig) -> None:
+    for name in ("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_epochs"):
+        check_at_least(name, getattr(config, name), 1)
+    check_at_least("ppo_max_tokens_per_micro_batch", config.ppo_max_tokens_per_micro_batch, 0)
+    check_above("timeout_s", config.timeout_s, 0.0)
+
+
+def _check_buffers(config: ActorConfig) -> None:
+    """Raise ConfigError if the optimizers of PPO and SFT need different gradient buffers."""
+    if config.sft_optim is None:
+        return
+    for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+        sft, ppo = getattr(config.sft_optim, name), getattr(config.optim, name)
+        if sft != ppo:
+            raise ConfigError(
+                f"sft_optim.{name} is {sft}, optim.{name} is {ppo}: both use the same gradient buffers; set both "
+                "to the same value",
+                key=f"sft_optim.{name}",
+                value=sft,
+            )
+
+
+def _check_lengths(config: ActorConfig) -> None:
+    """Raise ConfigError if a prompt and its response can be longer than the model's sequences."""
+    prompt, response = config.rollout.prompt_length, config.rollout.response_length
+    longest = config.model.max_sequence_length
+    if prompt + response > longest:
+        raise ConfigError(
+            f"rollout.prompt_length {prompt} + rollout.response_length {response} = {prompt + response} is more than "
+            f"model.max_sequence_length {longest}",
+            key="model.max_sequence_length",
+            value=longest,
+        )

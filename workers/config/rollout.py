@@ -1,0 +1,47 @@
+"""RolloutConfig: how responses are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcontroller.config_checks import check_above, check_at_least, check_between
+from mcontroller.config_fields import strict_fields
+from workers.config.parallel import ParallelConfig
+
+__all__ = ["RolloutConfig"]
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """How responses are sampled. The ``meta_info`` of a batch can set any of the sampling fields for one call."""
+
+    prompt_length: int = 512
+    """[tokens] Longest prompt."""
+    response_length: int = 512
+    """[tokens] Longest response; every response is padded to it."""
+    temperature: float = 1.0
+    """Divisor of the logits; above 0."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this, above 0, at most 1. 1: from all."""
+    top_k: int = 0
+    """[tokens] Sample from this many of the most likely tokens. 0: from all."""
+    do_sample: bool = True
+    """Sample; False takes the most likely token."""
+    n: int = 1
+    """[responses] Responses to each prompt; they are neighbors in the batch."""
+    seed: int = 0
+    """Seed of sampling; the same on every layout."""
+    max_rows: int = 0
+    """[rows] Most rows that a data-parallel rank generates at once, which bounds the cache. 0: all."""
+    parallel: ParallelConfig | None = None
+    """Layout of generation, over the same ranks, with a copy of the weights. None: the layout of training, no copy."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_length", "response_length", "n"):
+            check_at_least(f"rollout.{name}", getattr(self, name), 1)
+        check_at_least("rollout.top_k", self.top_k, 0)
+        check_at_least("rollout.max_rows", self.max_rows, 0)
+        check_above("rollout.temperature", self.temperature, 0.0)
+        check_above("rollout.top_p", self.top_p, 0.0)
+        check_between("rollout.top_p", self.top_p, 0.0, 1.0)
