@@ -1,12 +1,12 @@
-"""Generation beside ``transformers.generate``: the same random model, the same prompts, one process, one thread.
+"""Compare generation with ``transformers.generate``: the same random model and prompts, one process, one thread.
 
     python benchmarks/generation.py [--rows 64] [--prompt 32] [--tokens 64] [--long 160] [--rounds 3]
 
-Both decode with a key-value cache and without a stop token: greedily, where they must give the same tokens, and by
-sampling with top-k and top-p. Ours is the whole ``ActorRolloutRefWorker.generate_sequences``, log-probabilities
-included. They take turns, round by round, so that a
-busy machine slows them alike. The second table is about positions: the time of a token among the first ones and among
-the last ones of a longer generation; what grows there is attention, and should grow no more than for transformers.
+Both decode with a key-value cache and without a stop token: greedily, where they must generate the same tokens, and
+by sampling with top-k and top-p. Ours is all of ``ActorRolloutRefWorker.generate_sequences``, including
+log-probabilities. The two sides run alternately, so that other load on the machine slows both. The second table
+compares positions: the time of a token among the first ones and among the last ones of a longer generation. Its growth
+comes from attention, and should not be larger than that of transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama, hidden 256": ("Llama", {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}),
     "Qwen2, hidden 512": ("Qwen2", {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4}),
 }
-SECONDS = 8.0  # of both sides together, at least
+SECONDS = 8.0  # minimum for both sides together
 EDGE = 32  # tokens at either end of the longer generation
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.9}
@@ -47,7 +47,7 @@ Generate = Callable[[torch.Tensor, torch.Tensor, int, dict[str, Any]], torch.Ten
 
 
 class Timed:
-    """A way to generate, and when the model finished each of its passes."""
+    """A side of the comparison, which records when the model finishes each of its passes."""
 
     def __init__(self, generate: Generate, model: torch.nn.Module) -> None:
         self.generate = generate
@@ -57,7 +57,7 @@ class Timed:
     def run(
         self, ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any]
     ) -> tuple[float, list[float], torch.Tensor]:
-        """Seconds of it all, seconds of every token but the first, and the tokens."""
+        """Return the seconds in all, the seconds of every token but the first, and the tokens."""
         self.ends.clear()
         start = time.perf_counter()
         responses = self.generate(ids, mask, tokens, how)
@@ -65,8 +65,8 @@ class Timed:
         return total, [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)], responses
 
 
-def both(name: str, longest: int, directory: str) -> tuple[Timed, Timed]:
-    """Ours and transformers', of one random model with few key-value heads."""
+def both_sides(name: str, longest: int, directory: str) -> tuple[Timed, Timed]:
+    """Return ours and that of transformers, with one random model with few key-value heads."""
     family, sizes = MODELS[name]
     config_class = getattr(transformers, f"{family}Config")
     torch.manual_seed(0)
@@ -123,9 +123,12 @@ def prompts(rows: int, width: int, padded: bool) -> tuple[torch.Tensor, torch.Te
 def measured(
     sides: Sequence[Timed], ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any], rounds: int
 ) -> tuple[list[list[float]], list[list[list[float]]], float]:
-    """By side and round: total seconds, seconds by token; and which part of the rows is the same. One round extra.
+    """Measure both sides, after one round to warm up.
 
-    Short rounds are repeated for ``SECONDS``: a busy moment of the machine is as long as some of them.
+    Short rounds are repeated for ``SECONDS``, since other load on the machine may last as long as some of them.
+
+    Returns:
+        By side and round, total seconds and the seconds of each token; and the fraction of rows that are the same.
     """
     totals: list[list[float]] = [[] for _ in sides]
     steps: list[list[list[float]]] = [[] for _ in sides]
@@ -147,8 +150,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a row")
-    parser.add_argument("--long", type=int, default=160, help="new tokens where positions are compared")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side at least, after one to warm up")
+    parser.add_argument("--long", type=int, default=160, help="new tokens in the comparison of positions")
+    parser.add_argument("--rounds", type=int, default=3, help="minimum rounds of each side, after one to warm up")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -156,15 +159,17 @@ def main() -> None:
     logging.disable(logging.WARNING)
     console = Console(width=140)
     console.print(f"torch {torch.__version__}, transformers {transformers.__version__}, 1 thread, {options.rows} rows")
-    speed = Table(title=f"{options.prompt} + {options.tokens} tokens; at least 1.00x", title_justify="left")
-    growth = Table(title=f"{options.prompt} + {options.long} tokens, ms a token", title_justify="left")
-    for head in ("model", "how", "ours tokens/s", "transformers tokens/s", "ratio", "worst round", "same rows"):
+    speed = Table(
+        title=f"{options.prompt} + {options.tokens} tokens; target ratio: at least 1.00x", title_justify="left"
+    )
+    growth = Table(title=f"{options.prompt} + {options.long} tokens, ms per token", title_justify="left")
+    for head in ("model", "decoding", "ours tokens/s", "transformers tokens/s", "ratio", "worst round", "same rows"):
         speed.add_column(head, justify="right")
-    for head in ("model", "", f"tokens 2-{EDGE + 1}", f"last {EDGE}", "more", "growth"):
+    for head in ("model", "", f"tokens 2-{EDGE + 1}", f"last {EDGE}", "difference", "growth"):
         growth.add_column(head, justify="right")
     for model in MODELS:
         with tempfile.TemporaryDirectory() as directory:
-            sides = both(model, options.prompt + options.long, directory)
+            sides = both_sides(model, options.prompt + options.long, directory)
         for case, (padded, how) in CASES.items():
             ids, mask = prompts(options.rows, options.prompt, padded)
             totals, _, same = measured(sides, ids, mask, options.tokens, how, options.rounds)

@@ -1,9 +1,9 @@
-"""What it costs to move weights from a training layout to a generation layout and back, on 8 CPU ranks over gloo.
+"""Measure moving weights from a training layout to a generation layout and back, on 8 CPU ranks over gloo.
 
     python benchmarks/refit.py [--hidden 512] [--rounds 3]
 
-Bytes sent stand beside the least that could be sent: what ranks need in the new layout and do not hold in the old one.
-Seconds stand beside those of one bare all-to-all exchange of as many bytes, evenly between the same ranks.
+The bytes sent are compared with the least possible: what ranks need in the new layout and do not have in the old one.
+The seconds are compared with those of one plain all-to-all of as many bytes, evenly between the same ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.weights.shards import named_shards
 
 WORLD_SIZE = 8
 TRAINING: dict[str, Any] = {"tp": 2, "pp": 2}
-WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+MOVES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (TRAINING, {}),
     ({}, TRAINING),
     (TRAINING, {"tp": 4}),
@@ -48,11 +48,11 @@ class Row(NamedTuple):
     model_bytes: int
     plan_seconds: float
     report: RefitReport
-    bare_seconds: float
+    all_to_all_seconds: float
 
 
 def size_of(hidden: int) -> ModelConfig:
-    """About 100 MB of float32 weights at a hidden size of 512."""
+    """Return a model with about 100 MB of float32 weights at a hidden size of 512."""
     return ModelConfig(
         vocab_size=8_000,
         max_sequence_length=128,
@@ -66,14 +66,14 @@ def size_of(hidden: int) -> ModelConfig:
 
 
 def with_experts(hidden: int) -> ModelConfig:
-    """The same with 8 experts in each of 4 layers."""
+    """Return the same model with 8 experts in each of 4 layers."""
     dense = size_of(hidden)
     fields = {name: getattr(dense, name) for name in dense.__slots__}
     return ModelConfig(**fields | {"num_layers": 4, "num_moe_experts": 8, "moe_ffn_hidden_size": hidden // 2})
 
 
 def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], rounds: int) -> Row:
-    """One way, on this rank; the fastest of the rounds."""
+    """Measure one move on this rank; report the fastest of the rounds."""
     sides: list[Any] = []
     for axes in (here, there):
         parallel = ParallelConfig(**axes)
@@ -90,15 +90,17 @@ def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], ro
         dist.barrier()
         reports.append(refit.run())
     fastest = min(reports, key=lambda report: report.seconds)
-    return Row(named(here), named(there), model_bytes, plan_seconds, fastest, bare(fastest.bytes_sent, rounds))
+    return Row(
+        named(here), named(there), model_bytes, plan_seconds, fastest, all_to_all_seconds(fastest.bytes_sent, rounds)
+    )
 
 
 def bytes_of_model(chunks: Any, context: MegatronContext) -> int:
-    """Of the whole model, each tensor counted once."""
+    """Return the bytes of the whole model, each tensor counted once."""
     mine = {shard.name: torch.Size(shard.full_shape).numel() * 4 for shard in named_shards(chunks, context)}
-    everyone: list[dict[str, int]] = [{} for _ in range(WORLD_SIZE)]
-    dist.all_gather_object(everyone, mine)
-    return sum({name: nbytes for held in everyone for name, nbytes in held.items()}.values())
+    sizes: list[dict[str, int]] = [{} for _ in range(WORLD_SIZE)]
+    dist.all_gather_object(sizes, mine)
+    return sum({name: nbytes for of_rank in sizes for name, nbytes in of_rank.items()}.values())
 
 
 def named(axes: dict[str, Any]) -> str:
@@ -106,8 +108,8 @@ def named(axes: dict[str, Any]) -> str:
     return " ".join(f"{axis.upper()}{size}" for axis, size in sizes.items()) or f"DP{WORLD_SIZE}"
 
 
-def bare(nbytes: int, rounds: int) -> float:
-    """Seconds of one all-to-all of as many bytes over all ranks, in one exchange and evenly."""
+def all_to_all_seconds(nbytes: int, rounds: int) -> float:
+    """Return the seconds of one all-to-all of as many bytes, evenly over all ranks."""
     each = nbytes // (WORLD_SIZE * (WORLD_SIZE - 1))
     sizes = [0 if rank == dist.get_rank() else each for rank in range(WORLD_SIZE)]
     outgoing, incoming = (torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(2))
@@ -122,13 +124,13 @@ def bare(nbytes: int, rounds: int) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "bare s"]
+    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "exchange s"]
     lines = [f"{'from':<14}{'to':<14}" + "".join(f"{column:>11}" for column in columns)]
     for row in rows:
         report = row.report
         sizes = [row.model_bytes, report.bytes_sent, report.least_bytes, report.most_sent_by_a_rank]
         figures = [f"{size / 1e6:.1f}" for size in sizes]
-        figures += [f"{seconds:.2f}" for seconds in (row.plan_seconds, report.seconds, row.bare_seconds)]
+        figures += [f"{seconds:.2f}" for seconds in (row.plan_seconds, report.seconds, row.all_to_all_seconds)]
         lines.append(f"{row.here:<14}{row.there:<14}" + "".join(f"{figure:>11}" for figure in figures))
     return "\n".join(lines)
 
@@ -136,19 +138,19 @@ def table(rows: list[Row]) -> str:
 def on_rank(rank: int, rendezvous: str, hidden: int, rounds: int) -> None:
     torch.set_num_threads(1)
     initialize_distributed("gloo", rank=rank, world_size=WORLD_SIZE, init_method=f"file://{rendezvous}")
-    rows = [measured(size_of(hidden), here, there, rounds) for here, there in WAYS]
+    rows = [measured(size_of(hidden), here, there, rounds) for here, there in MOVES]
     rows += [measured(with_experts(hidden), here, there, rounds) for here, there in EXPERTS]
     if rank == 0:
         print(table(rows))
         wasted = [row for row in rows if row.report.bytes_sent > row.report.least_bytes]
-        print(f"{len(rows) - len(wasted)} of {len(rows)} ways send the least that could be sent", flush=True)
+        print(f"{len(rows) - len(wasted)} of {len(rows)} moves send the least possible number of bytes", flush=True)
     dist.barrier()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model (a multiple of 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="refits of each way; the fastest counts")
+    parser.add_argument("--rounds", type=int, default=3, help="refits of each move; the fastest is reported")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as directory:

@@ -1,14 +1,14 @@
-"""A training step through the controller beside a plain Megatron loop under torchrun: its time, and a rank's memory.
+"""Compare a training step through the controller with a plain Megatron loop under torchrun: time and memory.
 
     python benchmarks/train_step.py [--hidden 1024] [--layers 8] [--sequence 8] [--rounds 16] [--steps 1]
 
-Both sides train the same model on the same batches on 8 CPU ranks (TP2 x PP2 x DP2), one thread each, and take turns
-round by round; the one that waits sleeps. Both get the same share of the processors: Ray would start its workers at
-niceness 15, and torchrun each of its ranks in a session of its own, among which Linux divides processors first. A step
-through the controller includes sending its batch and getting its metrics back. Memory is read from the kernel's record
-of each process (VmHWM): the peak since its start, with Python, the libraries and Ray. A rank's own memory is that
-without the pages of files, which all ranks of a machine share. Which holes a heap has at its peak is chance, worth 10
-to 30 MB, so the mean of the ranks is compared.
+Both sides train the same model on the same batches on 8 CPU ranks (TP2 x PP2 x DP2), one thread each. Their rounds
+alternate, and the side that waits sleeps. Both have the same share of the processors: by default Ray starts its workers
+at niceness 15, and torchrun starts each rank in a separate session, among which Linux divides the processors first. A
+step through the controller includes sending the batch and receiving the metrics. Memory is the peak that the kernel
+records for each process since its start (VmHWM), with Python, the libraries and Ray. The private memory of a rank
+excludes pages of files, which all ranks of a machine share. Fragmentation of the heap at its peak varies by 10 to 30 MB
+between ranks, so the mean of the ranks is compared.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ run.main()
 
 
 class Round(NamedTuple):
-    """Mean seconds of a step, and of every step its loss and gradient norm."""
+    """Mean seconds of a step, and the loss and the gradient norm of every step."""
 
     seconds: float
     losses: list[float]
@@ -62,15 +62,15 @@ class Round(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The ranks' peaks in MB: the mean of their own, the most of any, and the most with the pages of shared files."""
+    """Peaks of the ranks in MB: the mean and the largest private memory, and the largest with pages of files."""
 
-    own: float
-    most: float
+    private: float
+    largest: float
     resident: float
 
 
 class Plain:
-    """The ranks that torchrun started; they do what the store tells them."""
+    """The ranks started by torchrun, which run the rounds that are written to the store."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT, wait_for_workers=False)
@@ -99,7 +99,7 @@ class Plain:
         self.process.wait()
 
     def _answers(self, key: str) -> list[bytes]:
-        """What every rank answers, once all have."""
+        """Wait until every rank has answered, and return the answers."""
         keys = [f"{key}/{rank}" for rank in range(WORLD_SIZE)]
         while not self.store.check(keys):
             if self.process.poll() is not None:
@@ -149,17 +149,17 @@ class Controlled:
 
 
 def peak_memory(pids: Sequence[int]) -> Memory:
-    own, resident = [], []
+    private, resident = [], []
     for pid in pids:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         peak, files, shared = (int(fields[name].split()[0]) * 1024 / 1e6 for name in ("VmHWM", "RssFile", "RssShmem"))
-        own.append(peak - files - shared)
+        private.append(peak - files - shared)
         resident.append(peak)
-    return Memory(statistics.mean(own), max(own), max(resident))
+    return Memory(statistics.mean(private), max(private), max(resident))
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """What these processes have computed so far; unlike elapsed time, other programs on the machine hardly move it."""
+    """Return the CPU seconds of these processes so far, which other load on the machine hardly changes."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
@@ -181,43 +181,51 @@ def both_sides(model: ModelConfig) -> Iterator[tuple[Plain, Controlled]]:
 
 
 def compare(model: ModelConfig, rounds: int, steps: int, console: Console) -> Table:
-    """Both sides in turn, each the first of every other round; the first round warms up and is not timed."""
+    """Run both sides alternately, each first in every other round; the first round warms up and is not measured."""
     with both_sides(model) as sides:
         imported = [peak_memory(side.pids) for side in sides]
         for side in sides:
             side.build()
-        turns: list[list[Round]] = [[], []]
+        measured: list[list[Round]] = [[], []]
         computed: list[list[float]] = [[], []]
-        for turn in range(rounds + 1):
-            for which in ((0, 1), (1, 0))[turn % 2]:
+        for number in range(rounds + 1):
+            for which in ((0, 1), (1, 0))[number % 2]:
                 before = cpu_seconds(sides[which].pids)
-                turns[which].append(sides[which].run(range(turn * steps, (turn + 1) * steps)))
+                measured[which].append(sides[which].run(range(number * steps, (number + 1) * steps)))
                 computed[which].append((cpu_seconds(sides[which].pids) - before) / steps)
-            console.print(f"round {turn}: " + ", ".join(f"{made[-1].seconds:.3f}" for made in turns) + " s a step")
+            console.print(
+                f"round {number}: " + ", ".join(f"{made[-1].seconds:.3f}" for made in measured) + " s per step"
+            )
         peaks = [peak_memory(side.pids) for side in sides]
-    table = Table(title="A training step and its ranks", title_justify="left")
-    for head in ("", "plain", "controller", "ratio", "at most", ""):
+    table = Table(title="Training step: time and memory", title_justify="left")
+    for head in ("", "plain", "controller", "ratio", "limit", ""):
         table.add_column(head, justify="right" if head else "left")
-    seconds = [[made.seconds for made in side[1:]] for side in turns]
-    add(table, f"seconds of a step, median of {rounds} rounds", [statistics.median(side) for side in seconds], 3)
+    seconds = [[made.seconds for made in side[1:]] for side in measured]
+    add(table, f"seconds per step, median of {rounds} rounds", [statistics.median(side) for side in seconds], 3)
     add(table, "  fastest round", [min(side) for side in seconds], 3, limited=False)
     add(table, "  slowest round", [max(side) for side in seconds], 3, limited=False)
     pairs = [other / one for one, other in zip(*seconds, strict=True)]
-    table.add_row("  median of the rounds' own ratios", "", "", f"{statistics.median(pairs):.3f}x")
+    table.add_row("  median of the ratios of single rounds", "", "", f"{statistics.median(pairs):.3f}x")
     used = [statistics.median(side[1:]) for side in computed]
-    add(table, "CPU seconds of a step, all ranks", used, 3, limited=False)
-    add(table, "peak memory of a rank, its own, MB, mean", [peak.own for peak in peaks])
-    add(table, "  of the rank that has the most", [peak.most for peak in peaks], limited=False)
-    add(table, "  of that, with the pages of files", [peak.resident for peak in peaks], limited=False)
-    add(table, "  before the model was built, mean", [start.own for start in imported], limited=False)
-    added = [peak.own - start.own for peak, start in zip(peaks, imported, strict=True)]
-    add(table, "  what model and training added, mean", added)
+    add(table, "CPU seconds per step, all ranks", used, 3, limited=False)
+    add(table, "private peak memory of a rank, MB, mean", [peak.private for peak in peaks])
+    add(table, "  largest of all ranks", [peak.largest for peak in peaks], limited=False)
+    add(table, "  largest, including pages of files", [peak.resident for peak in peaks], limited=False)
+    add(table, "  before the model is built, mean", [start.private for start in imported], limited=False)
+    added = [peak.private - start.private for peak, start in zip(peaks, imported, strict=True)]
+    add(table, "  added by model and training, mean", added)
     for name, what in (("losses", "loss"), ("norms", "gradient norm")):
-        plain, controlled = ([value for made in side for value in getattr(made, name)] for side in turns)
-        apart = max(abs(one - other) for one, other in zip(plain, controlled, strict=True))
-        verdict = "ok" if apart <= TOLERANCE else "MISSED"
+        plain, controlled = ([value for made in side for value in getattr(made, name)] for side in measured)
+        difference = max(abs(one - other) for one, other in zip(plain, controlled, strict=True))
+        verdict = "ok" if difference <= TOLERANCE else "MISSED"
         last = (f"{plain[-1]:.7f}", f"{controlled[-1]:.7f}")
-        table.add_row(f"{what} of step {len(plain)}; apart in all", *last, f"{apart:.1e}", f"{TOLERANCE:.0e}", verdict)
+        table.add_row(
+            f"{what} of step {len(plain)}; largest difference in all",
+            *last,
+            f"{difference:.1e}",
+            f"{TOLERANCE:.0e}",
+            verdict,
+        )
     return table
 
 
@@ -232,9 +240,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of the model (a multiple of 16)")
     parser.add_argument("--layers", type=int, default=8, help="an even number")
-    parser.add_argument("--sequence", type=int, default=8, help="tokens of a row")
-    parser.add_argument("--rounds", type=int, default=16, help="turns of each side, after one to warm up")
-    parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a turn")
+    parser.add_argument("--sequence", type=int, default=8, help="tokens per row")
+    parser.add_argument("--rounds", type=int, default=16, help="rounds of each side, after one to warm up")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps per round")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": str(os.nice(0))}
     model = model_of(options.hidden, options.layers, options.sequence)
@@ -242,7 +250,7 @@ def main() -> None:
     console.print(
         f"hidden {model.hidden_size}, {model.num_layers} layers, vocabulary {model.vocab_size}, float32; "
         f"{ROWS} rows of {model.max_sequence_length} tokens, micro-batches of {MICRO_BATCH}; TP2 x PP2 x DP2; "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} at the start"
     )
     console.print(compare(model, options.rounds, options.steps, console))
 

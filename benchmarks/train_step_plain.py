@@ -1,6 +1,6 @@
-"""A training loop on Megatron as one writes it by hand, for torchrun: what ``benchmarks/train_step.py`` compares with.
+"""A plain training loop with Megatron for torchrun, with which ``benchmarks/train_step.py`` compares the controller.
 
-Neither Ray nor anything of the controller is imported. Which model it trains, and on what, stands here for both sides.
+It imports neither Ray nor the controller. The model, the batches and the settings of both sides are defined here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from workers.train.optimizer import make_optimizer, make_scheduler, wrap_for_tra
 WORLD_SIZE = 8
 PARALLEL = ParallelConfig(tp=2, pp=2)
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4)
-ROWS, MICRO_BATCH = 8, 1  # rows of a step over all ranks, and of one forward pass
+ROWS, MICRO_BATCH = 8, 1  # rows per step over all ranks, and per forward pass
 WAIT = datetime.timedelta(hours=2)
 
 
@@ -50,7 +50,7 @@ def model_of(hidden: int, layers: int, sequence: int) -> ModelConfig:
 
 
 def batch_of(step: int, model: ModelConfig) -> dict[str, Tensor]:
-    """The rows ``[ROWS, seq]`` of one step: tokens, and a loss on all but the first quarter of each row."""
+    """Return the rows ``[ROWS, seq]`` of one step; the loss excludes the first quarter of each row."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, model.vocab_size, (ROWS, model.max_sequence_length), generator=generator)
     mask = (torch.arange(ids.size(1)) >= ids.size(1) // 4).long().repeat(ROWS, 1)
@@ -58,7 +58,7 @@ def batch_of(step: int, model: ModelConfig) -> dict[str, Tensor]:
 
 
 class PlainLoop:
-    """The model and what trains it on this rank."""
+    """The model, optimizer and schedule of this rank."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.config = model
@@ -69,7 +69,7 @@ class PlainLoop:
             self.scheduler = make_scheduler(self.optimizer, OPTIM)
 
     def step(self, batch: dict[str, Tensor]) -> tuple[float, float]:
-        """One optimizer step: its loss (0 off the last stage) and the norm of its gradients."""
+        """Make one optimizer step; return its loss (0 except on the last stage) and gradient norm."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -107,7 +107,7 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tens
 
 
 def loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The cross entropy summed over the valid tokens, their number, and both to be logged."""
+    """Return the cross entropy summed over the valid tokens, their number, and both to report."""
     total, count = (losses.float() * mask).sum(), mask.sum()
     return total, count.int(), {"loss": torch.stack((total.detach(), count))}
 
@@ -120,21 +120,23 @@ def main() -> None:
     torch.set_num_threads(1)
     initialize_distributed()
     rank = dist.get_rank()
-    assert not {"ray", "tensordict"} & set(sys.modules), "what only the controller needs costs memory here"
-    orders = dist.TCPStore("127.0.0.1", options.port, is_master=False, timeout=WAIT)
-    orders.set(f"ready/{rank}", str(os.getpid()))
-    orders.get("build")  # sleeps until it is told to go on, as below
+    assert not {"ray", "tensordict"} & set(sys.modules), (
+        "libraries of the controller would count in the memory of the plain loop"
+    )
+    store = dist.TCPStore("127.0.0.1", options.port, is_master=False, timeout=WAIT)
+    store.set(f"ready/{rank}", str(os.getpid()))
+    store.get("build")  # sleeps until the key is set, as below
     loop = PlainLoop(model_of(options.hidden, options.layers, options.sequence))
-    orders.set(f"built/{rank}", "")
+    store.set(f"built/{rank}", "")
     number = 0
-    while steps := json.loads(orders.get(f"round/{number}")):
+    while steps := json.loads(store.get(f"round/{number}")):
         batches = [batch_of(step, loop.config) for step in steps]
         with loop.context.activate():
             dist.barrier()
             began = time.perf_counter()
             made = [loop.step(batch) for batch in batches]
             dist.barrier()
-        orders.set(f"made/{number}/{rank}", json.dumps((time.perf_counter() - began, made)))
+        store.set(f"made/{number}/{rank}", json.dumps((time.perf_counter() - began, made)))
         number += 1
 
 

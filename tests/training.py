@@ -1,6 +1,6 @@
-"""A few optimizer steps of a small model on any layout, by Megatron's own schedule and optimizer.
+"""A few optimizer steps of a small model on any layout, with Megatron's own schedule and optimizer.
 
-What a layout computes is compared with what one process computes from the same seed and the same batches.
+Tests compare what a layout computes with what one process computes from the same seed and the same batches.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ SMALL_GPT = ModelConfig(
 
 
 def new_context(parallel: ParallelConfig) -> MegatronContext:
-    """The context of these axes over all ranks of torch.distributed."""
+    """Return the context of these axes over all ranks of torch.distributed."""
     axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
     return MegatronContext(ParallelLayout(world_size=dist.get_world_size(), **axes))
 
 
 def batch(step: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels of one global batch, each [ROWS, LENGTH]."""
+    """Return token ids and labels of one global batch, each [ROWS, LENGTH]."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, vocab_size, (ROWS, LENGTH + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 class Role:
-    """A model with its optimizer on one layout; a critic where ``value_head`` is set."""
+    """A model with its optimizer on one layout; a critic if ``value_head`` is set."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Role:
             lr=1e-3,
             weight_decay=0.1,
             clip_grad=1.0,
-            adam_eps=1e-4,  # the default amplifies rounding of gradients that are nearly 0
+            adam_eps=1e-4,  # the default amplifies rounding errors of gradients near 0
             use_distributed_optimizer=distributed_optimizer,
         )
         with self.context.activate():
@@ -79,7 +79,7 @@ class Role:
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     def train_step(self, step: int) -> float:
-        """One optimizer step on the global batch number ``step``; the norm of the gradient."""
+        """Make one optimizer step on the global batch number ``step``; return the norm of the gradient."""
         with self.context.activate():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -89,13 +89,13 @@ class Role:
         return float(norm)
 
     def outputs(self, step: int = 0) -> torch.Tensor | None:
-        """Logits or values of the global batch, [ROWS, LENGTH, width]; None off the last stage."""
+        """Return logits or values of the global batch, [ROWS, LENGTH, width]; None except on the last stage."""
 
-        def as_it_is(output: torch.Tensor, labels: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
+        def unchanged(output: torch.Tensor, labels: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
             return output
 
         with self.context.activate(), torch.no_grad():
-            micro_batches = self._run(as_it_is, step, forward_only=True, collect_non_loss_data=True)
+            micro_batches = self._run(unchanged, step, forward_only=True, collect_non_loss_data=True)
         if not micro_batches:
             return None
         mine = torch.cat(micro_batches)
@@ -105,7 +105,7 @@ class Role:
         return torch.cat(_gathered(zigzag_join(_gathered(mine, groups.cp)), groups.dp))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All weights of the whole model by name."""
+        """Return all weights of the whole model by name."""
         return full_state_dict(self.plain_chunks, self.context)
 
     def _loss(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from workers.config import load_config as load_config
     from workers.config.from_hf import model_config_from_hf as model_config_from_hf
     from workers.critic import CriticWorker as CriticWorker
-    from workers.generate.rollout import Generated as Generated
-    from workers.generate.rollout import PolicyWeights as PolicyWeights
-    from workers.generate.rollout import Prompts as Prompts
-    from workers.generate.rollout import Rollout as Rollout
+    from workers.generate.rollout_protocol import Generated as Generated
+    from workers.generate.rollout_protocol import PolicyWeights as PolicyWeights
+    from workers.generate.rollout_protocol import Prompts as Prompts
+    from workers.generate.rollout_protocol import Rollout as Rollout
     from workers.generate.sampling import Sampling as Sampling
     from workers.megatron_worker import MegatronWorker as MegatronWorker
     from workers.model.build import build_model as build_model

@@ -18,15 +18,16 @@ from mcontroller.ppo.kl import KL_ESTIMATORS, estimate_kl
 from mcontroller.ppo.policy_losses import POLICY_LOSSES
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
-from workers.checkpoint.checkpoint import Training
+from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.fit import check_generation, divided_for
-from workers.generate.generation import generate_batch
+from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
-from workers.generate.rollout import PolicyWeights, Rollout
+from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
-from workers.train.batches import TokenBatch, require_columns, response_rows, supervised_rows, tensor_columns
+from workers.train.batch_checks import require_columns
+from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
 from workers.train.forward import forward_hidden, token_scores
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
@@ -273,7 +274,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Train ``ppo_epochs`` of PPO on the batch.
 
         Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
-        ``batches.mini_batch_rows``.
+        ``mini_batch_rows``.
 
         Args:
             data: the result of ``generate_sequences``, with ``old_log_probs`` and ``advantages`` ``[rows, response]``,
@@ -324,7 +325,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         self._require_role("actor", "update_sft")
         rows = self.rows_of_every_rank(
-            lambda: supervised_rows(
+            lambda: supervised_batch(
                 tensor_columns(batch),
                 method="update_sft",
                 vocab_size=self.config.model.vocab_size,
@@ -361,7 +362,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Return the chunks of the policy and of the reference, as far as they are built."""
         return super().models() | ({"reference": self.reference} if self.reference else {})
 
-    def training(self) -> Training:
+    def training(self) -> TrainingState:
         """Return the state that a checkpoint contains: the models, the optimizer and the counters."""
         training = super().training()
         training.counters["sampled_batches"] = self.sampled_batches
@@ -428,7 +429,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 column="responses",
                 length=batch["responses"].size(1),
             )
-        return response_rows(
+        return response_batch(
             batch,
             columns,
             method=method,

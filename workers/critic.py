@@ -13,7 +13,7 @@ from mcontroller.dispatch.registration import register
 from workers.config import CriticConfig
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
-from workers.train.batches import TokenBatch, response_rows, tensor_columns
+from workers.train.batches import TokenBatch, response_batch, tensor_columns
 from workers.train.forward import forward_values
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule
@@ -101,7 +101,7 @@ class CriticWorker(ModelWorker):
     def update_critic(self, data: DataProto) -> DataProto:
         """Train ``ppo_epochs`` on the batch.
 
-        Mini-batches are drawn like the actor's: see ``batches.mini_batch_rows``.
+        Mini-batches are drawn like the actor's: see ``mini_batch_rows``.
 
         Args:
             data: as for ``compute_values``, with ``values`` and ``returns`` ``[rows, response]``.
@@ -128,7 +128,7 @@ class CriticWorker(ModelWorker):
 
     def _rows(self, data: DataProto, method: str, *columns: str) -> TokenBatch:
         return self.rows_of_every_rank(
-            lambda: response_rows(
+            lambda: response_batch(
                 tensor_columns(data),
                 columns,
                 method=method,

@@ -24,12 +24,14 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
-from workers.checkpoint.checkpoint import Training, load_checkpoint, open_checkpoint, save_checkpoint
+from workers.checkpoint.load import load_checkpoint, open_checkpoint
+from workers.checkpoint.save import save_checkpoint
+from workers.checkpoint.state import TrainingState
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.constructor import check_constructor
 from workers.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
-from workers.train.batches import TokenBatch, mini_batch_rows
+from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import (
@@ -40,6 +42,7 @@ from workers.train.micro_batches import (
     packed_equal_micro_batches,
     token_micro_batches,
 )
+from workers.train.mini_batches import mini_batch_rows
 from workers.train.nonfinite import all_finite, raise_nonfinite
 from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
@@ -202,7 +205,7 @@ class ModelWorker(MegatronWorker):
         self.check_call_context()
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
-        outputs = run_for_scores(model, [batch.rows.to(self.device) for batch in batches], self.forward_step)
+        outputs = run_for_scores(model, [each.batch.to(self.device) for each in batches], self.forward_step)
         if not outputs:
             return None
         own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
@@ -226,7 +229,7 @@ class ModelWorker(MegatronWorker):
     ) -> dict[str, float]:
         """Make optimizer steps over mini-batches of the rows of all data-parallel ranks, and return the metrics.
 
-        Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same for every
+        Mini-batches are those of ``mini_batch_rows`` over the rows that have a valid token: the same for every
         data-parallel size, and for any rows without loss that pad the shards. The loss of a step is averaged over all
         valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
@@ -261,7 +264,7 @@ class ModelWorker(MegatronWorker):
         for _ in range(epochs):
             for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                norm, its_reports = self._step(method, [batch.rows for batch in batches], loss, routers)
+                norm, its_reports = self._step(method, [each.batch for each in batches], loss, routers)
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()
@@ -397,14 +400,14 @@ class ModelWorker(MegatronWorker):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def training(self) -> Training:
+    def training(self) -> TrainingState:
         """Return the state that a checkpoint of this worker contains, and that loading one fills."""
         counters: dict[str, int | str] = {
             "phase": self.phase,
             "updates": self.updates,
             "optimizer_steps": self.optimizer_steps,
         }
-        return Training(self.context, dict(self.models()), self.optimizer, self.scheduler, counters)
+        return TrainingState(self.context, dict(self.models()), self.optimizer, self.scheduler, counters)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Set the counters to those of a loaded checkpoint."""
@@ -417,7 +420,7 @@ class ModelWorker(MegatronWorker):
     ) -> str:
         """Write ``<path>/global_step_<global_step>``, which any layout can load, and return the directory.
 
-        See ``workers.checkpoint.checkpoint`` for its content.
+        See ``workers.checkpoint.save`` for its content.
 
         Args:
             path: a directory on a file system that all nodes share.

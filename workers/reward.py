@@ -11,7 +11,7 @@ from mcontroller.dispatch.registration import register
 from workers.config import RewardConfig
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
-from workers.train.batches import TokenBatch, response_rows, tensor_columns
+from workers.train.batches import TokenBatch, response_batch, tensor_columns
 from workers.train.forward import forward_values
 from workers.train.micro_batches import MicroBatchSize
 
@@ -67,7 +67,7 @@ class RewardModelWorker(ModelWorker):
             DataError: a column is missing or of a wrong shape.
         """
         rows = self.rows_of_every_rank(
-            lambda: response_rows(
+            lambda: response_batch(
                 tensor_columns(data),
                 method="compute_rm_score",
                 vocab_size=self.config.model.vocab_size,

@@ -1,4 +1,4 @@
-"""What a layout computes beside what one process computes: the layouts, the work, and the largest differences."""
+"""Compare every layout with one process: the layouts, the computation, and the largest differences."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ _MODELS["router losses"] = _MODELS["experts"] | {
         "moe_z_loss_coeff": 0.01,
     }
 }
-# Of the same sizes as "experts", with the embedding and the routers of ``_decide``.
+# The sizes of "experts", with the embedding and the routers of ``_make_routers_decisive``.
 DECISIVE = "decisive routers"
 _MODELS[DECISIVE] = _MODELS["experts"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One row of the matrix: the axes over ``ranks`` ranks, which model, and what is set beside the axes."""
+    """One row of the matrix: the axes over ``ranks`` ranks, the model, and further settings."""
 
     ranks: int
     parallel: dict[str, Any]
@@ -154,33 +154,27 @@ IN_BFLOAT16 = (
 CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for layout in IN_BFLOAT16]
 
 
-def in_bfloat16(*ranks: int) -> list[str]:
-    """The layouts of so many ranks that are compared in bfloat16, packed ones and router losses left out."""
-    several = (name for name in IN_BFLOAT16 if LAYOUTS[name].ranks in ranks)
-    return [name for name in several if not LAYOUTS[name].packed and "router losses" not in name]
-
-
 def assert_parity(name: str, dtype: str) -> None:
-    """The layout computes what one process computes, within the tolerance."""
+    """Assert that the layout computes what one process computes, within the tolerance."""
     found = differences(name, dtype)
     assert found.keys() == set(QUANTITIES)
     assert all(math.isfinite(value) and value <= TOLERANCES[dtype] for value in found.values()), found
 
 
 def assert_decisive(name: str, dtype: str) -> None:
-    """In one process and on every rank of the layout each router uses all experts, and no choice is near an edge."""
+    """Assert that each router of every rank, and of one process, uses all experts, and that no choice is close."""
     for process in (_in_one_process(LAYOUTS[name].model, dtype), *_of_every_rank(name, dtype)):
         assert process["routing"]
         for margin, experts in process["routing"]:
             assert experts == EXPERTS
-            assert margin > 2.0  # bfloat16 rounds such logits, which are below 4, by 1/128 at most
+            assert margin > 2.0  # bfloat16 rounds these logits, which are below 4, by 1/128 at most
 
 
 @functools.cache
 def differences(name: str, dtype: str) -> dict[str, float]:
-    """By quantity, the largest absolute difference between the layout and one process, over elements and steps.
+    """Return, by quantity, the largest absolute difference to one process, over elements, steps and ranks.
 
-    Gradient norms above 1 count relative to themselves.
+    Differences of gradient norms above 1 are divided by the norm.
     """
     expected, ranks = _in_one_process(LAYOUTS[name].model, dtype), _of_every_rank(name, dtype)
     shards = 1 + max(rank["dp"] for rank in ranks)
@@ -207,10 +201,10 @@ def _in_one_process(model: str, dtype: str) -> dict[str, Any]:
 
 
 def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
-    """On one rank: scores of its rows (None off the last stage), then steps; weights on rank 0 only."""
+    """Score and train on this rank: scores are None except on the last stage, weights except on rank 0."""
     model = dict(_MODELS[layout.model], dtype=dtype)
     model["transformer"] = dict(model.get("transformer", {}), **layout.transformer)
-    same = {
+    settings = {
         "model": model,
         "optim": _OPTIM | layout.optim,
         "ppo_mini_batch_size": ROWS,
@@ -218,14 +212,14 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
         "ppo_max_tokens_per_micro_batch": layout.max_tokens,
         "packed": layout.packed,
     }
-    # Without clipping: in bfloat16 rounding decides on which side of a clip a token at its edge is.
-    policy = actor(layout.parallel, "actor", **same, clip_ratio=100.0)
-    value = critic(layout.parallel, **same, cliprange_value=None)
+    # Without clipping: in bfloat16, rounding moves tokens across the edge of a clip.
+    policy = actor(layout.parallel, "actor", **settings, clip_ratio=100.0)
+    value = critic(layout.parallel, **settings, cliprange_value=None)
     if layout.model == DECISIVE:
-        _decide(policy)
-        _decide(value)
+        _make_routers_decisive(policy)
+        _make_routers_decisive(value)
     shard = own_shard(experience(ROWS), policy)
-    with _watched([*policy.model, *value.model]) as routing:
+    with _recorded_routing([*policy.model, *value.model]) as routing:
         log_probs, values = policy.compute_log_prob(shard), value.compute_values(shard)
         reports = []
         for _ in range(STEPS):
@@ -253,11 +247,11 @@ def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _decide(worker: Any) -> None:
-    """Let every token's id say which two experts it goes to, by far, and by another table in every layer.
+def _make_routers_decisive(worker: Any) -> None:
+    """Route every token by its id to two experts with a large margin, by another table in every layer.
 
-    One number of the embedding for each expert is 1 or -1, ten times the standard deviation of the others and of the
-    layers' weights, and an expert's logit follows one of them.
+    One element of the embedding for each expert is 1 or -1, ten times the standard deviation of the others and of the
+    layers' weights, and the logit of an expert depends mostly on one of them.
     """
     for shard in named_shards(worker.model, worker.context):
         layer = re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.router\.weight", shard.name)
@@ -276,9 +270,10 @@ def _decide(worker: Any) -> None:
 
 
 @contextlib.contextmanager
-def _watched(chunks: list[Any]) -> Iterator[list[tuple[list[float], list[set[int]]]]]:
-    """For every router, of each of its passes: the least gap between the logits of a token's last expert that was
-    chosen and its first that was not, and which experts were chosen at all.
+def _recorded_routing(chunks: list[Any]) -> Iterator[list[tuple[list[float], list[set[int]]]]]:
+    """Record, for every router and each of its passes, its smallest margin and the experts that it chose.
+
+    The margin of a token is the gap between the logits of the last expert chosen and of the first one not chosen.
     """
     found: list[tuple[list[float], list[set[int]]]] = []
     hooks = []
@@ -286,13 +281,13 @@ def _watched(chunks: list[Any]) -> Iterator[list[tuple[list[float], list[set[int
         margins, experts = [], []
         found.append((margins, experts))
 
-        def look(router: Any, inputs: Any, output: Any, margins: Any = margins, experts: Any = experts) -> None:
+        def record(router: Any, inputs: Any, output: Any, margins: Any = margins, experts: Any = experts) -> None:
             with torch.no_grad():
                 best = router.gating(inputs[0]).float().topk(router.topk + 1).values
             margins.append(float((best[..., -2] - best[..., -1]).min()))
             experts.append(set(output[1].nonzero()[:, 1].tolist()))
 
-        hooks.append(module.register_forward_hook(look))
+        hooks.append(module.register_forward_hook(record))
     try:
         yield found
     finally:

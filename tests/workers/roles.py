@@ -138,6 +138,15 @@ def weights(worker: Any) -> dict[str, torch.Tensor]:
         return full_state_dict(worker.model, worker.context)
 
 
+def accumulated_gradients(worker: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of the last mini-batch by the names of the weights, which they replace."""
+    with torch.no_grad():
+        for chunk in worker.model:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+    return weights(worker)
+
+
 def largest_difference(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     """Over all tensors of two models or batches with the same names."""
     assert some.keys() == others.keys()

@@ -1,4 +1,4 @@
-"""What does not fit is refused by name and number, before a collective, or on every rank at once."""
+"""Invalid input is rejected with names and numbers, before a collective or on every rank at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from workers.reward import RewardModelWorker
 from workers.train.nonfinite import NonFiniteGradient
 
 
-def refused(role: str, without: str) -> str:
-    """On rank 0 only: the other rank of its pipeline never takes part."""
+def missing_column(role: str, without: str) -> str:
+    """Update on rank 0 only: the other rank of its pipeline never takes part."""
     worker = {"actor": actor, "critic": critic}[role]({"pp": 2})
     if worker.rank == 1:
         return ""
@@ -40,12 +40,12 @@ def refused(role: str, without: str) -> str:
 
 
 @pytest.mark.parametrize(("role", "column"), [("actor", "advantages"), ("critic", "returns"), ("actor", "responses")])
-def test_a_missing_column_is_named_before_the_first_collective(role: str, column: str) -> None:
-    message = run_ranks(refused, 2, role, column, timeout_s=30)[0]
+def test_missing_column_is_reported_before_the_first_collective(role: str, column: str) -> None:
+    message = run_ranks(missing_column, 2, role, column, timeout_s=30)[0]
     assert f"update_{role} needs the column '{column}'; the batch has ['" in message
 
 
-def refused_without_a_model() -> list[str]:
+def calls_without_a_model() -> list[str]:
     messages = []
     lengths = {"rollout": {"prompt_length": RESPONSE, "response_length": RESPONSE}}
     for worker, methods in (
@@ -59,19 +59,19 @@ def refused_without_a_model() -> list[str]:
         ),
     ):
         for method in methods:
-            with pytest.raises(ConfigError) as refusal:
+            with pytest.raises(ConfigError) as caught:
                 getattr(worker, method)(experience(4))
-            messages.append(str(refusal.value))
+            messages.append(str(caught.value))
     return messages
 
 
-def test_a_worker_whose_model_was_never_built_says_so() -> None:
-    messages = run_ranks(refused_without_a_model, 1, timeout_s=30)[0]
+def test_calls_before_init_model_are_rejected() -> None:
+    messages = run_ranks(calls_without_a_model, 1, timeout_s=30)[0]
     assert len(messages) == 6
     assert all(message.endswith("was called before init_model: there is no model yet") for message in messages)
 
 
-def refused_alone() -> list[str]:
+def rejected_in_one_process() -> list[str]:
     worker = actor({}, "actor")
     batch = experience(4)
     messages = []
@@ -83,14 +83,14 @@ def refused_alone() -> list[str]:
             worker.compute_log_prob(type(batch)(batch.batch.clone().update(change)))
         messages.append(str(caught.value))
     for call in (worker.generate_sequences, worker.compute_ref_log_prob):
-        with pytest.raises(ConfigError) as refusal:
+        with pytest.raises(ConfigError) as caught_config:
             call(batch)
-        messages.append(str(refusal.value))
+        messages.append(str(caught_config.value))
     return messages
 
 
-def test_batches_and_calls_that_do_not_fit_the_role_are_refused() -> None:
-    too_long, padding, no_rollout, no_reference = run_ranks(refused_alone, 1)[0]
+def test_batches_and_calls_that_do_not_match_the_role_are_rejected() -> None:
+    too_long, padding, no_rollout, no_reference = run_ranks(rejected_in_one_process, 1)[0]
     assert (
         f"responses are {2 * RESPONSE} tokens wide, more than rollout.response_length, which is {RESPONSE}" in too_long
     )
@@ -99,8 +99,8 @@ def test_batches_and_calls_that_do_not_fit_the_role_are_refused() -> None:
     assert "compute_ref_log_prob needs the role 'ref'" in no_reference
 
 
-def one_bad_row() -> list[str]:
-    """A row of padding only, on dp rank 1, in every method that computes."""
+def padding_only_on_one_shard() -> list[str]:
+    """Call every method that computes with a row of padding only, on dp rank 1."""
     policy, value, batch = actor({}), critic({}), experience(4)
     reward = callable_directly(RewardModelWorker(load_config(RewardConfig, {"model": MODEL})))
     reward.init_model()
@@ -122,8 +122,8 @@ def one_bad_row() -> list[str]:
     return messages
 
 
-def test_a_row_that_one_shard_cannot_read_leaves_no_other_rank_waiting() -> None:
-    for messages in run_ranks(one_bad_row, 2, timeout_s=60):
+def test_invalid_row_of_one_shard_raises_on_every_rank() -> None:
+    for messages in run_ranks(padding_only_on_one_shard, 2, timeout_s=60):
         assert len(messages) == 7
         assert all("row 1, of 0 tokens, is padding only" in message for message in messages)
 
@@ -136,12 +136,12 @@ def scored_at_temperature(temperature: float) -> str:
     return str(caught.value)
 
 
-def test_scores_at_a_temperature_of_nothing_are_refused() -> None:
+def test_temperature_of_0_is_rejected_for_scores() -> None:
     assert "meta_info['temperature'] is 0.0; it must be a number above 0" in run_ranks(scored_at_temperature, 1, 0.0)[0]
 
 
-def poisoned(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, Any]:
-    """One row of the batch, which dp rank 1 holds, has an advantage of NaN in a mini-batch of its own."""
+def updated_with_nan(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, Any]:
+    """Update on a batch with an advantage of NaN in one row, on dp rank 1 and in one mini-batch only."""
     worker = actor(parallel, "actor", ppo_epochs=1, optim={"on_nonfinite": on_nonfinite, "warmup_steps": 0})
     before = weights(worker)
     batch = experience(16)
@@ -153,8 +153,8 @@ def poisoned(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, Any]:
     return {"metrics": metrics, "finite": all(bool(w.isfinite().all()) for w in weights(worker).values())}
 
 
-def test_a_loss_of_nan_stops_every_rank_and_names_the_one_it_came_from() -> None:
-    for rank in run_ranks(poisoned, 8, {"tp": 2, "pp": 2}, "raise"):
+def test_nan_in_a_loss_raises_on_every_rank_and_names_its_origin() -> None:
+    for rank in run_ranks(updated_with_nan, 8, {"tp": 2, "pp": 2}, "raise"):
         error = rank["error"]
         assert error.ranks == [6, 7]  # dp 1 on the last stage
         assert "pg_loss on rank 6" in str(error) and "update_actor, optimizer step" in str(error)
@@ -163,8 +163,8 @@ def test_a_loss_of_nan_stops_every_rank_and_names_the_one_it_came_from() -> None
         assert error.step < 2
 
 
-def unlikely_to_the_reference(on_nonfinite: str) -> dict[str, Any]:
-    """A reference that gives one token of dp rank 1 no probability: the loss is Inf, and every gradient is finite."""
+def updated_with_inf(on_nonfinite: str) -> dict[str, Any]:
+    """Update with a reference probability of 0 for a token of dp rank 1: the loss is Inf, all gradients are finite."""
     optim = {"on_nonfinite": on_nonfinite, "warmup_steps": 0}
     worker = actor({}, "actor", use_kl_loss=True, kl_loss_type="k1", ppo_epochs=1, optim=optim)
     before = weights(worker)
@@ -177,15 +177,15 @@ def unlikely_to_the_reference(on_nonfinite: str) -> dict[str, Any]:
     return {"skipped": metrics["actor/skipped_steps"], "moved": largest_difference(before, weights(worker))}
 
 
-def test_a_loss_of_inf_whose_gradient_is_finite_is_not_learnt_from() -> None:
-    for rank in run_ranks(unlikely_to_the_reference, 2, "raise"):
+def test_no_step_is_made_if_the_loss_is_inf_and_its_gradient_finite() -> None:
+    for rank in run_ranks(updated_with_inf, 2, "raise"):
         assert rank["error"].ranks == [1]
         assert "kl_loss on rank 1" in str(rank["error"])
-    for rank in run_ranks(unlikely_to_the_reference, 2, "skip"):
+    for rank in run_ranks(updated_with_inf, 2, "skip"):
         assert rank["skipped"] == 1 and 0 < rank["moved"] < 1
 
 
-def half_precision(advantage: float) -> list[str]:
+def updated_in_float16(advantage: float) -> list[str]:
     worker = actor({}, "actor", model={"dtype": "float16"}, ppo_epochs=1)
     batch = experience(16)
     batch.batch["advantages"][9, 0] = advantage
@@ -194,20 +194,20 @@ def half_precision(advantage: float) -> list[str]:
     return [str(caught.value), *(name for name in caught.value.parameters.values() if not name)]
 
 
-def test_a_loss_of_nan_in_float16_is_no_overflow() -> None:
-    for rank in run_ranks(half_precision, 2, float("nan")):
+def test_nan_in_a_float16_loss_is_not_an_overflow() -> None:
+    for rank in run_ranks(updated_in_float16, 2, float("nan")):
         assert "pg_loss on rank 1" in rank[0]
 
 
-def test_a_step_with_nan_can_be_left_out() -> None:
-    for rank in run_ranks(poisoned, 4, {"pp": 2}, "skip"):
+def test_step_with_nan_can_be_skipped() -> None:
+    for rank in run_ranks(updated_with_nan, 4, {"pp": 2}, "skip"):
         assert rank["metrics"]["actor/skipped_steps"] == 1
         assert rank["metrics"]["actor/grad_norm"] > 0
         assert rank["finite"]
 
 
-def only_poison(parallel: dict[str, Any]) -> dict[str, float]:
-    """No step can be made of advantages of NaN."""
+def updated_with_nothing_but_nan(parallel: dict[str, Any]) -> dict[str, float]:
+    """Update on a batch of which all advantages are NaN, so that no step can be made."""
     model = MODEL | {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "transformer": {"moe_z_loss_coeff": 0.01}}
     worker = actor(parallel, "actor", model=model, ppo_epochs=1, optim={"on_nonfinite": "skip"})
     batch = experience(16)
@@ -215,13 +215,13 @@ def only_poison(parallel: dict[str, Any]) -> dict[str, float]:
     return worker.update_actor(own_shard(batch, worker)).meta_info["metrics"]
 
 
-def test_an_update_without_a_step_reports_no_mean_and_no_largest_value_of_nothing() -> None:
-    for metrics in run_ranks(only_poison, 4, {"pp": 2}):
+def test_update_without_a_step_reports_neither_means_nor_largest_values() -> None:
+    for metrics in run_ranks(updated_with_nothing_but_nan, 4, {"pp": 2}):
         assert metrics == {"actor/lr": 0.0, "actor/skipped_steps": 2.0}  # the warm-up has not begun
 
 
-def overflowing(parallel: dict[str, Any]) -> dict[str, Any]:
-    """Updates in float16 from Megatron's first loss scale, which is too large for it, until a step is made."""
+def updated_until_a_step_is_made(parallel: dict[str, Any]) -> dict[str, Any]:
+    """Update in float16 from Megatron's first loss scale, which is too large, until a step is made."""
     worker = actor(parallel, "actor", model={"dtype": "float16"}, ppo_epochs=1, optim={"on_nonfinite": "raise"})
     shard = own_shard(experience(16), worker)
     before, scales, skipped = weights(worker), [], []
@@ -236,36 +236,36 @@ def overflowing(parallel: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"pp": 2})])
-def test_an_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(
+def test_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(
     world_size: int, parallel: dict[str, int]
 ) -> None:
-    for rank in run_ranks(overflowing, world_size, parallel):
+    for rank in run_ranks(updated_until_a_step_is_made, world_size, parallel):
         assert rank["skipped"][0] == 2.0  # both mini-batches
         assert rank["scales"] == sorted(rank["scales"], reverse=True)
         assert rank["scales"][-1] < rank["scales"][0] == 2.0**32
         assert 0 < rank["moved"] < 1
 
 
-def layout_refused(parallel: dict[str, Any]) -> str:
+def rejected_layout(parallel: dict[str, Any]) -> str:
     with pytest.raises((LayoutError, ConfigError)) as caught:
         actor(parallel)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "says"),
+    ("parallel", "text"),
     [
         ({"tp": 2, "pp": 2}, "= 4 does not divide world_size 2"),
         ({"pp": 3}, "which does not divide by"),
         ({"cp": 2}, "generation runs with cp=1"),
     ],
 )
-def test_axes_that_do_not_fit_are_refused_with_the_numbers(parallel: dict[str, Any], says: str) -> None:
-    assert says in run_ranks(layout_refused, 2, parallel, timeout_s=30)[0]
+def test_axes_that_do_not_divide_are_rejected_with_the_numbers(parallel: dict[str, Any], text: str) -> None:
+    assert text in run_ranks(rejected_layout, 2, parallel, timeout_s=30)[0]
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "text"),
     [
         ("optim.lr=-1", "optim.lr is -1.0; it must be at least 0.0"),
         ("optim.decay_style=cosine", "optim.total_steps is 0"),
@@ -284,16 +284,14 @@ def test_axes_that_do_not_fit_are_refused_with_the_numbers(parallel: dict[str, A
         ("kl_loss_type=k4", "registered are k1, k2, k3, abs"),
     ],
 )
-def test_a_configuration_is_refused_with_key_and_value(override: str, says: str) -> None:
+def test_invalid_configuration_is_rejected_with_key_and_value(override: str, text: str) -> None:
     base = {"model": MODEL, "rollout": {"prompt_length": 10, "response_length": 6}}
     with pytest.raises(ConfigError) as caught:
         load_config(ActorConfig, base, overrides=[override])
-    assert says in str(caught.value)
+    assert text in str(caught.value)
 
 
-def test_a_role_that_does_not_exist_is_refused() -> None:
-    from workers.actor import ActorRolloutRefWorker
-
+def test_unknown_role_is_rejected() -> None:
     config = load_config(ActorConfig, {"model": MODEL, "rollout": {"prompt_length": 10, "response_length": 6}})
     with pytest.raises(ConfigError, match="'actor_critic'; it is one or more of actor, rollout, ref"):
         ActorRolloutRefWorker(config, "actor_critic")

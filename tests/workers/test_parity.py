@@ -1,4 +1,4 @@
-"""What one process computes, in the harder cases: several epochs and mini-batches, uneven shards, experts."""
+"""Layouts compute what one process computes in harder cases: several epochs, uneven shards, experts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from tests.forking import run_ranks
-from tests.workers.roles import SAMPLED, actor, critic, experience, largest_difference, own_shard, prompts, weights
-from workers.weights.full_state import full_state_dict
+from tests.workers.roles import (
+    SAMPLED,
+    accumulated_gradients,
+    actor,
+    critic,
+    experience,
+    largest_difference,
+    own_shard,
+    prompts,
+    weights,
+)
 
 TOLERANCE = 1e-5
 ROWS = 16
@@ -45,7 +54,7 @@ def on(layout: str, run: Callable[..., Any]) -> list[dict[str, Any]]:
 
 
 def updated(parallel: dict[str, Any], *optim: str, max_tokens: int = 0, packed: bool = False) -> dict[str, Any]:
-    """Weights and metrics after several epochs of shuffled mini-batches."""
+    """Return weights and metrics after several epochs of shuffled mini-batches."""
     change: dict[str, Any] = {"optim": dict.fromkeys(optim, True), "packed": packed}
     change["ppo_max_tokens_per_micro_batch"] = max_tokens
     roles = actor(parallel, "actor", use_kl_loss=True, entropy_coeff=0.01, **change), critic(parallel, **change)
@@ -57,7 +66,7 @@ def updated(parallel: dict[str, Any], *optim: str, max_tokens: int = 0, packed: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_ends_in_the_weights_and_metrics_of_one_process(layout: str) -> None:
+def test_update_has_the_weights_and_metrics_of_one_process(layout: str) -> None:
     expected = in_one_process(updated)
     max_tokens = 37 if layout.endswith("by-tokens") else 0
     run = functools.partial(updated, max_tokens=max_tokens, packed="packed" in layout)
@@ -68,15 +77,10 @@ def test_an_update_ends_in_the_weights_and_metrics_of_one_process(layout: str) -
 
 
 def gradients(parallel: dict[str, Any]) -> dict[str, Any]:
-    """The gradient of one mini-batch and its norm, with the optimizer held back."""
+    """Return the gradient of one mini-batch and its norm; the learning rate is 0."""
     worker = actor(parallel, "actor", ppo_mini_batch_size=ROWS, ppo_epochs=1, optim={"lr": 0.0, "clip_grad": 0.0})
     metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
-    with torch.no_grad():
-        for chunk in worker.model:
-            for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
-    with worker.context.activate():
-        return {"gradients": full_state_dict(worker.model, worker.context), "norm": metrics["actor/grad_norm"]}
+    return {"gradients": accumulated_gradients(worker), "norm": metrics["actor/grad_norm"]}
 
 
 def test_gradients_equal_those_of_one_process() -> None:
@@ -88,11 +92,11 @@ def test_gradients_equal_those_of_one_process() -> None:
 
 
 def updated_unevenly(parallel: dict[str, Any], filled_at: list[int]) -> dict[str, torch.Tensor]:
-    """After an update on 13 rows, and rows without loss at these places, as dispatch fills shards up."""
+    """Update on 13 rows and, at these positions, rows without loss, as dispatch fills shards; return the weights."""
     worker = actor(parallel, "actor", ppo_mini_batch_size=5, ppo_micro_batch_size=3)
     order = list(range(13))
-    for place in filled_at:
-        order.insert(place, 0)
+    for position in filled_at:
+        order.insert(position, 0)
     batch = experience(13).select_idxs(order)
     batch.batch["response_mask"][filled_at] = 0
     worker.update_actor(own_shard(batch, worker))
@@ -100,14 +104,14 @@ def updated_unevenly(parallel: dict[str, Any], filled_at: list[int]) -> dict[str
 
 
 @pytest.mark.parametrize("filled_at", [[], [3, 7, 15]], ids=["shards-of-unequal-size", "rows-without-loss"])
-def test_the_shape_of_the_shards_does_not_change_the_mini_batches(filled_at: list[int]) -> None:
+def test_mini_batches_do_not_depend_on_the_sizes_of_the_shards(filled_at: list[int]) -> None:
     expected = run_ranks(updated_unevenly, 1, {}, [])[0]
     found = run_ranks(updated_unevenly, 8, {"pp": 2}, filled_at)
     assert largest_difference(expected, found[0]) < TOLERANCE
 
 
 def updated_on_three_rows(parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Of four ranks, one holds nothing but a row without loss."""
+    """Update on three rows; of four ranks, one has only a row without loss."""
     worker = actor(parallel, "actor", ppo_mini_batch_size=2)
     batch = experience(4)
     batch.batch["response_mask"][3] = 0
@@ -115,13 +119,13 @@ def updated_on_three_rows(parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
-def test_a_rank_without_a_row_to_learn_from_takes_part() -> None:
+def test_rank_without_rows_to_train_on_takes_part() -> None:
     expected, found = run_ranks(updated_on_three_rows, 1, {})[0], run_ranks(updated_on_three_rows, 4, {})[0]
     assert largest_difference(expected, found) < TOLERANCE
 
 
 def updated_experts(parallel: dict[str, Any]) -> dict[str, Any]:
-    """A mixture of experts after an update, and what it generates."""
+    """Generate with a mixture of experts, and update it."""
     experts = {
         "num_moe_experts": 4,
         "moe_ffn_hidden_size": 32,
@@ -139,7 +143,9 @@ def updated_experts(parallel: dict[str, Any]) -> dict[str, Any]:
     [(4, {"ep": 2, "pp": 2}), (4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True})],
     ids=["ep2-pp2", "tp2-ep2-sp"],
 )
-def test_experts_divided_over_ranks_compute_what_one_process_does(world_size: int, parallel: dict[str, Any]) -> None:
+def test_experts_divided_over_ranks_compute_what_one_process_computes(
+    world_size: int, parallel: dict[str, Any]
+) -> None:
     expected = in_one_process(updated_experts)
     ranks = run_ranks(updated_experts, world_size, parallel)
     assert largest_difference(expected["weights"], ranks[0]["weights"]) < TOLERANCE

@@ -1,1 +1,1 @@
-"""Distributed checkpoints: save, load, and what stands beside the weights."""
+"""Distributed checkpoints: saving, loading, their directories and manifests."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are written by a process beside the worker while the worker goes on."""
+"""Checkpoints that another process writes while the worker goes on."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 __all__ = ["BackgroundSaves"]
 
-# The default from 0.17 on is another package's writer.
+# The default from 0.17 on is the writer of another package.
 _MEGATRONS_OWN = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
 class BackgroundSaves:
-    """At most one checkpoint under way. Every method is a collective.
+    """At most one save in flight. Every method is a collective.
 
-    What a checkpoint holds is what the state was when ``begin`` returned. It is finished by ``finish``, which must
-    come before the next ``begin``, by ``finish_if_written``, and when the interpreter exits.
+    A checkpoint contains the state at the time when ``begin`` returned. It is finished by ``finish``, which must be
+    called before the next ``begin``, by ``finish_if_written``, or when the interpreter exits.
     """
 
     def __init__(self) -> None:
         self._calls: AsyncCallsQueue | None = None
 
     def begin(self, state: dict[str, Any], directory: str, then: Callable[[], None]) -> None:
-        """Write ``state`` into ``directory`` from now on, and call ``then`` when every rank has."""
+        """Start to write ``state`` into ``directory``; ``then`` is called when every rank has written its part."""
         if self._calls is None:
             self._calls = AsyncCallsQueue()
             atexit.register(self.finish)
@@ -38,15 +38,15 @@ class BackgroundSaves:
         self._calls.schedule_async_request(request)
 
     def finish_if_written(self) -> None:
-        """Finish the checkpoint under way, if there is one and every rank has written its part."""
+        """Finish the save in flight, if there is one and every rank has written its part."""
         if self._calls is not None:
             self._calls.maybe_finalize_async_calls(blocking=False)
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, if there is one.
+        """Wait for the save in flight, if there is one.
 
         Raises:
-            CheckpointException: Megatron's; some rank could not write its part. The checkpoint does not appear.
+            CheckpointException: Megatron's, if a rank could not write its part; the directory does not appear.
         """
         if self._calls is not None:
             self._calls.maybe_finalize_async_calls(blocking=True)

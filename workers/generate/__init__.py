@@ -1,1 +1,1 @@
-"""Generation: sampling, decoding, and the rollout protocol."""
+"""Generation: the rollout protocol, Megatron's rollout, decoding and sampling."""

@@ -1,19 +1,19 @@
-"""Megatron's own generation as a rollout: with the model that is trained, or with a copy in a layout of its own."""
+"""Rollouts that generate with Megatron: with the model that is trained, or with a copy in a layout of its own."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
+from torch import nn
 
 from parallel_state.megatron import MegatronContext
 from workers.generate.decoding import generate
-from workers.generate.rollout import Generated, PolicyWeights, Prompts
-from workers.generate.row_exchange import RowExchange, consecutive, even_shares
+from workers.generate.prompt_exchange import PromptExchange, consecutive, even_shares
+from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.train.pipeline import scoring
 from workers.weights.offload import Offload, model_tensors
@@ -23,17 +23,20 @@ __all__ = ["MegatronRollout", "RefitRollout"]
 
 
 class MegatronRollout:
-    """Generates with the given model where it is: every data-parallel rank for its own prompts.
+    """Generates with the given model in its own layout: every data-parallel rank for its own prompts.
 
     Args:
-        chunks, context: this rank's model chunks, wrapped or not, and their layout, with cp=1.
-        vocab_size: ids from here up are padding of the vocabulary.
-        max_rows: the most rows that are generated at once; 0 is all.
+        chunks: this rank's model chunks, wrapped in DistributedDataParallel or not.
+        context: their layout, with cp=1.
+        vocab_size: ids from here on are padding of the vocabulary.
+        max_rows: the most rows that are generated at once; 0 means all.
     """
 
     holds_weights = False
 
-    def __init__(self, chunks: Sequence[Any], context: MegatronContext, vocab_size: int, max_rows: int = 0) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], context: MegatronContext, vocab_size: int, max_rows: int = 0
+    ) -> None:
         self.chunks = chunks
         self.context = context
         self.vocab_size = vocab_size
@@ -41,36 +44,45 @@ class MegatronRollout:
         self.device = torch.device(torch.cuda.current_device())
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
-        """This rank's responses; None off the last stage."""
-        made = self.responses(prompts.samples(), sampling)
+        """Return this rank's responses; None on all stages but the last."""
+        generated = self.responses(prompts.samples(), sampling)
         stages = self.context.pg.pp
-        return made if stages.rank() == stages.size() - 1 else None
+        return generated if stages.rank() == stages.size() - 1 else None
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
-        """Nothing to do: they are those of the model."""
+        """Do nothing and report nothing: the weights are those of the model."""
         return {}
 
     def sleep(self) -> int:
+        """Free nothing: the memory is that of the model."""
         return 0
 
     def wake_up(self) -> None:
-        pass
+        """Do nothing: the memory is that of the model."""
 
     def responses(self, samples: Prompts, sampling: Sampling) -> Generated:
-        """One response to every row of ``samples``, at least one, in passes of at most ``max_rows``."""
+        """Generate one response for every row, in passes of at most ``max_rows``.
+
+        Args:
+            samples: at least one row, with one seed per row.
+            sampling: how to generate the batch.
+
+        Returns:
+            The responses, on every rank; the log-probabilities are 0 on all stages but the last.
+        """
         pg = self.context.pg
         chunks = [unwrap_model(chunk) for chunk in self.chunks]
         parts = []
         with self.context.activate(), scoring(chunks), _without_fp8(chunks):
             for rows in even_shares(len(samples.ids), self._passes(len(samples.ids))):
-                some = some_rows(samples, rows)
+                some = _rows_or_first(samples, rows)
                 on_device = Prompts(*(column.to(self.device) for column in some))
-                made = generate(chunks, pg, on_device, sampling, self.vocab_size)
-                parts.append([column[: len(rows)] for column in made])
+                generated = generate(chunks, pg, on_device, sampling, self.vocab_size)
+                parts.append([column[: len(rows)] for column in generated])
         return Generated(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def _passes(self, rows: int) -> int:
-        """How many: as many on every rank that the experts' exchange waits for."""
+        """The number of passes, the same on all ranks that exchange tokens of experts."""
         passes = torch.tensor(-(-rows // (self.max_rows or rows)), device=self.device)
         with_experts = get_model_config(self.chunks[0]).num_moe_experts is not None
         if with_experts and self.context.pg.tp_ep.size() > 1:
@@ -81,15 +93,15 @@ class MegatronRollout:
 class RefitRollout:
     """Generates with a copy of the weights in a layout of its own, in the same processes.
 
-    The prompts of all data-parallel ranks of training are shared out evenly over those of this layout, whatever their
-    numbers, and each rank of training's last stage is given its own rows back.
+    The prompts of all data-parallel ranks of training are divided evenly over those of this layout, for any two
+    numbers of ranks. Each rank of training's last stage gets its own rows back.
 
     Args:
-        rollout: the copy; its weights are those of the first ``update_weights``.
-        training: the layout that prompts come in, and responses return to.
+        rollout: generates with the copy, whose weights are undefined until the first ``update_weights``.
+        training: the layout that the prompts come from and the responses return to.
 
     Attributes:
-        last_refit: what the last ``update_weights`` cost.
+        last_refit: cost of the last ``update_weights``; None before the first.
     """
 
     holds_weights = True
@@ -97,22 +109,26 @@ class RefitRollout:
     def __init__(self, rollout: MegatronRollout, training: MegatronContext) -> None:
         self.rollout = rollout
         self.last_refit: RefitReport | None = None
-        self._exchange = RowExchange(training.pg, rollout.context.pg)
+        self._exchange = PromptExchange(training.pg, rollout.context.pg)
         self._refit: Refit | None = None
         self._offload = Offload()
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
-        """This rank's responses; None off the last stage of training."""
+        """Return this rank's responses; None on all stages of training but the last."""
         everything, lengths = self._exchange.gather(prompts, sampling.pad_token_id)
         samples = everything.samples()
         data_parallel = self.rollout.context.pg.dp
         shares = even_shares(len(samples.ids), data_parallel.size())
-        made = self.rollout.responses(some_rows(samples, shares[data_parallel.rank()]), sampling)
-        asked = consecutive([length * prompts.seeds.size(1) for length in lengths])
-        return self._exchange.hand_back(made, shares, asked)
+        generated = self.rollout.responses(_rows_or_first(samples, shares[data_parallel.rank()]), sampling)
+        shards = consecutive([length * prompts.seeds.size(1) for length in lengths])
+        return self._exchange.return_responses(generated, shares, shards)
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
-        """Refit the copy: slices go straight from the ranks that have them to those that need them."""
+        """Refit the copy: slices of tensors go directly from the ranks that have them to those that need them.
+
+        Returns:
+            ``refit_seconds``, ``refit_bytes_sent``, and ``refit_least_bytes``: the least that could be sent.
+        """
         if self._refit is None:
             self._refit = Refit(weights.chunks, weights.context, self.rollout.chunks, self.rollout.context)
         report = self.last_refit = self._refit.run()
@@ -123,16 +139,18 @@ class RefitRollout:
         }
 
     def sleep(self) -> int:
+        """Free the device memory of the copy, and return how many bytes; the weights are discarded."""
         return self._offload.offload({"weights": model_tensors(self.rollout.chunks)}, ["weights"], discard=["weights"])
 
     def wake_up(self) -> None:
+        """Allocate the device memory again; the weights are undefined until the next ``update_weights``."""
         self._offload.reload()
 
 
 @contextlib.contextmanager
-def _without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
-    """fp8 multiplies blocks of tokens, and one new token a row is none: generation computes in the model's dtype."""
-    kept = [(chunk.config, chunk.config.fp8) for chunk in chunks]
+def _without_fp8(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute in the model's dtype: fp8 multiplies blocks of tokens, which one new token per row does not fill."""
+    kept = [(config, config.fp8) for config in map(get_model_config, chunks)]
     for config, _ in kept:
         config.fp8 = None
     try:
@@ -142,7 +160,7 @@ def _without_fp8(chunks: Sequence[Any]) -> Iterator[None]:
             config.fp8 = fp8
 
 
-def some_rows(samples: Prompts, rows: range) -> Prompts:
-    """The ``rows``; the first row where there are none, since every rank takes part in a collective computation."""
+def _rows_or_first(samples: Prompts, rows: range) -> Prompts:
+    """The ``rows``, or the first row if there are none, since every rank must take part in a collective."""
     index = slice(rows.start, rows.stop) if rows else slice(0, 1)
     return Prompts(*(column[index] for column in samples))

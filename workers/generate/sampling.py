@@ -1,8 +1,8 @@
-"""How a token is drawn: temperature, top-k, top-p, and random numbers that belong to the sample and not to the rank.
+"""Sampling of tokens: temperature, top-k, top-p, and random numbers that belong to the sample and not to the rank.
 
-A sample's random numbers come from a counter-based generator (SplitMix64, Steele et al. 2014) keyed by the seed, the
-tokens of its prompt, and which sample of that prompt it is. The same sample comes out whatever the layout, the order
-of the batch, and whatever else was sampled before.
+The random numbers of a sample come from a counter-based generator (SplitMix64, Steele et al. 2014). Its key is the
+seed, the number of batches sampled before, the tokens of the prompt, and the number of the sample among those of that
+prompt. The sample is therefore the same for every layout and every order of the batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,24 @@ from workers.config import RolloutConfig
 
 __all__ = ["Sampling", "draw_tokens", "prompt_hashes", "sample_seeds", "uniform"]
 
-_BLOCK = 64  # weights that are summed as one when a token is looked for
+_BLOCK = 64  # weights that are summed first when a token is searched
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one batch is generated: the rollout's configuration with what the batch's meta_info sets otherwise."""
+    """How one batch is generated: the rollout's configuration, overridden by the batch's meta_info.
+
+    Attributes:
+        response_length: the most tokens of a response.
+        temperature: divides the logits.
+        top_p: keep the most probable tokens that together have this probability; 1 keeps all.
+        top_k: keep this many of the most probable tokens; 0 keeps all.
+        do_sample: whether to sample, or to take the most probable token.
+        n: responses to each prompt.
+        seed: of the random numbers, 64 bits, signed.
+        eos_token_ids: a response ends with the first of these.
+        pad_token_id: fills a response after its end.
+    """
 
     response_length: int
     temperature: float
@@ -41,11 +53,21 @@ class Sampling:
 
     @classmethod
     def of(cls, config: RolloutConfig, meta_info: Mapping[str, Any]) -> Sampling:
-        """Raises DataError without ``pad_token_id`` or ``eos_token_id``; ConfigError for a value that cannot be."""
+        """Return the settings of a batch.
+
+        Args:
+            config: the default values.
+            meta_info: of the batch; ``eos_token_id`` (one id or several) and ``pad_token_id`` are required; the
+                other settings may be overridden.
+
+        Raises:
+            DataError: if ``eos_token_id`` or ``pad_token_id`` is missing.
+            ConfigError: if a value has the wrong type or is out of range.
+        """
         missing = [name for name in ("eos_token_id", "pad_token_id") if meta_info.get(name) is None]
         if missing:
             raise DataError(
-                f"generate_sequences needs {' and '.join(missing)} in meta_info; it has {sorted(meta_info)}",
+                f"generate_sequences needs {' and '.join(missing)} in meta_info, which has {sorted(meta_info)}",
                 missing=missing,
             )
         sampling = cls(
@@ -54,17 +76,17 @@ class Sampling:
             pad_token_id=_number("pad_token_id", meta_info["pad_token_id"], int),
         )
         longest = config.response_length
-        for name, fits, wanted in (
+        for name, valid, expected in (
             ("response_length", 1 <= sampling.response_length <= longest, f"1 to {longest}"),
-            ("temperature", sampling.temperature > 0, "more than 0; for greedy decoding set do_sample to False"),
+            ("temperature", sampling.temperature > 0, "more than 0 (for greedy decoding set do_sample=False)"),
             ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
             ("top_k", sampling.top_k >= 0, "at least 0"),
             ("n", sampling.n >= 1, "at least 1"),
-            ("seed", -(1 << 63) <= sampling.seed < 1 << 63, "a number of 64 bits"),
+            ("seed", -(1 << 63) <= sampling.seed < 1 << 63, "a signed number of 64 bits"),
         ):
-            if not fits:
+            if not valid:
                 value = getattr(sampling, name)
-                raise ConfigError(f"meta_info[{name!r}] is {value}; it must be {wanted}", key=name, value=value)
+                raise ConfigError(f"meta_info[{name!r}] is {value}; it must be {expected}", key=name, value=value)
         return sampling
 
 
@@ -81,8 +103,8 @@ _KINDS: dict[str, type] = {
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     """One id or several, in a list, an array or a tensor."""
-    held = value.tolist() if hasattr(value, "tolist") else value
-    several = held if isinstance(held, Sequence | Set) and not isinstance(held, str) else (held,)
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    several = plain if isinstance(plain, Sequence | Set) and not isinstance(plain, str) else (plain,)
     return tuple(_number(name, each, int) for each in several)
 
 
@@ -93,15 +115,19 @@ def _number(name: str, value: Any, kind: type) -> Any:
 
 
 def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """One token a row, int64 ``[rows]``, and its log-probability, float32 ``[rows]``.
+    """Draw one token for each row.
+
+    Top-k is applied first; it also keeps tokens that are as probable as the k-th. Of the tokens that remain, top-p
+    keeps each one as long as the more probable ones together have less than ``top_p`` of their probability.
 
     Args:
         logits: ``[rows, vocab]``.
-        noise: float64 ``[rows]`` in [0, 1); None, or ``do_sample`` off, takes the most probable token.
+        noise: float64 ``[rows]`` in [0, 1); None takes the most probable token, as does ``do_sample=False``.
+        sampling: temperature, top-k, top-p and ``do_sample``.
 
-    The log-probability is the policy's own, at the temperature but before top-k and top-p, as ``compute_log_prob``
-    gives it. Top-k comes first, and keeps what is as probable as the k-th; of what it leaves, top-p keeps a token while
-    the more probable ones have less than ``top_p`` of it together.
+    Returns:
+        Tokens, int64 ``[rows]``, and their log-probabilities, float32 ``[rows]``: those of the policy at the
+        temperature but before top-k and top-p, as ``compute_log_prob`` returns them.
     """
     scaled = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
     log_probs = torch.log_softmax(scaled, dim=-1)
@@ -110,17 +136,17 @@ def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tup
     else:
         probs = log_probs.exp()
         least = _least_kept(probs, sampling)
-        tokens = _at(noise, probs if least is None else torch.where(probs < least, 0.0, probs))
+        tokens = _search(noise, probs if least is None else torch.where(probs < least, 0.0, probs))
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
 def _argmax(values: Tensor) -> Tensor:
-    """Along the last dim. numpy's takes a tenth of the time of torch's on a CPU."""
+    """Argmax along the last dim; on a CPU numpy takes a tenth of the time of torch."""
     return torch.from_numpy(values.numpy().argmax(-1)) if values.device.type == "cpu" else values.argmax(-1)
 
 
 def _least_kept(probs: Tensor, sampling: Sampling) -> Tensor | None:
-    """``[rows, 1]``: the probability under which top-k and top-p cut tokens off; None where they keep all."""
+    """``[rows, 1]``: the least probability that top-k and top-p keep; None if they keep all tokens."""
     cut = 0 < sampling.top_k < probs.size(-1)
     if not cut and sampling.top_p == 1.0:
         return None
@@ -133,16 +159,16 @@ def _least_kept(probs: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Sorted along the last dim. numpy's takes a fifth of the time of torch's on a CPU."""
+    """Sorted along the last dim; on a CPU numpy takes a fifth of the time of torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(np.sort(values.numpy(), -1)).flip(-1)
     return values.sort(-1, descending=True).values
 
 
-def _at(noise: Tensor, weights: Tensor) -> Tensor:
-    """int64 ``[rows]``: where ``noise`` falls when [0, 1) is divided by ``weights`` ``[rows, n]``; never on a 0.
+def _search(noise: Tensor, weights: Tensor) -> Tensor:
+    """int64 ``[rows]``: the part of [0, 1), divided by ``weights`` ``[rows, n]``, that contains ``noise``; never a 0.
 
-    First the block of weights is found and then the place in it: a cumulative sum over all takes far longer.
+    A block of weights is searched first and then the weight within it: a cumulative sum over all takes far longer.
     """
     blocks = torch.nn.functional.pad(weights, (0, -weights.size(-1) % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     sums = blocks.sum(-1)
@@ -155,16 +181,17 @@ def _at(noise: Tensor, weights: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, point: Tensor) -> Tensor:
-    """``[rows, 1]``: the first entry above ``point``, or the last at which anything is added: sums are rounded."""
+    """``[rows, 1]``: the first entry above ``point``; since sums are rounded, at most the last that adds to it."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.searchsorted(cumulative, point, right=True).minimum(last)
 
 
 def prompt_hashes(ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """int64 ``[rows]``: a hash of each prompt's tokens, wherever they stand in the row.
+    """Return a hash of each prompt's tokens, int64 ``[rows]``, which does not depend on the padding.
 
     Args:
-        ids, attention_mask: ``[rows, seq]``; only tokens with a mask of 1 count.
+        ids: int64 ``[rows, seq]``.
+        attention_mask: ``[rows, seq]``; only tokens with a mask of 1 count.
     """
     from_the_end = torch.flip(torch.flip(attention_mask.long(), [1]).cumsum(1), [1])
     mixed = _mix(ids * (1 << 32) + from_the_end)
@@ -172,14 +199,15 @@ def prompt_hashes(ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, seed: int, call: int) -> Tensor:
-    """int64 ``[rows * n]``: the seed of every sample, samples of one prompt next to each other.
+    """Return the seed of every sample, int64 ``[rows * n]``, samples of one prompt next to each other.
 
     Args:
         hashes: of this rank's prompts.
-        earlier: how often each hash comes on the data-parallel ranks before this one, so that a prompt that comes
-            twice in the batch is sampled as its first and as its second sample, wherever its rows are.
+        earlier: number of prompts with each hash on the data-parallel ranks before this one. If a prompt occurs twice
+            in the batch, on any ranks, the second one is sampled with the next seeds of that prompt.
         n: samples per row.
-        seed, call: of the run, and how many batches it has sampled before.
+        seed: of the run.
+        call: number of batches that the run has sampled before.
     """
     seen = Counter(earlier)
     order = []
@@ -192,12 +220,12 @@ def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, s
 
 
 def uniform(seeds: Tensor, step: int) -> Tensor:
-    """float64 ``[rows]`` in [0, 1): the ``step``-th random number of each seed."""
+    """Return the ``step``-th random number of each seed, float64 ``[rows]`` in [0, 1)."""
     return _shifted(_mix(seeds + _signed(0x9E3779B97F4A7C15 * (step + 1) % (1 << 64))), 32).double() / (1 << 32)
 
 
 def _mix(value: Tensor) -> Tensor:
-    """SplitMix64's output function, in wrapping int64 arithmetic."""
+    """The output function of SplitMix64, in wrapping int64 arithmetic."""
     value = value + _signed(0x9E3779B97F4A7C15)
     value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
     value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
@@ -205,7 +233,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: int64's own copies the sign."""
+    """A logical right shift; that of int64 is arithmetic and copies the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -121,7 +121,7 @@ def _local_columns(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection)
     """This context-parallel rank's part of ``column`` ``[rows, seq]``, in the shape that the model expects."""
     if rows.packing is None:
         return zigzag_slice(column, pg.cp.size(), pg.cp.rank())
-    return column[rows.packing.held(pg.cp.size(), pg.cp.rank())][None]
+    return column[rows.packing.tokens_of_rank(pg.cp.size(), pg.cp.rank())][None]
 
 
 def _at_predictors(

@@ -1,9 +1,9 @@
-"""What a worker reports of an update, and how many ranks' reports become one number.
+"""Metrics of an update: how the reports of all micro-batches and ranks are reduced to one number each.
 
 Every metric has one rule. ``TOKEN_MEAN`` averages over all valid tokens of all mini-batches and ranks, ``SUM`` adds,
-``MAX`` takes the largest. A loss reports, per micro-batch, the sum over its valid tokens for the first, and the value
-for the others. The result is the same on every rank of the layout. Where no step was made there is no mean and no
-largest value: such a metric is left out, so that a curve has a gap there, and JSON no number that it cannot hold.
+``MAX`` takes the largest value. For each micro-batch a loss reports the sum over its valid tokens for the first rule,
+and the value for the others. The result is the same on every rank of the layout. If no step was made there is no mean
+and no largest value. Such a metric is omitted: a curve then has a gap, and JSON no number that it cannot represent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 __all__ = ["TOKENS", "Rule", "reduce_reports"]
 
 TOKENS = "tokens"
-"""The name under which a loss reports how many valid tokens it saw: the weight of every TOKEN_MEAN."""
+"""The key under which a loss reports its number of valid tokens: the weight of every TOKEN_MEAN."""
 
 
 class Rule(enum.Enum):
-    """How reports of one metric become one number."""
+    """How the reports of one metric are reduced to one number."""
 
     TOKEN_MEAN = "token mean"
     SUM = "sum"
@@ -37,13 +37,17 @@ def reduce_reports(
     pg: ProcessGroupCollection,
     device: torch.device,
 ) -> dict[str, float]:
-    """One number for every name in ``rules``, on every rank (a collective over dp x cp and then pp).
-
-    Without a valid token in any report only sums are left, which are 0.
+    """Reduce the reports of all ranks to one number for every name in ``rules`` (a collective over dp x cp, then pp).
 
     Args:
-        reports: of this rank's micro-batches, each with ``TOKENS`` and every name in ``rules``; empty off the last
-            stage, and where no step was made.
+        reports: scalars of this rank's micro-batches, each report with ``TOKENS`` and every name in ``rules``. Empty
+            on all stages but the last, and if no step was made.
+        rules: how to reduce each metric.
+        pg: the process groups of the layout.
+        device: the device of the collectives.
+
+    Returns:
+        The metrics, the same on every rank. If no report has a valid token, only sums, which are 0.
     """
     names = list(rules)
     table = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
@@ -57,12 +61,12 @@ def reduce_reports(
     both = torch.stack((table, largest))
     if pg.pp.size() > 1:
         dist.broadcast(both, dist.get_process_group_ranks(pg.pp)[-1], group=pg.pp)
-    sums, tops = both.tolist()
+    sums, maxima = both.tolist()
     tokens = sums[-1]
-    found = {}
+    metrics = {}
     for index, (name, rule) in enumerate(rules.items()):
         if rule is Rule.SUM:
-            found[name] = sums[index]
+            metrics[name] = sums[index]
         elif tokens:
-            found[name] = sums[index] / tokens if rule is Rule.TOKEN_MEAN else tops[index]
-    return found
+            metrics[name] = sums[index] / tokens if rule is Rule.TOKEN_MEAN else maxima[index]
+    return metrics

@@ -1,8 +1,8 @@
-"""Which rows of a mini-batch go through the model together: so many rows at a time, or so many tokens.
+"""Micro-batches: which rows go through the model together, by a number of rows or a budget of tokens.
 
-A padded micro-batch costs rows times the length of its longest row, a packed one the sum of its rows' lengths. Under a
-budget of tokens the largest cost is as small as the number of micro-batches allows; padded rows go with rows of similar
-length, and each micro-batch is as wide as its own longest row.
+A padded micro-batch costs its rows times the length of the longest, a packed one the sum of its rows' lengths. Under a
+budget of tokens the largest cost is as small as the number of micro-batches allows. Padded rows are grouped with rows
+of similar length, and each micro-batch is as wide as its own longest row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = [
 
 
 class MicroBatchSize(NamedTuple):
-    """The most that one data-parallel rank takes at a time: so many ``rows``, or so many ``tokens`` where not 0.
+    """The most that one data-parallel rank takes at a time: ``rows``, or ``tokens`` if that is not 0.
 
-    Tokens are rows times length, padding included, or the sum of lengths where rows are packed.
+    Tokens are rows times length, padding included, or the sum of lengths if rows are packed.
     """
 
     rows: int
@@ -39,96 +39,117 @@ class MicroBatchSize(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that go through the model together, and where they are from.
+    """Rows that go through the model together, and their positions in the batch that they are from.
 
     Attributes:
-        index: their places among all rows, without the filling at the end of ``rows``.
+        batch: the rows, and after them rows that only fill the micro-batch, with a mask of 0.
+        index: row numbers in the whole batch (int64), without the filling.
     """
 
-    rows: TokenBatch
+    batch: TokenBatch
     index: Tensor
 
 
 def equal_micro_batches(
-    rows: TokenBatch, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1
+    batch: TokenBatch, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1
 ) -> list[MicroBatch]:
-    """The rows at ``index`` in micro-batches of one size, of at most ``micro_batch_size`` rows, filled up at the end.
+    """Divide the rows at ``index`` into micro-batches of equal size, the last ones filled up.
 
     Args:
-        most: the largest number of rows that any data-parallel rank has; it alone decides how many micro-batches
-            there are and how large, so that all ranks agree.
+        batch: the rows of this data-parallel rank.
+        index: ``[n]`` int64, the rows to take.
+        most: the largest number of rows of any data-parallel rank. Number and size of the micro-batches depend on it
+            alone, so that all ranks agree.
+        micro_batch_size: the most rows of a micro-batch.
         multiple: the number of micro-batches is a multiple of this (pp, under an interleaved schedule).
     """
     count = max(-(-most // micro_batch_size), 1)
     count = -(-count // multiple) * multiple
     size = max(-(-most // count), 1)
-    return [_micro_batch(rows, index[at * size : (at + 1) * size], size) for at in range(count)]
+    return [_micro_batch(batch, index[at * size : (at + 1) * size], size) for at in range(count)]
 
 
 def packed_equal_micro_batches(
-    rows: TokenBatch, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1, *, length_multiple: int = 1
+    batch: TokenBatch, index: Tensor, most: int, micro_batch_size: int, multiple: int = 1, *, length_multiple: int = 1
 ) -> list[MicroBatch]:
-    """As ``equal_micro_batches``, packed: without filling, but for a short row where there would be none."""
-    padded = equal_micro_batches(rows, index, most, micro_batch_size, multiple)
-    return [_packed(rows, batch.index, _shortest(rows, index), length_multiple) for batch in padded]
+    """As ``equal_micro_batches``, packed and not filled up; a micro-batch without rows takes one short row as filling.
+
+    Args:
+        batch: see ``equal_micro_batches``, as for the others.
+        index: the rows to take.
+        most: the largest number of rows of any data-parallel rank.
+        micro_batch_size: the most rows of a micro-batch.
+        multiple: the number of micro-batches is a multiple of this.
+        length_multiple: lengths are rounded up to a multiple of this.
+    """
+    padded = equal_micro_batches(batch, index, most, micro_batch_size, multiple)
+    return [_packed(batch, part.index, _shortest(batch, index), length_multiple) for part in padded]
 
 
 def token_micro_batches(
-    rows: TokenBatch, index: Tensor, count: int, max_tokens: int, *, length_multiple: int = 1, packed: bool = False
+    batch: TokenBatch, index: Tensor, count: int, max_tokens: int, *, length_multiple: int = 1, packed: bool = False
 ) -> list[MicroBatch]:
-    """The rows at ``index`` in ``count`` micro-batches of costs as equal as filling them longest row first makes them.
+    """Divide the rows at ``index`` into ``count`` micro-batches, with the largest cost as small as the grouping allows.
 
-    Micro-batches beyond the number of rows are a row of filling.
+    If there are fewer groups of rows than ``count``, each micro-batch without rows takes one short row as filling.
 
     Args:
-        count: at least ``least_count`` of these rows.
-        max_tokens: what no micro-batch is more than, unless it is a single row.
+        batch: the rows of this data-parallel rank.
+        index: ``[n]`` int64, the rows to take.
+        count: number of micro-batches, at least ``least_count`` of these rows.
+        max_tokens: the most tokens of a micro-batch, unless it is a single row.
         length_multiple: lengths are rounded up to a multiple of this.
-        packed: whether a micro-batch costs the sum of its lengths, or rows times the longest.
+        packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
     """
-    widths, by_length = _rounded(rows.lengths[index], length_multiple).sort(descending=True, stable=True)
+    widths, by_length = _rounded(batch.lengths[index], length_multiple).sort(descending=True, stable=True)
     groups = _even_groups(widths.tolist(), count, max_tokens, packed)
     groups += [[]] * (count - len(groups))
     parts = [index[by_length[group]] for group in groups]
-    shortest = _shortest(rows, index)
+    shortest = _shortest(batch, index)
     if packed:
-        return [_packed(rows, part, shortest, length_multiple) for part in parts]
-    return [_micro_batch(rows, part, max(len(part), 1), length_multiple, shortest) for part in parts]
+        return [_packed(batch, part, shortest, length_multiple) for part in parts]
+    return [_micro_batch(batch, part, max(len(part), 1), length_multiple, shortest) for part in parts]
 
 
 def least_count(lengths: Tensor, max_tokens: int, length_multiple: int = 1, *, packed: bool = False) -> int:
-    """How many micro-batches of at most ``max_tokens`` rows of these lengths need; at least 1.
+    """Return how many micro-batches of at most ``max_tokens`` are needed for rows of these lengths, at least 1.
 
-    A row longer than that has one for itself.
+    A row that is longer than ``max_tokens`` has a micro-batch to itself.
+
+    Args:
+        lengths: ``[rows]`` int64.
+        max_tokens: the most tokens of a micro-batch.
+        length_multiple: lengths are rounded up to a multiple of this.
+        packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
     """
     widths = _rounded(lengths, length_multiple).sort(descending=True).values.tolist()
     return max(len(_groups(widths, max_tokens, packed)), 1)
 
 
 def _micro_batch(
-    rows: TokenBatch, index: Tensor, size: int, length_multiple: int | None = None, filling: int = 0
+    batch: TokenBatch, index: Tensor, size: int, length_multiple: int | None = None, filling: int = 0
 ) -> MicroBatch:
-    """``size`` rows, as wide as their longest where ``length_multiple`` is given."""
-    places = torch.full((size,), filling)
-    places[: len(index)] = index
-    taken = rows.take(places, len(index))
+    """``size`` rows, filled up with the row ``filling``; as wide as their longest if ``length_multiple`` is given."""
+    rows = torch.full((size,), filling)
+    rows[: len(index)] = index
+    taken = batch.take(rows, len(index))
     if length_multiple is not None:
         taken = taken.narrow(int(_rounded(taken.lengths, length_multiple).max()))
     return MicroBatch(taken, index)
 
 
-def _packed(rows: TokenBatch, index: Tensor, filling: int, length_multiple: int) -> MicroBatch:
-    batch = _micro_batch(rows, index, max(len(index), 1), length_multiple, filling)
-    return replace(batch, rows=replace(batch.rows, packing=packing_of(batch.rows.lengths, length_multiple)))
+def _packed(batch: TokenBatch, index: Tensor, filling: int, length_multiple: int) -> MicroBatch:
+    made = _micro_batch(batch, index, max(len(index), 1), length_multiple, filling)
+    return replace(made, batch=replace(made.batch, packing=packing_of(made.batch.lengths, length_multiple)))
 
 
-def _shortest(rows: TokenBatch, index: Tensor) -> int:
+def _shortest(batch: TokenBatch, index: Tensor) -> int:
     """The row that fills a micro-batch without rows: the shortest of those at ``index``, or of all."""
-    return int(index[rows.lengths[index].argmin()] if len(index) else rows.lengths.argmin())
+    return int(index[batch.lengths[index].argmin()] if len(index) else batch.lengths.argmin())
 
 
 def _even_groups(widths: Sequence[int], count: int, max_tokens: int, packed: bool) -> list[list[int]]:
-    """At most ``count`` groups with the least largest cost: a search by halves."""
+    """At most ``count`` groups with the least largest cost, found by bisection."""
     low, high = 0, max_tokens
     while high - low > 1:
         middle = (low + high) // 2
@@ -137,9 +158,9 @@ def _even_groups(widths: Sequence[int], count: int, max_tokens: int, packed: boo
 
 
 def _groups(widths: Sequence[int], max_tokens: int, packed: bool) -> list[list[int]]:
-    """Places in ``widths``, the longest first, so grouped that no group of several costs more than ``max_tokens``.
+    """Group positions in ``widths``, longest first, so that no group of several costs more than ``max_tokens``.
 
-    Padded: each takes as many of the longest rows left as fit, which makes the fewest groups that can be. Packed: each
+    Padded: each group takes as many of the longest remaining rows as fit, which gives the fewest groups. Packed: each
     row goes to the first group that has room for it (first-fit decreasing).
     """
     groups: list[list[int]] = []
@@ -151,12 +172,12 @@ def _groups(widths: Sequence[int], max_tokens: int, packed: bool) -> list[list[i
             at = end
         return groups
     room: list[int] = []
-    for place, width in enumerate(widths):
+    for position, width in enumerate(widths):
         to = next((number for number, left in enumerate(room) if left >= width), len(groups))
         if to == len(groups):
             groups.append([])
             room.append(max_tokens)
-        groups[to].append(place)
+        groups[to].append(position)
         room[to] -= width
     return groups
 

@@ -1,24 +1,29 @@
-"""When gradients are not finite: which rank, which loss, which parameter."""
+"""Report gradients that are not finite: on which rank, in which loss, in which parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcontroller.errors import MControllerError
+from parallel_state.agreement import everyones
 
 __all__ = ["NonFiniteGradient", "all_finite", "raise_nonfinite"]
 
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
-    """A NaN or Inf that reached the gradients; the weights are as they were before the step.
+    """A NaN or Inf reached the gradients; the weights are as they were before the step.
 
-    Fields: ``method``, ``step`` (of the optimizer), ``grad_norm``, ``ranks`` whose own loss or metrics are not
-    finite, and ``parameters``: by rank, the first one whose gradient is not finite.
+    Attributes:
+        method: the worker method that trained.
+        step: number of steps that the optimizer had made.
+        grad_norm: norm of the gradients.
+        ranks: ranks whose own loss or metrics are not finite.
+        parameters: by rank, the first parameter whose gradient is not finite.
     """
 
     method: str
@@ -28,8 +33,16 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
     parameters: dict[int, str]
 
 
+class _Finding(NamedTuple):
+    """What is not finite on one rank: names of reports, and the first parameter."""
+
+    coordinates: str
+    reports: list[str]
+    parameter: str | None
+
+
 def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
-    """Whether no rank's loss reported a NaN or Inf (a collective over all ranks)."""
+    """Return whether the reports of all ranks' losses are free of NaN and Inf (a collective over all ranks)."""
     wrong = torch.tensor(sum(not _finite(value) for report in reports for value in report.values()), device=device)
     dist.all_reduce(wrong)
     return int(wrong) == 0
@@ -43,31 +56,32 @@ def raise_nonfinite(
     reports: Sequence[Mapping[str, Tensor]],
     coordinates: str,
 ) -> None:
-    """Raises NonFiniteGradient on every rank, with what all of them found (a collective over all ranks).
+    """Raise NonFiniteGradient on every rank, with the findings of all of them (a collective over all ranks).
 
     Args:
-        reports: what this rank's loss reported of the mini-batch.
-        coordinates: where this rank stands, for the message.
+        method: the worker method that trained.
+        step: number of steps that the optimizer has made.
+        grad_norm: norm of the gradients.
+        model: this rank's model chunks, with their gradients.
+        reports: the reports of this rank's losses for the mini-batch.
+        coordinates: of this rank, for the message.
     """
-    mine = {
-        "where": coordinates,
-        "reports": sorted({name for report in reports for name, value in report.items() if not _finite(value)}),
-        "parameter": _first_parameter(model),
-    }
-    found: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, mine)
-    sources = [rank for rank, what in enumerate(found) if what["reports"]]
-    parameters = {rank: what["parameter"] for rank, what in enumerate(found) if what["parameter"]}
-    origins = [f"{', '.join(found[rank]['reports'])} on rank {rank} ({found[rank]['where']})" for rank in sources[:1]]
+    names = {name for report in reports for name, value in report.items() if not _finite(value)}
+    findings = everyones(_Finding(coordinates, sorted(names), _first_parameter(model)))
+    ranks = [rank for rank, finding in enumerate(findings) if finding.reports]
+    parameters = {rank: finding.parameter for rank, finding in enumerate(findings) if finding.parameter}
+    origins = [
+        f"{', '.join(findings[rank].reports)} on rank {rank} ({findings[rank].coordinates})" for rank in ranks[:1]
+    ]
     for rank, name in list(parameters.items())[:1]:
-        origins.append(f"the gradient of {name} on rank {rank} ({found[rank]['where']})")
+        origins.append(f"the gradient of {name} on rank {rank} ({findings[rank].coordinates})")
     raise NonFiniteGradient(
-        f"{method}, optimizer step {step}: not finite: {'; '.join(origins)}; gradient norm {grad_norm}. The step was "
-        "not made; look for it in the batch, lower the learning rate, or set optim.on_nonfinite=skip",
+        f"{method}, optimizer step {step}: not finite: {'; '.join(origins)}; gradient norm {grad_norm}. The weights "
+        "are unchanged. Check the batch, lower the learning rate, or set optim.on_nonfinite=skip",
         method=method,
         step=step,
         grad_norm=grad_norm,
-        ranks=sources,
+        ranks=ranks,
         parameters=parameters,
     )
 

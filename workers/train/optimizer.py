@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel, optimizer and learning-rate schedule from an ``OptimConfig``."""
+"""Build Megatron's DistributedDataParallel, optimizer and learning-rate schedule from an ``OptimConfig``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ __all__ = ["Step", "guarded_step", "make_optimizer", "make_scheduler", "wrap_for
 
 
 def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[DistributedDataParallel]:
-    """The model chunks of this rank inside Megatron's DistributedDataParallel.
+    """Wrap the model chunks of this rank in Megatron's DistributedDataParallel.
 
-    Gradients are sums over all tokens of the mini-batch; ``finalize_model_grads`` divides them by the number of
-    valid tokens that all data-parallel ranks hold together. Router losses are weighed accordingly.
+    Gradients are sums over all tokens of the mini-batch; ``finalize_model_grads`` divides them by the number of valid
+    tokens on all data-parallel ranks. Router losses are weighted accordingly.
+
+    Args:
+        chunks: this rank's model chunks.
+        config: whether the optimizer is distributed, and what overlaps with computation.
+
+    Raises:
+        ConfigError: if a router of another class than Megatron's has losses (see ``prepare_routers``).
     """
     model_config = get_model_config(chunks[0])
     model_config.calculate_per_token_loss = True
@@ -56,10 +63,10 @@ def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[
 
 
 def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:
-    """Let a checkpoint of the distributed optimizer find every parameter's state where it is.
+    """Count the padding of buckets as theirs, so that a checkpoint of the distributed optimizer is not shifted.
 
-    Megatron joins the buckets of a buffer without the padding at their ends, and cuts the whole by the places that
-    parameters have with it: what follows a padded bucket would be saved shifted, and be other weights when loaded.
+    Megatron joins the buckets of a buffer without the padding at their ends, but cuts the result at offsets that count
+    it. All parameters after a padded bucket would be saved with an offset, and load as other weights.
     """
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         for bucket in buffer.buckets:
@@ -68,7 +75,7 @@ def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:
 
 
 def make_optimizer(model: Sequence[DistributedDataParallel], config: OptimConfig) -> MegatronOptimizer:
-    """Megatron's AdamW over the parameters of ``model``."""
+    """Build Megatron's AdamW over the parameters of ``model``, with the settings of ``config``."""
     model_config = get_model_config(model[0])
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -93,7 +100,7 @@ def make_optimizer(model: Sequence[DistributedDataParallel], config: OptimConfig
 
 
 def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> OptimizerParamScheduler:
-    """Megatron's schedule of the learning rate, one step of it for one step of the optimizer."""
+    """Build Megatron's learning-rate schedule; it takes one step for each step of the optimizer."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if config.warmup_steps else config.lr,
@@ -112,9 +119,12 @@ def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> Optimiz
 
 
 class Step(NamedTuple):
-    """Whether the weights moved, the norm of the gradients before clipping, and whether float16 overflowed.
+    """The result of one call of the optimizer.
 
-    An overflow is no error: the loss scale falls, and the step is left out.
+    Attributes:
+        made: whether the weights changed.
+        grad_norm: norm of the gradients before clipping.
+        overflow: whether float16 overflowed. That is no error: the loss scale falls, and the step is skipped.
     """
 
     made: bool
@@ -123,15 +133,15 @@ class Step(NamedTuple):
 
 
 def guarded_step(optimizer: MegatronOptimizer) -> Step:
-    """One step of Megatron's (chained) optimizer, if the gradients are finite.
+    """Make one step of Megatron's (chained) optimizer if the gradients are finite.
 
-    Megatron would clip by a norm of NaN and write NaN into every weight: its step is left where it has the norm. The
-    norm is a collective over every rank that shares the model, so that all ranks decide alike.
+    Megatron would clip by a norm of NaN and write NaN into every weight, so its step is left as soon as the norm is
+    known. The norm is a collective over all ranks that share the model; therefore all of them take the same decision.
     """
-    norm_of = optimizer.get_grad_norm
+    get_grad_norm = optimizer.get_grad_norm
 
     def finite_norm() -> float:
-        norm = float(norm_of())
+        norm = float(get_grad_norm())
         if not math.isfinite(norm):
             raise _NotFinite(norm)
         return norm
@@ -142,7 +152,7 @@ def guarded_step(optimizer: MegatronOptimizer) -> Step:
     except _NotFinite as found:
         return Step(made=False, grad_norm=found.norm)
     finally:
-        del optimizer.get_grad_norm  # the class's own is seen again
+        del optimizer.get_grad_norm  # the method of the class is visible again
     return Step(made=False, grad_norm=math.inf, overflow=True) if norm is None else Step(bool(made), norm)
 
 

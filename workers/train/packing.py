@@ -1,8 +1,8 @@
-"""Rows of different lengths as one sequence without padding between them (Megatron's THD form).
+"""Packing: rows of different lengths as one sequence, without padding between them (Megatron's THD format).
 
-Row after row, each padded only to the multiple that the cp axis and sequence parallelism need. Under context
-parallelism every row is divided by itself, in zigzag (see
-``workers.model.zigzag``), and a rank holds its part of every row.
+Rows follow each other, each padded only to the multiple that the cp axis and sequence parallelism need. Under context
+parallelism every row is split on its own, in zigzag (see ``workers.model.zigzag``), and a rank has its part of every
+row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["Packing", "packing_of"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each row of ``[rows, seq]`` stands in the sequence ``[1, total]``.
+    """The position of each row of ``[rows, seq]`` in the packed sequence ``[1, total]``.
 
     Attributes:
-        bounds: ``[rows + 1]`` int32, where rows begin, and last the end.
-        total, longest: tokens of the sequence and of its longest row, with what rounds them up.
+        bounds: ``[rows + 1]`` int32, the start of every row, and last the end of the sequence.
+        total: tokens of the sequence, with the padding of every row.
+        longest: tokens of the longest row, with its padding.
     """
 
     bounds: Tensor
@@ -31,15 +32,23 @@ class Packing:
 
     @property
     def lengths(self) -> Tensor:
-        """``[rows]`` int64: the tokens of each row, with what rounds them up."""
+        """``[rows]`` int64: the tokens of each row, with its padding."""
         return self.bounds.diff().long()
 
     def to(self, device: torch.device) -> Packing:
-        """The same on ``device``."""
+        """Return the packing with its bounds on ``device``."""
         return Packing(self.bounds.to(device), self.total, self.longest)
 
-    def held(self, cp: int, rank: int) -> tuple[Tensor, Tensor]:
-        """For every token that one rank of the cp axis holds, in its order: its row and column, ``[total / cp]``."""
+    def tokens_of_rank(self, cp: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the row and the column of every token that one rank of the cp axis has.
+
+        Args:
+            cp: size of the cp axis.
+            rank: coordinate on the cp axis.
+
+        Returns:
+            Two tensors ``[total / cp]`` int64, in the order of the rank's tokens.
+        """
         lengths, starts = self.lengths, self.bounds[:-1].long() // cp
         rows = torch.arange(len(lengths), device=lengths.device)
         row = rows.repeat_interleave(lengths // cp, output_size=self.total // cp)
@@ -50,10 +59,10 @@ class Packing:
         return row, within + torch.where(within < piece, rank, 2 * cp - 2 - rank) * piece
 
     def params(self) -> PackedSeqParams:
-        """What Megatron's attention and rotary positions take.
+        """Return the parameters that Megatron's attention and rotary positions take.
 
-        What rounds a row up counts as its last tokens: under a causal mask no other token sees them, and attention
-        kernels that know no gaps between sequences take it.
+        The padding of a row counts as its last tokens. Under a causal mask no other token attends to them, and
+        attention kernels that do not support gaps between sequences accept it.
         """
         return PackedSeqParams(
             qkv_format="thd",
@@ -67,7 +76,12 @@ class Packing:
 
 
 def packing_of(lengths: Tensor, multiple: int = 1) -> Packing:
-    """Rows of these ``lengths`` ``[rows]``, on the CPU, each rounded up to a multiple of ``multiple``."""
+    """Return the packing of rows of these ``lengths``.
+
+    Args:
+        lengths: ``[rows]`` int64, on the CPU.
+        multiple: each length is rounded up to a multiple of this.
+    """
     rounded = (lengths + multiple - 1) // multiple * multiple
     bounds = torch.cat((torch.zeros(1, dtype=torch.int32), rounded.cumsum(0).int()))
     return Packing(bounds, int(bounds[-1]), int(rounded.max()))

@@ -1,15 +1,16 @@
-"""The losses of the routers of a mixture of experts, weighed so that micro-batches and ranks do not change them.
+"""Router losses of a mixture of experts, weighted so that micro-batches and ranks do not change them.
 
-Megatron attaches them to the gradient and divides that by the number of valid targets, as the main loss's; what it
-multiplies them with before is, on 0.16, short of a factor tp x cp, and in every version off where ranks hold unequally
-many tokens. Here each loss is a sum over the tokens of the micro-batch, padding left out, times valid targets over all
-tokens of the mini-batch: what remains after the division is its mean over all tokens.
+Megatron attaches them to the gradient, which it divides by the number of valid targets, as that of the main loss. The
+factor that it applies before lacks tp x cp in version 0.16, and is wrong in every version if ranks have different
+numbers of tokens. Here each loss is a sum over the tokens of the micro-batch, without padding, times the number of
+valid targets divided by the number of all tokens of the mini-batch. After Megatron's division it is a mean over all
+tokens.
 
 - z loss (``moe_z_loss_coeff``): the square of the log-sum-exp of a token's logits.
 - balance (``moe_aux_loss_coeff``): for a token ``experts * sum_i f_i p_i``, with its probabilities ``p`` and the
-  fractions ``f`` in which tokens went to experts. ``seq_aux_loss`` takes them over the token's own row: the same in
-  every layout and micro-batch. ``aux_loss`` takes them over the micro-batch of one data-parallel rank, and
-  ``global_aux_loss`` over all ranks' micro-batches so far in the step: they depend on which rows these hold.
+  fractions ``f`` of tokens that went to each expert. ``seq_aux_loss`` takes the fractions over the token's own row: the
+  same in every layout and micro-batch. ``aux_loss`` takes them over the micro-batch of one data-parallel rank, and
+  ``global_aux_loss`` over the micro-batches of all ranks so far in the step: these two depend on how rows are grouped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
@@ -34,9 +36,9 @@ _METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "glo
 _Z_LOSS = "moe_z_loss"
 
 
-def losses_of(config: Any) -> list[str]:
-    """The metrics of the router losses that a TransformerConfig asks for."""
-    if getattr(config, "num_moe_experts", None) is None:
+def losses_of(config: TransformerConfig) -> list[str]:
+    """Return the metric names of the router losses that the configuration enables."""
+    if getattr(config, "num_moe_experts", None) is None:  # another config than Megatron's has no experts
         return []
     kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds, weights = ([kinds], [weights]) if isinstance(kinds, str) else (kinds, weights)
@@ -45,16 +47,16 @@ def losses_of(config: Any) -> list[str]:
 
 
 def padding_matters(model: nn.Module) -> bool:
-    """Whether a training pass of the chunk counts tokens, so that it must know which are padding."""
+    """Return whether a training pass of the chunk counts tokens, so that it needs a padding mask."""
     config = get_model_config(model)
     return bool(losses_of(config)) or bool(getattr(config, "moe_router_enable_expert_bias", False))
 
 
 def prepare_routers(chunks: Sequence[nn.Module]) -> None:
-    """Let the routers of a model that is to be trained weigh their losses as this file says.
+    """Make the routers of a model weight their losses by tokens, before it is trained.
 
     Raises:
-        ConfigError: a router of another class than Megatron's has losses.
+        ConfigError: if a router of another class than Megatron's TopKRouter has losses.
     """
     for chunk in chunks:
         for name, module in chunk.named_modules():
@@ -64,7 +66,7 @@ def prepare_routers(chunks: Sequence[nn.Module]) -> None:
                 module.sums = {}
             elif isinstance(module, TopKRouter) and losses_of(module.config):
                 raise ConfigError(
-                    f"the losses of {name}, a {type(module).__name__}, cannot be weighed by tokens: give the model "
+                    f"the losses of {name}, a {type(module).__name__}, cannot be weighted by tokens: use "
                     "Megatron's TopKRouter, or set model.transformer.moe_aux_loss_coeff=0 and no moe_z_loss_coeff",
                     key="model.transformer.moe_aux_loss_coeff",
                     value=module.config.moe_aux_loss_coeff,
@@ -72,10 +74,11 @@ def prepare_routers(chunks: Sequence[nn.Module]) -> None:
 
 
 class _TokenRouter(TopKRouter):
-    """Megatron's router, its losses summed over tokens.
+    """Megatron's router with losses that are sums over tokens.
 
-    ``share`` is valid targets over all tokens of the mini-batch. ``sums`` holds each loss's sum since it was last
-    emptied, without its coefficient.
+    Attributes:
+        share: valid targets of the mini-batch divided by all its tokens.
+        sums: by metric, the sum of the loss in this step, without its coefficient; float64 scalars.
     """
 
     share: float
@@ -111,7 +114,7 @@ class _TokenRouter(TopKRouter):
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def _balanced(self, probs: Tensor, kind: str, scores: Tensor, counts: Tensor) -> Tensor:
-        """From sums over tokens: of this rank's scores, and of where tokens went; ``[.., experts]``."""
+        """Attach a balance loss; ``scores`` of this rank and ``counts`` are sums over tokens, ``[.., experts]``."""
         weight = self.get_aux_loss_coeff(kind)
         if not weight:
             return probs
@@ -131,9 +134,14 @@ def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RouterLosses:
-    """The router losses of one update: their weight in every step, and their means in the end.
+    """The router losses of one update: their weight in every step, and their means at the end.
 
-    Without any nothing is communicated.
+    A model without router losses causes no communication.
+
+    Args:
+        model: this rank's model chunks.
+        pg: the process groups of the layout.
+        device: the device of the collectives.
     """
 
     def __init__(self, model: Sequence[nn.Module], pg: ProcessGroupCollection, device: torch.device) -> None:
@@ -144,12 +152,12 @@ class RouterLosses:
         self.tokens = self._tokens = 0.0
 
     def begin(self, batches: Sequence[TokenBatch]) -> None:
-        """Weigh the losses of the step on these micro-batches (a collective over dp)."""
+        """Set the weight of the losses for a step on these micro-batches (a collective over dp)."""
         if not self.names:
             return
         numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for rows in batches:
-            numbers += torch.stack(((rows.mask != 0).sum(), (rows.lengths * rows.counted).sum())).to(self.device)
+        for batch in batches:
+            numbers += torch.stack(((batch.mask != 0).sum(), (batch.lengths * batch.counted).sum())).to(self.device)
         if self.pg.dp.size() > 1:
             dist.all_reduce(numbers, group=self.pg.dp)
         targets, self._tokens = numbers.tolist()
@@ -158,16 +166,16 @@ class RouterLosses:
             router.sums = {}
 
     def end(self, made: bool) -> None:
-        """The step is over; where it was made, its losses count in the means."""
+        """End the step; if it was made, its losses count in the means."""
         if made and self.names:
             self.tokens += self._tokens
             for router in self.routers:
                 self.sums += torch.stack([router.sums[name] for name in self.names])
 
     def means(self) -> dict[str, float]:
-        """Each loss without its coefficient, averaged over all tokens and over the layers that have experts.
+        """Return each loss without its coefficient, averaged over all tokens and all layers with experts.
 
-        The same on every rank (a collective over all ranks of the model). None where no step was made.
+        The result is the same on every rank (a collective over all ranks of the model); empty if no step was made.
         """
         if not self.tokens:
             return {}

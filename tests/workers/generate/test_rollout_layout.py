@@ -1,4 +1,4 @@
-"""Generation in a layout of its own: the samples are those of one process, and the weights are the policy's."""
+"""Generation in a layout of its own has the samples of one process and the weights of the policy."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def policy(parallel: Axes, rollout: Axes | None, model: str = "dense", **changes
 def before_and_after(
     parallel: Axes, rollout: Axes | None, model: str, rows: int, changes: dict[str, Any]
 ) -> list[dict[str, Any]] | None:
-    """Samples, greedy responses, and greedy responses after an update; None off the last stage."""
+    """Return samples and greedy responses, before and after an update; None except on the last stage."""
     worker = policy(parallel, rollout, model, **changes)
     batch = prompts(rows, SAMPLED | {"n": N})
-    batch.batch["place"] = torch.arange(rows)
+    batch.batch["position"] = torch.arange(rows)
     mine = own_shard(batch, worker)
     greedy = DataProto(mine.batch, {}, GREEDY)
     outputs = [worker.generate_sequences(mine), worker.generate_sequences(greedy)]
@@ -75,8 +75,8 @@ def before_and_after(
     found = []
     for output in outputs:
         if output is not None:
-            place = mine.batch["place"].repeat_interleave(len(output) // len(mine))
-            found.append({"place": place, "metrics": output.meta_info.get("metrics")} | dict(output.batch))
+            position = mine.batch["position"].repeat_interleave(len(output) // len(mine))
+            found.append({"position": position, "metrics": output.meta_info.get("metrics")} | dict(output.batch))
     return found or None
 
 
@@ -101,27 +101,27 @@ def alone(model: str, rows: int) -> list[dict[str, Any]]:
     ],
     ids=["dp8", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "uneven", "ep4-few", "etp"],
 )
-def test_responses_are_those_of_one_process_before_and_after_an_update(
+def test_responses_equal_those_of_one_process_before_and_after_an_update(
     ranks: int, parallel: Axes, rollout: Axes, model: str, rows: int, changes: dict[str, Any]
 ) -> None:
     expected = alone(model, rows)
-    everyone = run_ranks(before_and_after, ranks, parallel, rollout, model, rows, changes)
-    returned = [outputs for outputs in everyone if outputs is not None]
+    ranks_outputs = run_ranks(before_and_after, ranks, parallel, rollout, model, rows, changes)
+    returned = [outputs for outputs in ranks_outputs if outputs is not None]
     assert len(returned) == ranks // parallel.get("pp", 1)
     for call, reference in enumerate(expected):
         parts = [outputs[call] for outputs in returned]
-        assert {int(place) for part in parts for place in part["place"]} == set(range(rows))
+        assert {int(position) for part in parts for position in part["position"]} == set(range(rows))
         for part in parts:
-            wanted = torch.isin(reference["place"], part["place"])
+            own = torch.isin(reference["position"], part["position"])
             for name in ("responses", "response_mask", "input_ids", "position_ids"):
-                assert torch.equal(part[name], reference[name][wanted])
-            gap = (part["rollout_log_probs"] - reference["rollout_log_probs"][wanted]).abs().max()
+                assert torch.equal(part[name], reference[name][own])
+            gap = (part["rollout_log_probs"] - reference["rollout_log_probs"][own]).abs().max()
             assert gap < 1e-4
-    moved = expected[1]["rollout_log_probs"] - expected[3]["rollout_log_probs"]
-    assert moved.abs().max() > 0.05  # the update is seen
+    change = expected[1]["rollout_log_probs"] - expected[3]["rollout_log_probs"]
+    assert change.abs().max() > 0.05  # the update has an effect
 
 
-def test_weights_are_refit_after_a_change_only_and_what_it_costs_is_reported() -> None:
+def test_weights_are_refit_only_after_a_change_and_the_cost_is_reported() -> None:
     for outputs in run_ranks(before_and_after, 4, {"tp": 2}, {}, "dense", ROWS, {}):
         first, again, updated, updated_again = (output["metrics"] for output in outputs)
         assert again is updated_again is None
@@ -132,13 +132,13 @@ def test_weights_are_refit_after_a_change_only_and_what_it_costs_is_reported() -
     assert len(DataProto.concat(results).meta_info["metrics"]["rollout/refit_bytes_sent"]) == 2
 
 
-class Provided(ActorRolloutRefWorker):
-    """A model of the user's own, which the configuration does not describe: its layers are not silu's."""
+class CustomModel(ActorRolloutRefWorker):
+    """A custom model, which the configuration does not describe: its activation is not silu."""
 
     def build_model(self) -> list[Any]:
-        return self.provided(self.config.parallel, self.context)
+        return self.build_custom_model(self.config.parallel, self.context)
 
-    def provided(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
+    def build_custom_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
         model = dataclasses.replace(self.config.model, activation="relu", gated_linear_unit=False)
         config = transformer_config(model, parallel)
 
@@ -154,15 +154,15 @@ class Provided(ActorRolloutRefWorker):
         return chunks
 
 
-class ProvidedTwice(Provided):
+class CustomRolloutModel(CustomModel):
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
         with context.activate():
-            return self.provided(parallel, context)
+            return self.build_custom_model(parallel, context)
 
 
-def of_own_model(parallel: Axes, rollout: Axes | None) -> list[torch.Tensor] | None:
-    """Greedy responses before and after an update."""
-    worker = actor(parallel, "actor_rollout", ProvidedTwice, rollout={"parallel": rollout})
+def with_custom_model(parallel: Axes, rollout: Axes | None) -> list[torch.Tensor] | None:
+    """Return greedy responses before and after an update."""
+    worker = actor(parallel, "actor_rollout", CustomRolloutModel, rollout={"parallel": rollout})
     batch = own_shard(prompts(ROWS, GREEDY), worker)
     outputs = [worker.generate_sequences(batch)]
     for _ in range(2):
@@ -171,29 +171,29 @@ def of_own_model(parallel: Axes, rollout: Axes | None) -> list[torch.Tensor] | N
     return None if outputs[0] is None else [output.batch["responses"] for output in outputs]
 
 
-def test_a_model_of_the_users_own_generates_in_another_layout() -> None:
-    expected = run_ranks(of_own_model, 1, {}, None)[0]
+def test_custom_model_generates_in_another_layout() -> None:
+    expected = run_ranks(with_custom_model, 1, {}, None)[0]
     assert not torch.equal(*expected)
-    returned = [found for found in run_ranks(of_own_model, 4, TP2_PP2, {"tp": 2}) if found is not None]
+    returned = [found for found in run_ranks(with_custom_model, 4, TP2_PP2, {"tp": 2}) if found is not None]
     assert len(returned) == 2
     for found in returned:
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def own_model_refused() -> str:
+def rejected_custom_model() -> str:
     with pytest.raises(ConfigError) as caught:
-        actor({}, "actor_rollout", Provided, rollout={"parallel": {"tp": 2}})
+        actor({}, "actor_rollout", CustomModel, rollout={"parallel": {"tp": 2}})
     assert caught.value.fields["key"] == "rollout.parallel"
     return str(caught.value)
 
 
-def test_a_model_of_the_users_own_that_cannot_be_built_for_generation_is_refused_by_name() -> None:
-    for message in run_ranks(own_model_refused, 2, timeout_s=30):
-        assert message.startswith("Provided builds a model of its own") and "override build_rollout_model" in message
+def test_custom_model_without_build_rollout_model_is_rejected() -> None:
+    for message in run_ranks(rejected_custom_model, 2, timeout_s=30):
+        assert message.startswith("CustomModel builds a model of its own") and "override build_rollout_model" in message
 
 
 def stops_at_different_steps(max_rows: int) -> tuple[int, ...]:
-    """Experts are divided over ranks with rows of their own, of which one has none left after its first token."""
+    """Generate with experts divided over ranks with different rows, of which one is done after its first token."""
     worker = actor({"etp": 2}, "rollout", model=MODELS["experts"], rollout={"max_rows": max_rows})
     first = worker.generate_sequences(own_shard(prompts(8, GREEDY), worker)).batch["responses"][:, 0]
     dist.broadcast(first, 0)
@@ -202,14 +202,14 @@ def stops_at_different_steps(max_rows: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("max_rows", [0, 1])
-def test_no_rank_waits_for_experts_of_one_that_is_done(max_rows: int) -> None:
+def test_rank_that_is_done_still_exchanges_tokens_of_experts(max_rows: int) -> None:
     done, other = run_ranks(stops_at_different_steps, 2, max_rows, timeout_s=60)
     assert done == (1, 1, 1, 1)
     assert len(other) == 3 and max(other) > 1
 
 
 def greedy_of(parallel: Axes, shares: list[int], stops: list[int], max_rows: int) -> list[list[int]]:
-    """This rank's responses, up to where each ends; data-parallel rank ``i`` has ``shares[i]`` of the rows."""
+    """Return this rank's responses without padding; data-parallel rank ``i`` has ``shares[i]`` of the rows."""
     worker = policy(parallel, None, "experts", max_rows=max_rows)
     rank = worker.context.pg.dp.rank()
     first = sum(shares[:rank])
@@ -232,7 +232,7 @@ def greedy_alone(rows: int, stops: tuple[int, ...]) -> list[list[int]]:
     ],
     ids=["ep2", "ep4-in-passes", "over-tp-and-dp"],
 )
-def test_ranks_that_share_experts_and_end_at_different_steps_generate_what_one_process_does(
+def test_ranks_with_shared_experts_that_end_at_different_steps_generate_what_one_process_does(
     parallel: Axes, shares: list[int], max_rows: int
 ) -> None:
     stops = tuple(response[0] for response in greedy_alone(10, (EOS,))[: shares[0]])
@@ -240,14 +240,14 @@ def test_ranks_that_share_experts_and_end_at_different_steps_generate_what_one_p
     longest = [
         max(map(len, expected[end - share : end])) for share, end in zip(shares, accumulate(shares), strict=True)
     ]
-    assert longest[0] == 1 and longest[1] > 2  # what the first rank has ends while others go on
+    assert longest[0] == 1 and longest[1] > 2  # the rows of the first rank end while others continue
     found = run_ranks(greedy_of, 4, parallel, shares, list(stops), max_rows, timeout_s=60)
-    copies = 4 // len(shares)  # tensor-parallel ranks hold the same rows
+    copies = 4 // len(shares)  # tensor-parallel ranks have the same rows
     assert [response for rank in found[::copies] for response in rank] == expected
     assert found[::copies] == found[copies - 1 :: copies]
 
 
-def one_bad_row() -> str:
+def padding_only_on_one_rank() -> str:
     worker = policy({}, {"tp": 2})
     batch = prompts(4, GREEDY)
     batch.batch["attention_mask"][3] = 0
@@ -256,13 +256,13 @@ def one_bad_row() -> str:
     return str(caught.value)
 
 
-def test_a_prompt_that_one_rank_refuses_leaves_no_other_waiting() -> None:
-    for message in run_ranks(one_bad_row, 4, timeout_s=30):
+def test_invalid_prompt_of_one_rank_raises_on_all() -> None:
+    for message in run_ranks(padding_only_on_one_rank, 4, timeout_s=30):
         assert "generate_sequences: row 0, of 0 tokens, is padding only" in message
 
 
-def moves(path: str) -> dict[str, Any]:
-    """What is away at every point, greedy responses at some, and what a checkpoint holds."""
+def offloaded_and_reloaded(path: str) -> dict[str, Any]:
+    """Offload and reload parts, and compare greedy responses; save and load a checkpoint in between."""
     worker = policy({"tp": 2}, {})
     batch = own_shard(prompts(ROWS, GREEDY), worker)
 
@@ -292,8 +292,8 @@ def moves(path: str) -> dict[str, Any]:
     }
 
 
-def test_the_rollouts_weights_leave_and_come_back_and_are_in_no_checkpoint(tmp_path: Path) -> None:
-    for rank in run_ranks(moves, 4, str(tmp_path)):
+def test_rollout_weights_are_offloaded_and_reloaded_and_in_no_checkpoint(tmp_path: Path) -> None:
+    for rank in run_ranks(offloaded_and_reloaded, 4, str(tmp_path)):
         assert rank["same"] == [True, True, True] and not rank["updated"]
         assert rank["freed"] == [rank["copy"], 0]
         assert rank["away"] == ("params", "grads", "optimizer")  # generation needs none of them
@@ -302,7 +302,7 @@ def test_the_rollouts_weights_leave_and_come_back_and_are_in_no_checkpoint(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("rollout", "key", "says"),
+    ("rollout", "key", "text"),
     [
         ({"tp": 3}, "rollout.parallel.tp", "model.num_attention_heads is 4, which does not divide by rollout.parallel"),
         ({"pp": 3}, "rollout.parallel.pp", "take 6 layers or another rollout.parallel.pp"),
@@ -311,21 +311,23 @@ def test_the_rollouts_weights_leave_and_come_back_and_are_in_no_checkpoint(tmp_p
         ({"tpp": 2}, "rollout.parallel.tpp", "tpp"),
     ],
 )
-def test_a_rollout_layout_that_does_not_fit_the_model_is_refused_by_its_key(rollout: Axes, key: str, says: str) -> None:
+def test_rollout_layout_that_does_not_divide_the_model_is_rejected_with_its_key(
+    rollout: Axes, key: str, text: str
+) -> None:
     config = {"model": MODEL, "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE, "parallel": rollout}}
     with pytest.raises(ConfigError) as caught:
         load_config(ActorConfig, config)
     assert caught.value.fields["key"] == key
-    assert says in str(caught.value)
+    assert text in str(caught.value)
 
 
-def layout_refused() -> tuple[str, str]:
+def rejected_layout() -> tuple[str, str]:
     with pytest.raises(LayoutError) as caught:
         policy({}, TP2_PP2)
     return str(caught.value), caught.value.key
 
 
-def test_a_rollout_layout_that_does_not_divide_the_ranks_is_refused_with_the_numbers() -> None:
-    for message, key in run_ranks(layout_refused, 2, timeout_s=30):
+def test_rollout_layout_that_does_not_divide_the_ranks_is_rejected_with_the_numbers() -> None:
+    for message, key in run_ranks(rejected_layout, 2, timeout_s=30):
         assert message.startswith("rollout.parallel: ") and "= 4 does not divide world_size 2" in message
         assert key == "rollout.parallel"

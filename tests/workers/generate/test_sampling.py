@@ -1,4 +1,4 @@
-"""Drawing tokens: what is kept, how often, and with whose random numbers."""
+"""Sampling: which tokens are kept, how often each is drawn, and the random numbers of a sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def frequencies(sampling: Sampling) -> list[float]:
     return (torch.bincount(tokens, minlength=4) / 1000).tolist()
 
 
-def test_tokens_come_as_often_as_they_are_probable() -> None:
+def test_frequencies_equal_the_probabilities() -> None:
     assert frequencies(PLAIN) == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=2e-3)
 
 
@@ -36,14 +36,14 @@ def test_top_k_keeps_the_most_probable() -> None:
     assert frequencies(replace(PLAIN, top_k=2)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=2e-3)
 
 
-def test_top_p_keeps_the_fewest_that_reach_it() -> None:
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     assert frequencies(replace(PLAIN, top_p=0.69)) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=2e-3)
     assert frequencies(replace(PLAIN, top_p=0.71)) == pytest.approx([0, 4 / 9, 2 / 9, 3 / 9], abs=2e-3)
     assert frequencies(replace(PLAIN, top_p=1e-6)) == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (7, 1.0), (0, 0.6), (50, 0.6), (200, 0.999), (1, 0.5)])
-def test_every_point_draws_the_token_that_plain_sums_say_of_what_transformers_keeps(top_k: int, top_p: float) -> None:
+def test_tokens_equal_those_of_transformers_filters_and_plain_cumulative_sums(top_k: int, top_p: float) -> None:
     logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(0))
     kept = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
     kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
@@ -56,7 +56,7 @@ def test_every_point_draws_the_token_that_plain_sums_say_of_what_transformers_ke
 
 
 @pytest.mark.parametrize("only", [0, 63, 64, 199])
-def test_a_token_without_probability_is_never_drawn(only: int) -> None:
+def test_token_with_probability_0_is_never_drawn(only: int) -> None:
     logits = torch.full((2, 200), -torch.inf)
     logits[:, only] = 0.0
     ends = torch.tensor([0.0, 1 - 2**-32], dtype=torch.float64)
@@ -64,7 +64,7 @@ def test_a_token_without_probability_is_never_drawn(only: int) -> None:
     assert tokens.tolist() == [only, only] and log_probs.tolist() == [0.0, 0.0]
 
 
-def test_the_log_probability_is_the_policys_before_anything_is_cut_off() -> None:
+def test_log_probability_is_that_before_top_k() -> None:
     tokens, log_probs = draw_tokens(LOGITS[None], torch.tensor([0.5]).double(), replace(PLAIN, top_k=1))
     assert tokens.tolist() == [1]
     assert log_probs.exp().tolist() == pytest.approx([0.4])
@@ -75,7 +75,7 @@ def test_without_sampling_the_most_probable_token_is_taken() -> None:
     assert tokens.tolist() == [1]
 
 
-def test_random_numbers_are_even_and_unrelated() -> None:
+def test_random_numbers_are_uniform_and_uncorrelated() -> None:
     seeds = sample_seeds(range(20_000), {}, n=1, seed=0, call=0)
     first, second = uniform(seeds, 0), uniform(seeds, 1)
     assert float(first.min()) >= 0 and float(first.max()) < 1
@@ -83,14 +83,14 @@ def test_random_numbers_are_even_and_unrelated() -> None:
     assert abs(float(torch.corrcoef(torch.stack((first, second)))[0, 1])) < 0.03
 
 
-def test_a_hash_depends_on_the_tokens_and_not_on_the_padding() -> None:
+def test_hash_depends_on_the_tokens_and_not_on_the_padding() -> None:
     ids = torch.tensor([[0, 0, 5, 7], [0, 5, 7, 0], [0, 0, 7, 5], [9, 9, 5, 7]])
     mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]])
     hashes = prompt_hashes(ids, mask).tolist()
     assert hashes[0] == hashes[1] == hashes[3] != hashes[2]
 
 
-def test_a_prompt_that_comes_twice_is_sampled_as_two_samples_of_it() -> None:
+def test_prompt_that_occurs_twice_is_sampled_as_two_samples_of_it() -> None:
     together = sample_seeds([7, 8], {}, n=2, seed=0, call=0)
     repeated = sample_seeds([7, 7, 8, 8], {}, n=1, seed=0, call=0)
     divided = sample_seeds([8, 8], {7: 2}, n=1, seed=0, call=0), sample_seeds([7], {7: 1}, n=1, seed=0, call=0)
@@ -108,5 +108,5 @@ def test_seed_and_call_change_every_sample() -> None:
 
 
 @pytest.mark.parametrize("ids", [[1, 5], (1, 5), torch.tensor([1, 5]), np.array([1, 5])])
-def test_stop_tokens_are_given_in_a_list_an_array_or_a_tensor(ids: Any) -> None:
+def test_stop_tokens_may_be_a_list_an_array_or_a_tensor(ids: Any) -> None:
     assert Sampling.of(RolloutConfig(), {"eos_token_id": ids, "pad_token_id": 0}).eos_token_ids == (1, 5)

@@ -1,4 +1,4 @@
-"""Rows move to the left edge, and mini-batches are the same however many ranks share them."""
+"""Rows are shifted to the left edge, and mini-batches are the same for any number of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mcontroller.errors import DataError
-from workers.train.batches import mini_batch_rows, response_rows, supervised_rows
+from workers.train.batches import response_batch, supervised_batch
+from workers.train.mini_batches import mini_batch_rows
 
 TWO_ROWS = {
     "input_ids": torch.tensor([[0, 5, 6, 7, 8, 0], [2, 3, 4, 9, 0, 0]]),
@@ -16,34 +17,34 @@ TWO_ROWS = {
 LIMITS = {"method": "update", "vocab_size": 10, "max_length": 8}
 
 
-def test_rows_start_at_the_left_edge_and_end_with_the_longest() -> None:
-    rows = response_rows(TWO_ROWS, **LIMITS)
-    assert rows.tokens.tolist() == [[5, 6, 7, 8], [2, 3, 4, 9]]
-    assert rows.mask.tolist() == [[1, 1, 0], [1, 0, 0]]
+def test_rows_start_at_column_0_and_are_as_wide_as_the_longest() -> None:
+    batch = response_batch(TWO_ROWS, **LIMITS)
+    assert batch.tokens.tolist() == [[5, 6, 7, 8], [2, 3, 4, 9]]
+    assert batch.mask.tolist() == [[1, 1, 0], [1, 0, 0]]
 
 
 def test_every_response_token_is_predicted_from_the_one_before_it() -> None:
-    rows = response_rows(TWO_ROWS, **LIMITS)
-    for row, column in rows.mask.nonzero().tolist():
-        following = rows.tokens[row, rows.predictors[row, column] + 1]
-        assert following == rows.targets[row, column]
+    batch = response_batch(TWO_ROWS, **LIMITS)
+    for row, column in batch.mask.nonzero().tolist():
+        following = batch.tokens[row, batch.predictors[row, column] + 1]
+        assert following == batch.targets[row, column]
 
 
-def test_lengths_are_rounded_up_to_what_the_axes_divide() -> None:
-    assert response_rows(TWO_ROWS, **LIMITS, multiple=8).tokens.tolist()[0] == [5, 6, 7, 8, 0, 0, 0, 0]
+def test_sequence_length_is_rounded_up_to_the_multiple() -> None:
+    assert response_batch(TWO_ROWS, **LIMITS, multiple=8).tokens.tolist()[0] == [5, 6, 7, 8, 0, 0, 0, 0]
 
 
-def test_supervised_targets_are_the_tokens_that_the_loss_mask_names() -> None:
+def test_supervised_targets_are_the_tokens_with_a_loss_mask_of_1() -> None:
     mask = torch.tensor([[0, 0, 1, 0, 1, 0], [0, 1, 1, 1, 0, 0]])
-    rows = supervised_rows(TWO_ROWS | {"loss_mask": mask}, **LIMITS)
-    asked = [rows.targets[row][rows.mask[row] == 1].tolist() for row in range(2)]
-    assert asked == [[6, 8], [3, 4, 9]]
-    assert (rows.tokens.gather(1, rows.predictors + 1) == rows.targets).all()
+    batch = supervised_batch(TWO_ROWS | {"loss_mask": mask}, **LIMITS)
+    targets = [batch.targets[row][batch.mask[row] == 1].tolist() for row in range(2)]
+    assert targets == [[6, 8], [3, 4, 9]]
+    assert (batch.tokens.gather(1, batch.predictors + 1) == batch.targets).all()
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("total", [1, 7, 16, 37])
-def test_mini_batches_do_not_depend_on_how_many_ranks_share_the_batch(total: int, shuffled: bool) -> None:
+def test_mini_batches_do_not_depend_on_the_number_of_data_parallel_ranks(total: int, shuffled: bool) -> None:
     def mini_batches(shards: int) -> list[list[int]]:
         sizes = [len(part) for part in torch.arange(total).tensor_split(shards)]
         batches: list[list[int]] = []
@@ -63,63 +64,63 @@ def test_mini_batches_do_not_depend_on_how_many_ranks_share_the_batch(total: int
         assert mini_batches(shards) == whole
 
 
-def test_equal_shards_hold_equally_many_rows_of_every_mini_batch() -> None:
+def test_equal_shards_have_equally_many_rows_of_every_mini_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     assert [len(index) for index, _ in mini_batch_rows([8, 8], 1, 8, generator)] == [4, 4]
 
 
-def test_a_shuffle_makes_other_mini_batches_every_epoch() -> None:
+def test_shuffled_mini_batches_differ_in_every_epoch() -> None:
     generator = torch.Generator().manual_seed(1)
     epochs = [mini_batch_rows([64], 0, 8, generator)[0][0].tolist() for _ in range(2)]
     assert epochs[0] != epochs[1]
 
 
-def test_an_unsound_batch_is_refused_with_its_row_and_column() -> None:
-    def refusal(**changes: torch.Tensor) -> str:
+def test_invalid_batch_is_rejected_with_its_row_and_column() -> None:
+    def rejection(**changes: torch.Tensor) -> str:
         with pytest.raises(DataError) as caught:
-            response_rows({**TWO_ROWS, **changes}, ["advantages"], **LIMITS)
+            response_batch({**TWO_ROWS, **changes}, ["advantages"], **LIMITS)
         return str(caught.value)
 
     advantages = torch.zeros(2, 3)
     padding_only = TWO_ROWS["attention_mask"] * torch.tensor([[1], [0]])
-    hole = torch.tensor([[0, 1, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0]])
-    assert "needs the column 'advantages'" in refusal()
-    assert "row 1, of 0 tokens, is padding only" in refusal(advantages=advantages, attention_mask=padding_only)
-    assert "row 0, of 3 tokens, has a hole" in refusal(advantages=advantages, attention_mask=hole)
-    assert "row 1 holds token 12, the vocabulary has 10" in refusal(
+    gap = torch.tensor([[0, 1, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0]])
+    assert "needs the column 'advantages'" in rejection()
+    assert "row 1, of 0 tokens, is padding only" in rejection(advantages=advantages, attention_mask=padding_only)
+    assert "row 0, of 3 tokens, has a gap" in rejection(advantages=advantages, attention_mask=gap)
+    assert "row 1 has the token id 12, outside the vocabulary of 10" in rejection(
         advantages=advantages,
         input_ids=TWO_ROWS["input_ids"] + 3 * TWO_ROWS["attention_mask"] * torch.tensor([[0], [1]]),
     )
-    assert "responses of row 1 holds other tokens than the end of input_ids" in refusal(
+    assert "responses of row 1 differs from the end of input_ids" in rejection(
         advantages=advantages, responses=torch.tensor([[7, 8, 0], [8, 0, 0]])
     )
-    assert "response_mask of row 0 counts a token that attention_mask says is padding" in refusal(
+    assert "response_mask of row 0 is 1 at a token that attention_mask marks as padding" in rejection(
         advantages=advantages, response_mask=torch.tensor([[1, 1, 1], [1, 0, 0]])
     )
-    assert "input_ids is torch.float32; token ids are integers" in refusal(
+    assert "input_ids is torch.float32; token ids must be integers" in rejection(
         advantages=advantages, input_ids=TWO_ROWS["input_ids"].float()
     )
-    assert "responses is torch.float32; token ids are integers" in refusal(
+    assert "responses is torch.float32; token ids must be integers" in rejection(
         advantages=advantages, responses=TWO_ROWS["responses"].float()
     )
-    assert "column 'input_ids' is [2], expected [rows, tokens]" in refusal(
+    assert "column 'input_ids' is [2], expected a tensor [rows, tokens]" in rejection(
         advantages=advantages, input_ids=TWO_ROWS["input_ids"][:, 0]
     )
-    assert "'advantages' is [2, 2], expected [2, 3]" in refusal(advantages=torch.zeros(2, 2))
+    assert "'advantages' is [2, 2], expected [2, 3]" in rejection(advantages=torch.zeros(2, 2))
     with pytest.raises(DataError, match="row 0, of 4 tokens, is longer than 3"):
-        response_rows(TWO_ROWS, **(LIMITS | {"max_length": 3}))
+        response_batch(TWO_ROWS, **(LIMITS | {"max_length": 3}))
     with pytest.raises(DataError, match="loss_mask of row 0"):
-        supervised_rows(TWO_ROWS | {"loss_mask": torch.ones(2, 6)}, **LIMITS)
+        supervised_batch(TWO_ROWS | {"loss_mask": torch.ones(2, 6)}, **LIMITS)
 
 
 @pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("nan")])
-def test_a_mask_of_other_numbers_than_0_and_1_is_refused(value: float) -> None:
-    """The loss would be a weighted sum over a number of tokens that is none."""
+def test_mask_with_values_other_than_0_and_1_is_rejected(value: float) -> None:
+    """The loss is divided by the sum of the mask, which would not be a number of tokens."""
     attention, ending = TWO_ROWS["attention_mask"].float(), torch.tensor([[0.0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]])
     for read, column, mask in (
-        (response_rows, "attention_mask", attention.masked_fill(ending != 0, value)),
-        (response_rows, "response_mask", torch.tensor([[value, 0.0, 0.0], [1.0, 0.0, 0.0]])),
-        (supervised_rows, "loss_mask", ending * value),
+        (response_batch, "attention_mask", attention.masked_fill(ending != 0, value)),
+        (response_batch, "response_mask", torch.tensor([[value, 0.0, 0.0], [1.0, 0.0, 0.0]])),
+        (supervised_batch, "loss_mask", ending * value),
     ):
-        with pytest.raises(DataError, match=f"{column} of row 0 holds {value:g}; it is 1 where"):
+        with pytest.raises(DataError, match=f"{column} of row 0 has the value {value:g}; it must be 1 where"):
             read(TWO_ROWS | {column: mask}, **LIMITS)

@@ -1,4 +1,4 @@
-"""Weight gradients added where they are summed: the same training as with a gradient of each weight by itself."""
+"""Training with weight gradients fused into their sum equals training with separate gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def trained(parallel: dict[str, Any], model: dict[str, Any], fused: bool) -> tuple[dict[str, torch.Tensor], bool]:
-    """The weights after two epochs of micro-batches, and whether a linear's gradient was ever made by itself."""
+    """Return the weights after two epochs of micro-batches, and whether any linear added its gradient to the sum."""
     further = dict(model.get("transformer", {}), recompute_num_layers=1 if "transformer" in model else None)
     further["gradient_accumulation_fusion"] = fused
     worker = actor(parallel, "actor", model=MODEL | model | {"transformer": further})
@@ -46,16 +46,16 @@ def trained(parallel: dict[str, Any], model: dict[str, Any], fused: bool) -> tup
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_is_that_of_gradients_by_themselves(layout: str, model: str) -> None:
+def test_fused_gradients_train_to_the_same_weights(layout: str, model: str) -> None:
     world_size, parallel = LAYOUTS[layout]
-    expected, by_themselves = run_ranks(trained, world_size, parallel, MODELS[model], False)[-1]
+    expected, added_without_fusion = run_ranks(trained, world_size, parallel, MODELS[model], False)[-1]
     found, added = run_ranks(trained, world_size, parallel, MODELS[model], True)[-1]
-    assert added and not by_themselves
+    assert added and not added_without_fusion
     assert largest_difference(found, expected) < (1e-2 if model == "bfloat16" else 2e-6)
 
 
 class PulledToZero(ActorRolloutRefWorker):
-    """A policy whose loss takes a linear's weight itself, beside what the linear computes."""
+    """A policy whose loss depends on the weight of a linear directly, in addition to the output of that linear."""
 
     def loss(
         self, rows: TokenBatch, output: torch.Tensor
@@ -65,8 +65,8 @@ class PulledToZero(ActorRolloutRefWorker):
         return total + 0.05 * count * layer.mlp.linear_fc2.weight.square().sum(), count, report
 
 
-def trained_twofold(optim: dict[str, bool], fused: bool) -> dict[str, torch.Tensor]:
-    """Each logit's chunk goes through the output layer by itself, so that its weight has several gradients too."""
+def trained_with_several_gradients(optim: dict[str, bool], fused: bool) -> dict[str, torch.Tensor]:
+    """Logits are computed in chunks, so that the weight of the output layer has several gradients too."""
     model = MODEL | {"transformer": {"gradient_accumulation_fusion": fused}}
     worker = actor({}, "actor", PulledToZero, model=model, optim=optim, log_prob_chunk_tokens=5)
     worker.update_actor(own_shard(experience(8), worker))
@@ -74,15 +74,15 @@ def trained_twofold(optim: dict[str, bool], fused: bool) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_nothing_else_that_contributes_to_a_weight_is_lost(overlap: bool) -> None:
+def test_fusion_keeps_all_other_gradients_of_a_weight(overlap: bool) -> None:
     optim = {"distributed_optimizer": overlap, "overlap_grad_reduce": overlap}
-    expected, found = (run_ranks(trained_twofold, 2, optim, fused)[0] for fused in (False, True))
+    expected, found = (run_ranks(trained_with_several_gradients, 2, optim, fused)[0] for fused in (False, True))
     assert largest_difference(found, expected) < 2e-6
 
 
-def default() -> bool:
+def fused_by_default() -> bool:
     return bool(actor({}, "actor").model[0].config.gradient_accumulation_fusion)
 
 
-def test_it_is_the_default_on_a_cpu() -> None:
-    assert run_ranks(default, 1) == [True]
+def test_fusion_is_the_default_on_a_cpu() -> None:
+    assert run_ranks(fused_by_default, 1) == [True]

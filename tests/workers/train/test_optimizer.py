@@ -1,4 +1,4 @@
-"""The learning rate over the optimizer's steps, by the formula of each schedule."""
+"""The learning rate of each step follows the formula of its schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LR, MIN_LR, WARMUP, TOTAL, WSD = 1.0, 0.1, 4, 20, 6
 
 
 def rates(decay_style: str, steps: int = 26) -> list[float]:
-    """The rate that the optimizer has at each of its steps, the first with no step made."""
+    """Return the learning rate at each step of the optimizer, first before any step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     config = OptimConfig(
         lr=LR,
@@ -33,22 +33,22 @@ def rates(decay_style: str, steps: int = 26) -> list[float]:
     return found
 
 
-def share(step: int) -> float:
-    """Of the way from the end of the warm-up to the end of the schedule."""
+def progress(step: int) -> float:
+    """Return the progress from the end of the warm-up (0) to the end of the schedule (1)."""
     return (step - WARMUP) / (TOTAL - WARMUP)
 
 
 FORMULAS: dict[str, Callable[[int], float]] = {
     "constant": lambda step: LR,
-    "linear": lambda step: LR + (MIN_LR - LR) * share(step),
-    "cosine": lambda step: MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * share(step))) / 2,
+    "linear": lambda step: LR + (MIN_LR - LR) * progress(step),
+    "cosine": lambda step: MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * progress(step))) / 2,
     "inverse-square-root": lambda step: LR * math.sqrt(WARMUP / step),
     "WSD": lambda step: LR - (LR - MIN_LR) * max(step - (TOTAL - WSD), 0) / WSD,
 }
 
 
 @pytest.mark.parametrize("decay_style", DECAY_STYLES)
-def test_the_rate_rises_and_falls_as_its_schedule_says(decay_style: str) -> None:
+def test_learning_rate_follows_its_schedule(decay_style: str) -> None:
     found = rates(decay_style)
     assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(WARMUP)])
     assert found[WARMUP : TOTAL + 1] == pytest.approx([FORMULAS[decay_style](at) for at in range(WARMUP, TOTAL + 1)])

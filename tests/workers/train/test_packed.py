@@ -1,4 +1,4 @@
-"""Rows of very different lengths packed into one sequence give what padded rows give, at the cost of their tokens."""
+"""Rows packed into one sequence have the results of padded rows, and cost only their own tokens."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def rows_from(start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens ``[rows, 64]`` of LENGTHS from column ``start`` ``[rows, 1]`` on, and their mask."""
+    """Return random tokens ``[rows, 64]`` of LENGTHS from column ``start`` ``[rows, 1]`` on, and their mask."""
     columns, lengths = torch.arange(64), torch.tensor(LENGTHS)[:, None]
     mask = ((columns >= start) & (columns < start + lengths)).long()
     return torch.randint(2, VOCAB, mask.shape, generator=torch.Generator().manual_seed(8)) * mask, mask
 
 
 def sentences() -> DataProto:
-    """Rows at the left edge or at the right, in turn; all but the first token of a row are to be learned."""
+    """Return rows alternately at the left and the right edge, with a loss on all but the first token."""
     start = (64 - torch.tensor(LENGTHS)[:, None]) * (torch.arange(len(LENGTHS))[:, None] % 2)
     ids, mask = rows_from(start)
     return DataProto.from_dict(
@@ -51,13 +51,13 @@ def sentences() -> DataProto:
 
 
 def samples() -> DataProto:
-    """Rows whose later half is the response, which begins in column 32."""
+    """Return rows whose second half is the response, which begins in column 32."""
     ids, mask = rows_from(32 - (torch.tensor(LENGTHS)[:, None] + 1) // 2)
     return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "responses": ids[:, 32:]})
 
 
 def computed(parallel: dict[str, Any], packed: bool, max_tokens: int) -> dict[str, Any]:
-    """Scores of actor, reference and reward model, and the weights and metrics of two supervised updates."""
+    """Return scores of actor, reference and reward model, and weights and metrics of two supervised updates."""
     worker = actor(
         parallel,
         "actor_ref",
@@ -88,7 +88,7 @@ def padded() -> dict[str, Any]:
 
 @pytest.mark.parametrize("max_tokens", [0, 64])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_rows_are_computed_as_padded_ones(layout: str, max_tokens: int) -> None:
+def test_packed_rows_have_the_results_of_padded_ones(layout: str, max_tokens: int) -> None:
     world_size, parallel = LAYOUTS[layout]
     expected = padded()
     ranks = run_ranks(computed, world_size, parallel, True, max_tokens)
@@ -102,8 +102,8 @@ def test_packed_rows_are_computed_as_padded_ones(layout: str, max_tokens: int) -
             assert largest_difference(whole, rank["scores"]) < TOLERANCE
 
 
-def passed_through(packed: bool) -> list[tuple[int, int]]:
-    """The shapes of the token ids that the model was given, in scoring and in training."""
+def input_shapes(packed: bool) -> list[tuple[int, int]]:
+    """Return the shapes of the token ids that reach the model, in scoring and in training."""
     worker = actor({}, "actor", model=LONG, rollout=ROLLOUT, packed=packed, ppo_max_tokens_per_micro_batch=80)
     shapes: list[tuple[int, int]] = []
     embedding = worker.model[0].module.embedding
@@ -115,8 +115,8 @@ def passed_through(packed: bool) -> list[tuple[int, int]]:
     return shapes
 
 
-def test_a_packed_pass_takes_the_tokens_of_its_rows_and_no_more() -> None:
-    packed, padded_ = run_ranks(passed_through, 1, True)[0], run_ranks(passed_through, 1, False)[0]
+def test_packed_pass_has_only_the_tokens_of_its_rows() -> None:
+    packed, padded_ = run_ranks(input_shapes, 1, True)[0], run_ranks(input_shapes, 1, False)[0]
     assert all(rows == 1 and tokens <= 80 for rows, tokens in packed)
     assert sum(tokens for _, tokens in packed) == 2 * sum(LENGTHS)
     assert len(packed) == 2 * -(-sum(LENGTHS) // 80) < len(padded_)

@@ -1,4 +1,4 @@
-"""Where the tokens of packed rows stand: row after row, and each row in zigzag over the cp axis."""
+"""Packed rows follow each other, and each row is split in zigzag over the cp axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.model.zigzag import zigzag_positions
 from workers.train.packing import packing_of
 
 
-def test_rows_follow_each_other_rounded_up_to_what_the_axes_divide() -> None:
+def test_rows_follow_each_other_rounded_up_to_the_multiple() -> None:
     packing = packing_of(torch.tensor([5, 8, 1]), multiple=4)
     assert packing.bounds.tolist() == [0, 8, 16, 20]
     assert (packing.total, packing.longest) == (20, 8)
@@ -19,15 +19,15 @@ def test_rows_follow_each_other_rounded_up_to_what_the_axes_divide() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_a_rank_holds_its_zigzag_part_of_every_row(cp: int) -> None:
+def test_rank_has_its_zigzag_part_of_every_row(cp: int) -> None:
     packing = packing_of(torch.tensor([5, 16, 1]), multiple=2 * cp)
     for rank in range(cp):
-        row, column = packing.held(cp, rank)
+        row, column = packing.tokens_of_rank(cp, rank)
         expected = [(at, length) for at, length in enumerate(packing.lengths.tolist())]
         assert row.tolist() == [at for at, length in expected for _ in range(length // cp)]
         assert torch.equal(column, torch.cat([zigzag_positions(length, cp, rank) for _, length in expected]))
 
 
-def test_an_odd_length_needs_no_rounding_without_context_parallelism() -> None:
-    row, column = packing_of(torch.tensor([3, 1])).held(1, 0)
+def test_odd_length_needs_no_rounding_without_context_parallelism() -> None:
+    row, column = packing_of(torch.tensor([3, 1])).tokens_of_rank(1, 0)
     assert (row.tolist(), column.tolist()) == ([0, 0, 0, 1], [0, 1, 2, 0])

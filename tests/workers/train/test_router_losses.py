@@ -1,4 +1,4 @@
-"""Router losses are means over all tokens: by their definition written out, and however micro-batches and ranks cut."""
+"""Router losses are means over all tokens, by their definition and for all micro-batches and layouts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
-from tests.workers.roles import actor, experience, largest_difference, own_shard
+from tests.workers.roles import accumulated_gradients, actor, experience, largest_difference, own_shard
 from workers.train.router_losses import prepare_routers
-from workers.weights.full_state import full_state_dict
 
 ROWS, EXPERTS, TOPK = 16, 4, 2
 Z, BALANCE = 0.01, 0.2
@@ -20,7 +19,7 @@ METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "glob
 
 
 def routed_actor(parallel: dict[str, Any], kind: str, **changes: Any) -> Any:
-    """An actor with experts whose losses are ``kind`` and z, or without losses where ``kind`` is ``none``."""
+    """Return an actor with experts whose losses are ``kind`` and z, or without losses if ``kind`` is ``none``."""
     losses = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z} if kind != "none" else {}
     model = {
         "num_moe_experts": EXPERTS,
@@ -33,20 +32,15 @@ def routed_actor(parallel: dict[str, Any], kind: str, **changes: Any) -> Any:
 
 
 def gradients(parallel: dict[str, Any], kind: str, **changes: Any) -> dict[str, Any]:
-    """Gradients of one mini-batch, and the router's metrics."""
+    """Return the gradients of one mini-batch, and the metrics of the routers."""
     worker = routed_actor(parallel, kind, **changes)
     metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
-    with torch.no_grad():
-        for chunk in worker.model:
-            for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
-    with worker.context.activate():
-        state = full_state_dict(worker.model, worker.context)
+    state = accumulated_gradients(worker)
     return {"gradients": state, "metrics": {name: value for name, value in metrics.items() if "/moe_" in name}}
 
 
 def by_definition(kind: str, rows_together: int) -> dict[str, Any]:
-    """The same of the router losses alone, from the logits of rows that go through the model one by one, unpadded."""
+    """Compute the same for the router losses alone, from logits of single unpadded rows."""
     worker = routed_actor({}, "none")
     [chunk] = worker.model
     logits: dict[str, list[torch.Tensor]] = {}
@@ -90,7 +84,7 @@ def on_one_process(kind: str, micro_batch: int) -> dict[str, Any]:
     ("kind", "micro_batch", "rows_together"),
     [("seq_aux_loss", 4, 1), ("aux_loss", 4, 4), ("aux_loss", 16, 16), ("global_aux_loss", 16, 16)],
 )
-def test_router_losses_are_what_their_definition_says(kind: str, micro_batch: int, rows_together: int) -> None:
+def test_router_losses_match_their_definition(kind: str, micro_batch: int, rows_together: int) -> None:
     expected = run_ranks(by_definition, 1, kind, rows_together)[0]
     found, without = on_one_process(kind, micro_batch), on_one_process("none", micro_batch)
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
@@ -104,7 +98,7 @@ def test_router_losses_are_what_their_definition_says(kind: str, micro_batch: in
 
 
 @pytest.mark.parametrize("changes", [{"ppo_micro_batch_size": 8}, {"ppo_micro_batch_size": 16}, {"tokens": 40}])
-def test_losses_by_row_do_not_depend_on_the_micro_batches(changes: dict[str, int]) -> None:
+def test_losses_by_row_do_not_depend_on_micro_batches(changes: dict[str, int]) -> None:
     if "tokens" in changes:
         changes = {"ppo_max_tokens_per_micro_batch": changes["tokens"]}
     expected = on_one_process("seq_aux_loss", 4)
@@ -121,7 +115,7 @@ def test_losses_by_row_do_not_depend_on_the_micro_batches(changes: dict[str, int
         ("aux_loss", 2, {"cp": 2}, 16),
     ],
 )
-def test_every_layout_adds_the_gradients_of_one_process(
+def test_every_layout_has_the_gradients_of_one_process(
     kind: str, world_size: int, parallel: dict[str, Any], micro_batch: int
 ) -> None:
     expected = on_one_process(kind, 16)
@@ -136,7 +130,7 @@ def packed_gradients(parallel: dict[str, Any], **changes: Any) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}])
-def test_what_rounds_packed_rows_up_is_no_token_of_a_router_loss(parallel: dict[str, int]) -> None:
+def test_padding_of_packed_rows_does_not_count_in_a_router_loss(parallel: dict[str, int]) -> None:
     expected = on_one_process("aux_loss", 4)
     found = run_ranks(functools.partial(packed_gradients, ppo_micro_batch_size=4), parallel.get("cp", 1), parallel)[0]
     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
@@ -144,7 +138,7 @@ def test_what_rounds_packed_rows_up_is_no_token_of_a_router_loss(parallel: dict[
 
 
 def biased(packed: bool) -> list[torch.Tensor]:
-    """How often the bias of every expert rose and fell, which goes by where tokens went."""
+    """Return the bias of every expert in units of updates, which depends on the tokens of each expert."""
     further = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     further |= {"moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 1.0}
     model = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 32, "transformer": further}
@@ -160,20 +154,20 @@ def test_padding_does_not_move_the_bias_of_experts() -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def refused() -> str:
+def custom_router_rejected() -> str:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    class OwnRouter(TopKRouter):
+    class CustomRouter(TopKRouter):
         pass
 
     worker = routed_actor({}, "aux_loss")
     for module in worker.model[0].modules():
         if isinstance(module, TopKRouter):
-            module.__class__ = OwnRouter
+            module.__class__ = CustomRouter
     with pytest.raises(ConfigError) as caught:
         prepare_routers(worker.model)
     return str(caught.value)
 
 
-def test_a_router_whose_losses_would_be_weighed_otherwise_is_refused() -> None:
-    assert "mlp.router, a OwnRouter, cannot be weighed by tokens" in run_ranks(refused, 1)[0]
+def test_router_of_another_class_with_losses_is_rejected() -> None:
+    assert "mlp.router, a CustomRouter, cannot be weighted by tokens" in run_ranks(custom_router_rejected, 1)[0]

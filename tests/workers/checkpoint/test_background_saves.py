@@ -1,4 +1,4 @@
-"""A checkpoint written beside the work: it holds what was when it began, and is there when it was waited for."""
+"""A checkpoint written in the background has the state at its start, and is complete after waiting for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
-def test_a_save_in_the_background_is_waited_for_by_the_next(tmp_path: Path) -> None:
+def test_next_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
     path = str(tmp_path)
     ranks = run_ranks(save_and_go_on, 4, {"tp": 2, "pp": 2}, path)
     assert ranks[0]["seen"][0] == []
@@ -48,8 +48,8 @@ def test_a_save_in_the_background_is_waited_for_by_the_next(tmp_path: Path) -> N
     assert largest_difference(ranks[0]["later"], run_ranks(loaded, 1, {}, path)[0]) == 0
 
 
-def overtaken(path: str) -> dict[str, Any]:
-    """The weights change while the checkpoint is under way."""
+def changed_while_saving(path: str) -> dict[str, Any]:
+    """Change the weights while the checkpoint is being written."""
     worker = critic({})
     saved = weights(worker)
     worker.save_checkpoint(path, asynchronous=True)
@@ -60,6 +60,6 @@ def overtaken(path: str) -> dict[str, Any]:
     return {"saved": saved, "loaded": weights(worker)}
 
 
-def test_it_holds_the_weights_of_the_moment_it_began(tmp_path: Path) -> None:
-    result = run_ranks(overtaken, 1, str(tmp_path))[0]
+def test_checkpoint_has_the_weights_at_the_start_of_the_save(tmp_path: Path) -> None:
+    result = run_ranks(changed_while_saving, 1, str(tmp_path))[0]
     assert largest_difference(result["saved"], result["loaded"]) == 0

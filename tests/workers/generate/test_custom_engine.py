@@ -1,4 +1,4 @@
-"""An outside engine takes Megatron's place: it is handed weights as named tensors, and generates the same tokens."""
+"""A custom engine replaces Megatron: it receives weights as named tensors, and generates the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DENSE = {"num_query_groups": 4, "add_qkv_bias": True, "tie_embeddings": True}
 
 
 class TransformersRollout:
-    """A model of transformers in the worker's process; greedy."""
+    """A greedy rollout with a model of transformers in the worker's process."""
 
     holds_weights = True
 
@@ -35,11 +35,11 @@ class TransformersRollout:
         self.slept = 0
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
-        held = dict(self.model.named_parameters())
-        count = len(held)
+        parameters = dict(self.model.named_parameters())
+        count = len(parameters)
         for name, tensor in weights:
-            held.pop(name).data.copy_(tensor)
-        assert not held  # the stream has every tensor once
+            parameters.pop(name).data.copy_(tensor)
+        assert not parameters  # the stream has every tensor once
         return {"tensors": float(count)}
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated:
@@ -74,13 +74,13 @@ class TransformersRollout:
         self.slept -= 1
 
 
-class OutsideWorker(ActorRolloutRefWorker):
+class CustomEngineWorker(ActorRolloutRefWorker):
     def build_rollout(self) -> Rollout:
         return TransformersRollout(self)
 
 
 def generations(worker: ActorRolloutRefWorker) -> list[dict[str, Any] | None]:
-    """Greedy generations of this rank's prompts: first, again, after an update, and after a sleep."""
+    """Generate greedily from this rank's prompts: first, again, after an update, and after a sleep."""
     batch = own_shard(prompts(ROWS, GREEDY), worker)
     outputs = [worker.generate_sequences(batch), worker.generate_sequences(batch)]
     for _ in range(2):
@@ -91,12 +91,12 @@ def generations(worker: ActorRolloutRefWorker) -> list[dict[str, Any] | None]:
     return [output and dict(output.batch) | {"meta_info": output.meta_info} for output in outputs]
 
 
-def inside(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
+def with_megatron(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
     return generations(actor(parallel, "actor_rollout", model=model))
 
 
-def outside(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
-    worker = actor(parallel, "actor_rollout", OutsideWorker, model=model)
+def with_custom_engine(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
+    worker = actor(parallel, "actor_rollout", CustomEngineWorker, model=model)
     found = generations(worker)
     engine = worker.rollout
     pulled = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
@@ -114,28 +114,23 @@ def outside(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
     [(1, {}, DENSE), (4, {"tp": 2, "pp": 2}, DENSE), (2, {"cp": 2}, DENSE)],
     ids=["one", "tp2-pp2", "cp2"],
 )
-def test_an_outside_engine_gives_the_tokens_of_megatron_before_and_after_an_update(
+def test_custom_engine_generates_the_tokens_of_megatron_before_and_after_an_update(
     ranks: int, parallel: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    expected = run_ranks(inside, 1, {}, model)[0]
-    rows_each = ROWS // (ranks if "ep" in parallel else 1)
-    for rank, found in enumerate(run_ranks(outside, ranks, parallel, model)):
-        start = rank * rows_each if "ep" in parallel else 0
+    expected = run_ranks(with_megatron, 1, {}, model)[0]
+    for found in run_ranks(with_custom_engine, ranks, parallel, model):
         for ours, reference in zip(found["generations"], expected, strict=True):
-            wanted = {
-                name: column[start : start + rows_each] for name, column in reference.items() if name != "meta_info"
-            }
             for name in ("responses", "response_mask", "input_ids", "position_ids"):
-                assert torch.equal(ours[name], wanted[name])
-            assert (ours["rollout_log_probs"] - wanted["rollout_log_probs"]).abs().max() < 1e-4
-        handed_over = ["metrics" in ours["meta_info"] for ours in found["generations"]]
-        assert handed_over == [True, False, True, True]
+                assert torch.equal(ours[name], reference[name])
+            assert (ours["rollout_log_probs"] - reference["rollout_log_probs"]).abs().max() < 1e-4
+        weights_updated = ["metrics" in ours["meta_info"] for ours in found["generations"]]
+        assert weights_updated == [True, False, True, True]
         assert found["pulled"] and found["asleep"] == 0
         assert found["parts"] == ("params", "grads", "optimizer", "rollout")
     assert not torch.equal(expected[0]["responses"], expected[2]["responses"])
 
 
-def test_the_engine_and_nobody_else_pulls_weights() -> None:
-    """See tests/mcontroller/test_worker_group.py for what a group says to a method of this mode."""
-    registration = registration_of(OutsideWorker, "rollout_weights")
+def test_weights_are_pulled_by_the_engine_only() -> None:
+    """See tests/mcontroller/test_worker_group.py for the error of a group that calls a method of this mode."""
+    registration = registration_of(CustomEngineWorker, "rollout_weights")
     assert registration is not None and registration.dispatch_mode == Dispatch.DIRECT_ROLLOUT_METHOD

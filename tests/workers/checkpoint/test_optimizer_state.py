@@ -1,4 +1,4 @@
-"""What a checkpoint says of the optimizer, in another layout of experts, in another run, and where it says nothing."""
+"""The optimizer's state in a checkpoint: loaded in another layout of experts, in another run, or absent."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def _in_experts(fn: Any, parallel: dict[str, Any], path: str, distributed: bool)
 
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [(TOGETHER, APART), (APART, TOGETHER)], ids=["apart", "together"])
-def test_experts_go_on_where_they_are_divided_otherwise(
+def test_training_of_experts_continues_if_they_are_divided_otherwise(
     saved_in: tuple[int, dict[str, Any]], loaded_in: tuple[int, dict[str, Any]], distributed: bool, tmp_path: Path
 ) -> None:
-    """With experts on other ranks than the other weights, Megatron has two optimizers in place of one."""
+    """With experts on other ranks than the other weights, Megatron has two optimizers instead of one."""
     saved = in_experts(save_and_go_on, saved_in, tmp_path, distributed)
     loaded = in_experts(load_and_go_on, loaded_in, tmp_path, distributed)
     assert loaded["metrics"] == pytest.approx(saved["metrics"], abs=1e-5)
@@ -58,7 +58,7 @@ def test_experts_go_on_where_they_are_divided_otherwise(
 
 
 def in_another_run(path: str, resume: bool) -> dict[str, Any]:
-    """In float16, whose first loss scales are too large for any step."""
+    """Train in float16, whose first loss scales are too large for a step; the second run has other settings."""
     optim: dict[str, Any] = {"warmup_steps": 0}
     if resume:
         return load_and_go_on({}, path, model={"dtype": "float16"}, optim=optim | {"lr": 1e-3, "betas": (0.8, 0.99)})
@@ -69,14 +69,14 @@ def in_another_run(path: str, resume: bool) -> dict[str, Any]:
     return {"scale": float(worker.optimizer.get_loss_scale())}
 
 
-def test_the_scale_of_the_loss_goes_on_and_settings_are_those_of_the_run(tmp_path: Path) -> None:
+def test_loss_scale_is_restored_and_settings_are_those_of_the_run(tmp_path: Path) -> None:
     saved, loaded = (run_ranks(in_another_run, 1, str(tmp_path), resume)[0] for resume in (False, True))
     assert loaded["scale"] <= saved["scale"] < 2.0**32
     assert loaded["metrics"]["actor/lr"] == 1e-3 and loaded["betas"] == {(0.8, 0.99)}
 
 
 def rolled_back(path: str) -> float:
-    """A step from the first weights, and again from the same weights that were saved before any step."""
+    """Make a step from the first weights, restore them, and make it again; return the difference."""
     worker, batch = actor({}, "actor"), experience(16)
     worker.save_checkpoint(path)
     worker.update_actor(batch)
@@ -86,7 +86,7 @@ def rolled_back(path: str) -> float:
     return largest_difference(first, weights(worker))
 
 
-def test_a_checkpoint_without_steps_leaves_no_moments_of_what_was_learnt_since(tmp_path: Path) -> None:
+def test_loading_a_checkpoint_without_steps_resets_the_moments(tmp_path: Path) -> None:
     assert run_ranks(rolled_back, 1, str(tmp_path)) == [0.0]
 
 
@@ -107,7 +107,7 @@ def unreadable(path: str) -> list[str]:
     return [*messages, str(caught.value)]
 
 
-def test_a_phase_that_a_role_does_not_have_and_files_that_are_cut_off_are_told(tmp_path: Path) -> None:
-    phase, cut_off = run_ranks(unreadable, 1, str(tmp_path))[0]
+def test_unknown_phase_and_truncated_files_are_reported(tmp_path: Path) -> None:
+    phase, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
     assert "was saved in the phase 'sft'; CriticWorker is trained in ppo" in phase
-    assert f"the checkpoint '{tmp_path}/global_step_0' cannot be read: rank 0: " in cut_off
+    assert f"the checkpoint '{tmp_path}/global_step_0' cannot be read: rank 0: " in truncated

@@ -1,4 +1,4 @@
-"""What Megatron-LM saved is read into our models: the weights and the step, whatever its padding and layout."""
+"""Weights and step of a checkpoint of Megatron-LM are loaded from and into any layout, whatever its padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP, PADDED_VOCAB = 40, 96
 
 
 def save_as_megatron_does(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
-    """A model with a vocabulary padded to 96 and an optimizer's state; its weights without the padding."""
+    """Save a model with a vocabulary padded to 96 and an optimizer; return its weights without the padding."""
     worker = actor(parallel, "actor")
     worker.update_actor(own_shard(experience(8), worker))
     first, last = (worker.context.pg.pp.rank() == stage for stage in (0, worker.parallel.pp - 1))
@@ -69,16 +69,16 @@ def loaded_weights(parallel: dict[str, Any], path: str) -> dict[str, torch.Tenso
     return weights(worker)
 
 
-def refused(path: str) -> str:
+def load_into_critic(path: str) -> str:
     with pytest.raises(DataError) as caught:
         critic({}).load_checkpoint(path)
     return str(caught.value)
 
 
-def test_the_weights_of_megatrons_own_checkpoint_are_read_in_any_layout(tmp_path: Path) -> None:
+def test_weights_of_a_checkpoint_of_megatron_lm_load_in_any_layout(tmp_path: Path) -> None:
     path = str(tmp_path)
     saved = run_ranks(save_as_megatron_does, 4, {"tp": 2, "pp": 2}, path)[0]
     assert largest_difference(saved, run_ranks(loaded_weights, 2, {"tp": 2}, path)[0]) == 0
     for rank in run_ranks(load, 2, {"pp": 2}, path):
         assert rank == {"step": STEP, "same": True, "updates": 1}
-    assert "output_layer.weight is [61, 32], the model's is [1, 32]" in run_ranks(refused, 1, path)[0]
+    assert "output_layer.weight is [61, 32], the model's is [1, 32]" in run_ranks(load_into_critic, 1, path)[0]

@@ -1,4 +1,4 @@
-"""A checkpoint goes on where it was saved, in the same layout or another, or says why it cannot."""
+"""Training continues from a checkpoint in any layout; an unsuitable checkpoint is rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
-from workers.checkpoint.files import directory_of, find_checkpoint, new_partial, publish, read_manifest
+from workers.checkpoint.directories import checkpoint_path, commit, create_partial, find_checkpoint
+from workers.checkpoint.manifest import read_manifest
 
 ROWS = 16
 SAVED_IN = {"tp": 2, "pp": 2}  # over 8 ranks: dp 2
@@ -32,7 +33,7 @@ SAVED_IN = {"tp": 2, "pp": 2}  # over 8 ranks: dp 2
 def save_and_go_on(
     parallel: dict[str, Any], path: str, optim: dict[str, Any], model: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A checkpoint after one update, and the weights after another."""
+    """Save a checkpoint after one update, and return the weights before and after another."""
     worker = actor(parallel, "actor_rollout_ref", optim=optim, model=model or {})
     batch = own_shard(experience(ROWS), worker)
     worker.sync_reference()
@@ -66,7 +67,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize(
     ("world_size", "parallel"), [(8, SAVED_IN), (4, {"pp": 4}), (1, {})], ids=["same", "pp4", "one-process"]
 )
-def test_training_goes_on_in_any_layout(checkpoint: dict[str, Any], world_size: int, parallel: dict[str, Any]) -> None:
+def test_training_continues_in_any_layout(
+    checkpoint: dict[str, Any], world_size: int, parallel: dict[str, Any]
+) -> None:
     loaded = run_ranks(load_and_go_on, world_size, parallel, checkpoint["path"], checkpoint["optim"])[0]
     assert loaded["step"] == 7
     assert loaded["counters"] == {"phase": "ppo", "updates": 1, "optimizer_steps": 4, "sampled_batches": 1}
@@ -75,8 +78,8 @@ def test_training_goes_on_in_any_layout(checkpoint: dict[str, Any], world_size: 
     assert largest_difference(checkpoint["later"], loaded["later"]) < 1e-5
 
 
-def test_a_bucket_that_is_padded_does_not_shift_what_follows_it(tmp_path: Path) -> None:
-    """Tied weights have a bucket of their own, which 61 x 32 numbers do not fill."""
+def test_padded_bucket_does_not_shift_the_parameters_after_it(tmp_path: Path) -> None:
+    """Tied weights are in a separate bucket, which 61 x 32 elements do not fill."""
     tied, optim = {"tie_embeddings": True}, {"distributed_optimizer": True}
     saved = run_ranks(save_and_go_on, 2, {"pp": 2}, str(tmp_path), optim, tied)[0]
     for world_size, parallel in ((2, {"pp": 2}), (1, {})):
@@ -85,7 +88,7 @@ def test_a_bucket_that_is_padded_does_not_shift_what_follows_it(tmp_path: Path) 
         assert largest_difference(saved["later"], loaded["later"]) < 1e-5
 
 
-def test_the_manifest_says_what_was_saved(checkpoint: dict[str, Any]) -> None:
+def test_manifest_describes_what_was_saved(checkpoint: dict[str, Any]) -> None:
     directory = Path(checkpoint["directory"])
     manifest = json.loads((directory / "manifest.json").read_text())
     assert directory.name == (directory.parent / "latest").read_text() == "global_step_7"
@@ -106,7 +109,7 @@ def scores_of_first_model(parallel: dict[str, Any]) -> torch.Tensor:
     return actor(parallel, "ref").compute_ref_log_prob(experience(ROWS)).batch["ref_log_prob"]
 
 
-def test_a_reference_alone_is_read_from_the_reference_of_the_checkpoint(checkpoint: dict[str, Any]) -> None:
+def test_reference_alone_is_loaded_from_the_reference_of_the_checkpoint(checkpoint: dict[str, Any]) -> None:
     expected = run_ranks(scores_of_first_model, 1, {})[0]
     found = run_ranks(scores_of_reference, 2, {"pp": 2}, checkpoint["path"])[-1]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -119,27 +122,28 @@ def keep_two(path: str) -> None:
     worker.save_checkpoint(path, global_step=10)
 
 
-def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     run_ranks(keep_two, 1, str(tmp_path))
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
 
 
-def test_what_an_interrupted_save_has_left_is_dropped_with_the_old(tmp_path: Path) -> None:
-    for left in (".global_step_1.partial", ".global_step_3.replaced"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "__0_0.distcp").touch()
+def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path: Path) -> None:
+    for name in (".global_step_1.partial", ".global_step_3.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").touch()
     run_ranks(keep_two, 1, str(tmp_path))
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
 
 
-def test_a_save_of_the_same_step_leaves_a_whole_checkpoint_wherever_it_is_stopped(
+def test_interrupted_save_of_the_same_step_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = directory_of(tmp_path, 5)
+    target = checkpoint_path(tmp_path, 5)
 
     def save(number: int) -> None:
-        new_partial(target)
-        publish(target, {"save": number}, keep=None)
+        manifest: Any = {"save": number}
+        create_partial(target)
+        commit(target, manifest, keep=None)
 
     save(0)
     rename, stops = Path.rename, []
@@ -163,8 +167,8 @@ def test_a_save_of_the_same_step_leaves_a_whole_checkpoint_wherever_it_is_stoppe
     assert read_manifest(find_checkpoint(tmp_path)) == {"save": 3}
 
 
-def begin_again(path: str) -> int:
-    """A second run writes where a longer one has been."""
+def run_again(path: str) -> int:
+    """Save in the directory of an earlier run that made more steps."""
     worker = critic({})
     for step in (90, 100, 5):
         worker.save_checkpoint(path, global_step=step, max_to_keep=2)
@@ -173,13 +177,13 @@ def begin_again(path: str) -> int:
     return worker.load_checkpoint(path)
 
 
-def test_what_was_just_written_is_never_dropped(tmp_path: Path) -> None:
-    assert run_ranks(begin_again, 1, str(tmp_path)) == [5]
+def test_checkpoint_just_written_is_never_deleted(tmp_path: Path) -> None:
+    assert run_ranks(run_again, 1, str(tmp_path)) == [5]
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_100", "global_step_5", "latest"]
 
 
 def unwritable_and_unreadable(path: str) -> list[str]:
-    """Rank 0 cannot make the directory; rank 1 finds no checkpoint."""
+    """Save where rank 0 cannot create the directory; load where rank 1 finds no checkpoint."""
     worker = critic({})
     messages = []
     with pytest.raises(DataError) as caught:
@@ -192,7 +196,7 @@ def unwritable_and_unreadable(path: str) -> list[str]:
     return messages
 
 
-def test_a_place_that_one_rank_cannot_use_is_told_on_all(tmp_path: Path) -> None:
+def test_path_that_one_rank_cannot_use_raises_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for cannot_write, not_there in run_ranks(unwritable_and_unreadable, 2, str(tmp_path), timeout_s=60):
         assert "cannot write a checkpoint to " in cannot_write and "Not a directory" in cannot_write
@@ -204,7 +208,7 @@ FALLING = {"decay_style": "cosine", "warmup_steps": 2, "total_steps": 12, "min_l
 
 
 def interrupted(path: str, resume: bool) -> dict[str, Any]:
-    """Two updates with dropout, the second of them in a new worker where ``resume``."""
+    """Make two updates with dropout, the second in a new worker if ``resume``."""
     worker = actor({"tp": 2}, "actor", model=DROPOUT, optim=FALLING)
     batch = own_shard(experience(ROWS), worker)
     if resume:
@@ -216,14 +220,14 @@ def interrupted(path: str, resume: bool) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights(worker)}
 
 
-def test_random_numbers_and_the_learning_rate_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_and_learning_rate_continue(tmp_path: Path) -> None:
     whole, resumed = (run_ranks(interrupted, 2, str(tmp_path), resume)[0] for resume in (False, True))
     assert resumed["metrics"] == whole["metrics"]
     assert 1e-3 < whole["metrics"]["actor/lr"] < 1e-2
     assert largest_difference(whole["weights"], resumed["weights"]) == 0
 
 
-def refused(path: str, how: str) -> str:
+def rejected(path: str, how: str) -> str:
     with pytest.raises(DataError) as caught:
         match how:
             case "critic":
@@ -243,11 +247,11 @@ def save_actor(path: str) -> None:
     worker.save_checkpoint(path)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsuitable_checkpoint_is_rejected_with_the_names_that_differ(tmp_path: Path) -> None:
     path = str(tmp_path)
     run_ranks(save_actor, 1, path)
-    assert "output_layer.weight is [61, 32], the model's is [1, 32]" in run_ranks(refused, 1, path, "critic")[0]
-    larger = run_ranks(refused, 1, path, "larger")[0]
+    assert "output_layer.weight is [61, 32], the model's is [1, 32]" in run_ranks(rejected, 1, path, "critic")[0]
+    larger = run_ranks(rejected, 1, path, "larger")[0]
     assert re.search(r"linear_fc1.weight is \[4, 128, 32\], the model's is \[5, 192, 32\]", larger), larger
-    assert "distributed_optimizer=False, this run has True" in run_ranks(refused, 1, path, "optimizer")[0]
-    assert "there is no checkpoint" in run_ranks(refused, 1, path, "nothing")[0]
+    assert "distributed_optimizer=False, this run has True" in run_ranks(rejected, 1, path, "optimizer")[0]
+    assert "there is no checkpoint" in run_ranks(rejected, 1, path, "nothing")[0]

@@ -1,4 +1,4 @@
-"""Generation: the cache computes what a full pass computes, and a sample does not depend on where it is drawn."""
+"""Generation with the cache equals full passes, and samples do not depend on the layout or the order of the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.partition import split_rows
 from tests.forking import run_ranks
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
-from workers.generate import linears as generation_linears
+from workers.generate import inference_linears
 from workers.model.local_modules import TELayerNormColumnParallelLinear
 
 ROWS = 12
@@ -28,37 +28,39 @@ LAYOUTS = {
 
 
 def generated(parallel: dict[str, Any], meta_info: dict[str, Any], order: list[int]) -> dict[str, torch.Tensor] | None:
-    """What this rank's last stage generates, each row beside the place of its prompt in the batch."""
+    """Generate and score; return the rows of the last stage with the position of each prompt in the batch."""
     worker = actor(parallel, "actor_rollout")
     batch = prompts(ROWS, meta_info)
-    batch.batch["place"] = torch.arange(ROWS)
+    batch.batch["position"] = torch.arange(ROWS)
     mine = own_shard(batch.select_idxs(order), worker)
-    handed_on = [worker.generate_sequences(mine)]
+    broadcast = [worker.generate_sequences(mine)]
     stages = worker.context.pg.pp
-    dist.broadcast_object_list(handed_on, src=dist.get_process_group_ranks(stages)[-1], group=stages)
-    output = handed_on[0]
+    dist.broadcast_object_list(broadcast, src=dist.get_process_group_ranks(stages)[-1], group=stages)
+    output = broadcast[0]
     scores = worker.compute_log_prob(output)
     if scores is None:
         return None
-    place = mine.batch["place"].repeat_interleave(meta_info.get("n", 1))
-    return {"place": place} | dict(output.batch) | dict(scores.batch)
+    position = mine.batch["position"].repeat_interleave(meta_info.get("n", 1))
+    return {"position": position} | dict(output.batch) | dict(scores.batch)
 
 
 @functools.cache
-def everywhere(layout: str | None, greedy: bool = True, n: int = 1, backwards: bool = False) -> dict[str, torch.Tensor]:
-    """The rows of all ranks of a layout, in the order of the batch."""
+def of_all_ranks(
+    layout: str | None, greedy: bool = True, n: int = 1, backwards: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the rows of all ranks of a layout, in the order of the batch."""
     world_size, parallel = (1, {}) if layout is None else LAYOUTS[layout]
     order = list(range(ROWS))[:: -1 if backwards else 1]
     meta_info = (GREEDY if greedy else SAMPLED) | {"n": n}
     parts = [part for part in run_ranks(generated, world_size, parallel, meta_info, order) if part]
-    by_shard = {tuple(part["place"].tolist()): part for part in parts}.values()  # tp ranks hold the same rows
+    by_shard = {tuple(part["position"].tolist()): part for part in parts}.values()  # tp ranks have the same rows
     joined = {name: torch.cat([part[name] for part in by_shard]) for name in parts[0]}
-    order_back = joined["place"].argsort(stable=True)
+    order_back = joined["position"].argsort(stable=True)
     return {name: column[order_back] for name, column in joined.items()}
 
 
 def argmax_without_cache() -> torch.Tensor:
-    """Greedy responses, one row and one token at a time, from whole unpadded sequences."""
+    """Return greedy responses from full passes of unpadded sequences, one row and one token at a time."""
     worker = actor({}, "rollout")
     model = worker.model[0].eval()
     responses = torch.full((ROWS, RESPONSE), PAD)
@@ -81,58 +83,58 @@ def greedy_reference() -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
 def test_greedy_tokens_are_the_argmax_of_full_passes(layout: str | None) -> None:
-    assert torch.equal(everywhere(layout)["responses"], greedy_reference())
+    assert torch.equal(of_all_ranks(layout)["responses"], greedy_reference())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_are_those_of_one_process(layout: str) -> None:
-    expected, found = everywhere(None, greedy=False, n=2), everywhere(layout, greedy=False, n=2)
+def test_samples_equal_those_of_one_process(layout: str) -> None:
+    expected, found = of_all_ranks(None, greedy=False, n=2), of_all_ranks(layout, greedy=False, n=2)
     assert torch.equal(found["responses"], expected["responses"])
 
 
 def test_samples_do_not_depend_on_the_order_of_the_batch() -> None:
     assert torch.equal(
-        everywhere(None, greedy=False, backwards=True)["responses"], everywhere(None, greedy=False)["responses"]
+        of_all_ranks(None, greedy=False, backwards=True)["responses"], of_all_ranks(None, greedy=False)["responses"]
     )
 
 
 def test_samples_of_one_prompt_differ_and_repeat_the_prompt_next_to_each_other() -> None:
-    samples = everywhere(None, greedy=False, n=2)
+    samples = of_all_ranks(None, greedy=False, n=2)
     assert torch.equal(samples["prompts"][0::2], samples["prompts"][1::2])
     assert (samples["responses"][0::2] != samples["responses"][1::2]).any(1).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
-def test_log_probs_of_samples_are_those_that_scoring_computes(layout: str | None) -> None:
-    samples = everywhere(layout, greedy=False, n=2)
+def test_log_probs_of_samples_equal_those_of_scoring(layout: str | None) -> None:
+    samples = of_all_ranks(layout, greedy=False, n=2)
     assert samples["rollout_log_probs"].abs().max() > 1
     torch.testing.assert_close(samples["rollout_log_probs"], samples["old_log_probs"], atol=1e-4, rtol=0)
 
 
-def with_weights_laid_out(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Generated and scored before and after the weights changed, every weight in oneDNN's order while generating."""
-    laid_out = []
+def with_reordered_weights(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Generate and score before and after the weights change, with every weight in oneDNN's memory layout."""
+    reordered = []
     reorder = torch.ops.mkldnn._reorder_linear_weight
     worker = actor(parallel, "actor_rollout")
     worker.generate_sequences(prompts(ROWS, GREEDY))
-    monkeypatch.setattr(generation_linears, "WORTH_LAYING_OUT", 1)
+    monkeypatch.setattr(inference_linears, "MIN_REORDERED_ELEMENTS", 1)
     monkeypatch.setattr(
-        torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: laid_out.append(weight) or reorder(weight)
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: reordered.append(weight) or reorder(weight)
     )
     rounds = []
     for factor in (1.0, 1.1):
         for parameter in worker.model[0].parameters():
             parameter.data *= factor
-        laid_out.clear()
+        reordered.clear()
         generated = worker.generate_sequences(prompts(ROWS, GREEDY))
         scored = worker.compute_log_prob(generated)
-        rounds.append({"count": len(laid_out)} | dict(generated.batch) | dict(scored.batch))
+        rounds.append({"count": len(reordered)} | dict(generated.batch) | dict(scored.batch))
     return rounds
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_laid_out_for_the_processor_generate_the_same(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = run_ranks(with_weights_laid_out, world_size, {"tp": world_size}, monkeypatch)[-1]
+def test_reordered_weights_generate_the_same(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = run_ranks(with_reordered_weights, world_size, {"tp": world_size}, monkeypatch)[-1]
     assert before["count"] == after["count"] == 4 * 4 + 1  # of every layer qkv, projection, fc1, fc2; and the output
     assert torch.equal(before["responses"], greedy_reference())
     for samples in (before, after):
@@ -140,43 +142,43 @@ def test_weights_laid_out_for_the_processor_generate_the_same(world_size: int, m
     assert (before["rollout_log_probs"] - after["rollout_log_probs"]).abs().max() > 1e-2
 
 
-class Adapted(RowParallelLinear):
+class MixedOutput(RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(input_)
         return output + 0.3 * output.roll(1, -1), bias
 
 
-class Rounded(RowParallelLinear):
+class RoundedWeight(RowParallelLinear):
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **others: Any) -> torch.Tensor:
         return super()._forward_impl(input=input, weight=(weight * 4).round() / 4, **others)
 
 
-class Scaled(TELayerNormColumnParallelLinear):
-    """Its weight is another tensor in every call, of its own in every layer."""
+class ScaledWeight(TELayerNormColumnParallelLinear):
+    """Its weight is a new tensor in every call, and different in every layer."""
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return super().forward(hidden, self.weight * (1 + 0.1 * self.layer_number))
 
 
-def with_own_linears(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    monkeypatch.setattr(generation_linears, "WORTH_LAYING_OUT", 1)
+def with_custom_linears(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    monkeypatch.setattr(inference_linears, "MIN_REORDERED_ELEMENTS", 1)
     worker = actor({}, "actor_rollout")
     for layer in worker.model[0].module.decoder.layers:
-        layer.self_attention.linear_proj.__class__ = Adapted
-        layer.mlp.linear_fc2.__class__ = Rounded
+        layer.self_attention.linear_proj.__class__ = MixedOutput
+        layer.mlp.linear_fc2.__class__ = RoundedWeight
         for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
-            linear.__class__, linear.layer_number = Scaled, layer.layer_number
+            linear.__class__, linear.layer_number = ScaledWeight, layer.layer_number
     samples = worker.generate_sequences(prompts(ROWS, SAMPLED))
     return [samples.batch["rollout_log_probs"], worker.compute_log_prob(samples).batch["old_log_probs"]]
 
 
-def test_linears_of_the_users_own_generate_what_they_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampled, scored = run_ranks(with_own_linears, 1, monkeypatch)[0]
+def test_custom_linears_generate_with_the_log_probs_that_they_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled, scored = run_ranks(with_custom_linears, 1, monkeypatch)[0]
     torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
 
 
 def test_responses_end_at_the_stop_token_and_are_padded_after_it() -> None:
-    samples = everywhere(None, greedy=False, n=2)
+    samples = of_all_ranks(None, greedy=False, n=2)
     assert 0 < (samples["response_mask"].sum(1) < RESPONSE).sum() < 2 * ROWS
     for response, mask in zip(samples["responses"], samples["response_mask"], strict=True):
         stops = (response == EOS).nonzero().flatten().tolist()
@@ -188,8 +190,8 @@ def test_responses_end_at_the_stop_token_and_are_padded_after_it() -> None:
     assert torch.equal(samples["position_ids"], (samples["attention_mask"].cumsum(1) - 1).clamp(min=0))
 
 
-def few(parallel: dict[str, Any], rows: int) -> DataProto | None:
-    """Of fewer prompts than ranks, this rank's part as dispatch gives it."""
+def generated_from_few(parallel: dict[str, Any], rows: int) -> DataProto | None:
+    """Generate from fewer prompts than ranks, divided as dispatch does."""
     worker = actor(parallel, "rollout")
     registration = registration_of(type(worker), "generate_sequences")
     assert registration is not None
@@ -200,8 +202,8 @@ def few(parallel: dict[str, Any], rows: int) -> DataProto | None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fewer_prompts_than_ranks_are_sampled_as_in_one_process(rows: int) -> None:
-    alone = run_ranks(few, 1, {}, rows)[0]
-    parts = [part for part in run_ranks(few, 8, {"pp": 2}, rows) if part is not None]
+    alone = run_ranks(generated_from_few, 1, {}, rows)[0]
+    parts = [part for part in run_ranks(generated_from_few, 8, {"pp": 2}, rows) if part is not None]
     joined = DataProto.concat(parts)
     assert len(parts) == 4 and len(joined) == 2 * rows
     for name, column in alone.batch.items():
@@ -222,7 +224,7 @@ def test_generation_ends_when_every_row_has_stopped() -> None:
     assert run_ranks(stops_early, 1)[0] == [1, ROWS]
 
 
-def refusals() -> list[str]:
+def rejections() -> list[str]:
     worker = actor({}, "rollout")
     good = prompts(2, SAMPLED)
     right_padded = DataProto.from_dict(
@@ -251,15 +253,15 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_prompts_that_cannot_be_generated_from_are_refused_by_name() -> None:
-    right_padded, too_long, no_mask, no_stop, cold, half, outside, text, empty, nothing = run_ranks(refusals, 1)[0]
+def test_invalid_prompts_and_settings_are_rejected_with_their_name() -> None:
+    right_padded, too_long, no_mask, no_stop, cold, half, outside, text, empty, nothing = run_ranks(rejections, 1)[0]
     assert "row 0 is padded on the right" in right_padded
     assert f"row 0, of {PROMPT + 1} tokens, is longer than {PROMPT}" in too_long
     assert "'attention_mask'" in no_mask
     assert "eos_token_id" in no_stop
     assert "do_sample" in cold
     assert "meta_info['n'] is 1.5; expected int" in half
-    assert f"pad_token_id is {VOCAB}, the vocabulary has {VOCAB}" in outside
+    assert f"pad_token_id is {VOCAB}, expected a token id of the vocabulary, 0 to {VOCAB - 1}" in outside
     assert "meta_info['eos_token_id'] is '</s>'; expected int" in text
-    assert "input_ids is [2, 0]: rows without a token" in empty
+    assert "input_ids is [2, 0], expected at least one token in every row" in empty
     assert "a batch of 0 rows" in nothing

@@ -1,4 +1,4 @@
-"""Linears as generation computes them: nothing for a backward pass, and on a CPU weights in the order they are read."""
+"""Faster linear layers for generation: no work for a backward pass; on a CPU, weights in oneDNN's memory layout."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-__all__ = ["linears_for_generation"]
+__all__ = ["inference_linears"]
 
-WORTH_LAYING_OUT = 1 << 16  # elements; a smaller weight stays in the processor's cache however it lies
+MIN_REORDERED_ELEMENTS = 1 << 16  # a smaller weight stays in the processor's cache in any layout
 
 
 @contextlib.contextmanager
-def linears_for_generation(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """What a linear does for its backward pass costs as much as a small product; on whole sequences nothing else than
-    the product, and the sum over tp, is left of its forward pass. Weights do not change inside. What a user's own
-    linear computes in the place of Megatron's stays as it is.
+def inference_linears(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Reduce the forward pass of Megatron's linear layers to the product, and the sum over tp.
+
+    What a linear does for its backward pass costs as much as a small product. The weights must not change inside. A
+    linear with a forward pass of its own, in a subclass or on the instance, keeps it.
     """
     modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     columns = [
@@ -56,34 +57,35 @@ def _multiplies_as(kind: Any, module: Any) -> bool:
 
 
 def _is(method: Any, function: Any) -> bool:
-    """Whether a bound method is this one, and not a subclass's or an instance's own."""
+    """Whether a bound method is this function, and not one of a subclass or of the instance."""
     return getattr(method, "__func__", None) is function
 
 
 class _Product:
-    """``nn.functional.linear``; a float32 parameter on a CPU is first copied into the order in which oneDNN reads it.
+    """``nn.functional.linear``, which first copies a float32 parameter on a CPU into oneDNN's memory layout.
 
-    The next tokens of a batch are a product with few rows, in which reading the weight counts: it takes 0.6 to 0.85 of
-    the time at 64 rows, less at 8. The copies live as long as this object: one generation, each weight twice.
+    Decoding multiplies few rows, so that reading the weight dominates: the product takes 0.6 to 0.85 of the time at 64
+    rows, and less at 8. The copies live as long as this object: during one generation each weight is in memory
+    twice.
     """
 
     def __init__(self) -> None:
-        self.laid_out: dict[int, Tensor] = {}
+        self.reordered: dict[int, Tensor] = {}
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_for_gradients: Any) -> Tensor:
-        if not _gains_by_layout(weight):
+        if not _gains_by_reordering(weight):
             return nn.functional.linear(input, weight, bias)
-        held = self.laid_out.get(id(weight))
-        if held is None:
-            held = self.laid_out[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        return torch.ops.mkldnn._linear_pointwise(input, held, bias, "none", [], "")
+        reordered = self.reordered.get(id(weight))
+        if reordered is None:
+            reordered = self.reordered[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        return torch.ops.mkldnn._linear_pointwise(input, reordered, bias, "none", [], "")
 
 
-def _gains_by_layout(weight: Tensor) -> bool:
-    """Whether to keep a copy: never of a tensor made for one call, whose id may be another's in the next."""
+def _gains_by_reordering(weight: Tensor) -> bool:
+    """Whether to keep a copy: only of a parameter, since the id of a temporary tensor is used again by others."""
     on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
     lasting = isinstance(weight, nn.Parameter) and weight.dtype == torch.float32
-    return on_cpu and lasting and weight.numel() >= WORTH_LAYING_OUT
+    return on_cpu and lasting and weight.numel() >= MIN_REORDERED_ELEMENTS
 
 
 def _product_and_bias(product: _Product, linear: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

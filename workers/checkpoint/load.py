@@ -1,0 +1,168 @@
+"""Loading a checkpoint into a worker of any layout; of Megatron-LM's own checkpoints, the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException
+
+from mcontroller.errors import DataError
+from parallel_state.agreement import on_every_rank
+from workers.checkpoint.directories import find_checkpoint
+from workers.checkpoint.manifest import Manifest, Shapes, read_manifest
+from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
+from workers.checkpoint.optimizer_state import merge_optimizer_state
+from workers.checkpoint.state import (
+    TrainingState,
+    layout_of,
+    set_random_state,
+    sharded_state,
+    weight_prefix,
+    weight_shapes,
+)
+
+__all__ = ["load_checkpoint", "open_checkpoint"]
+
+
+def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
+    """Find the checkpoint at ``path``, or the latest one in it, and read its manifest (a collective).
+
+    Args:
+        path: the directory of a checkpoint or of several; those of Megatron-LM in its distributed format are read too.
+        vocab_size: of the model, without padding.
+
+    Returns:
+        The directory of the checkpoint, and its manifest.
+
+    Raises:
+        DataError: on every rank, if one of them finds no checkpoint, or one that was never finished.
+    """
+    return on_every_rank(lambda: _open(path, vocab_size))
+
+
+def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
+    of_megatron_lm = find_megatron_lm_checkpoint(Path(path))
+    if of_megatron_lm is not None:
+        return of_megatron_lm, megatron_lm_manifest(of_megatron_lm, vocab_size)
+    checkpoint = find_checkpoint(path)
+    return checkpoint, read_manifest(checkpoint)
+
+
+def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifest) -> None:
+    """Load the checkpoint into the models, the optimizer and the schedule (a collective).
+
+    The weights may come from any layout. The optimizer's state is loaded if the checkpoint has it. The random state is
+    restored only in the layout that saved it. If the checkpoint has no part "reference", the reference is loaded from
+    its "model".
+
+    Args:
+        training: the objects to load into.
+        checkpoint: the directory, as ``open_checkpoint`` returns it.
+        manifest: its manifest.
+
+    Raises:
+        DataError: on every rank, before anything changes, if weights are missing, unexpected or of another shape; if
+            the state is that of a distributed optimizer and this one is not, or the reverse; or if files are damaged.
+    """
+    sources = _sources(training, manifest)
+    with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None
+    same_layout = manifest["layout"] == layout_of(training)
+    loading = dataclasses.replace(
+        training,
+        models={part: training.models[part] for part in sources},
+        optimizer=training.optimizer if with_optimizer else None,
+    )
+    state = sharded_state(loading, loading=True, sources=sources)
+    _check_weights(weight_shapes(loading, state, sources), manifest, sources, checkpoint)
+    _check_optimizer(training, manifest, checkpoint)
+    if not same_layout:
+        del state["random"]
+    own = state.pop("optimizer", None)
+    # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
+    loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint)
+    _load_models(training, loaded, sources)
+    merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
+    _load_optimizer(training, merged, manifest)
+    if same_layout:
+        set_random_state(loaded["random"])
+
+
+def _read(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load(state, str(checkpoint))
+    except CheckpointException as error:  # derives from BaseException: `except Exception` would not catch it
+        causes = "; ".join(f"rank {rank}: {cause!r:.300}" for rank, (cause, _) in sorted(error.failures.items())[:1])
+        text = f"the checkpoint {str(checkpoint)!r} cannot be read: {causes}"
+        raise DataError(text, path=str(checkpoint)) from error
+
+
+def _sources(training: TrainingState, manifest: Manifest) -> dict[str, str]:
+    """By part, the part of the checkpoint that it is read from; a part to be copied from "model" is omitted."""
+    sources = {part: part if part in manifest["parts"] else "model" for part in training.models}
+    return {part: source for part, source in sources.items() if part == source or "model" not in training.models}
+
+
+def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    for part, source in sources.items():
+        prefix = weight_prefix(source)
+        for index, chunk in enumerate(training.models[part]):
+            weights = loaded[f"{part}{index}"]
+            unwrap_model(chunk).load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
+    for part in training.models.keys() - sources.keys():
+        for chunk, model in zip(training.models[part], training.models["model"], strict=True):
+            unwrap_model(chunk).load_state_dict(unwrap_model(model).state_dict())
+
+
+@torch.no_grad()
+def _load_optimizer(training: TrainingState, state: Any, manifest: Manifest) -> None:
+    optimizer, scheduler = training.optimizer, training.scheduler
+    if optimizer is None or scheduler is None:
+        return
+    if state is None:
+        optimizer.reload_model_params()
+    else:
+        optimizer.load_state_dict(state)
+    scheduler.num_steps = manifest["scheduler_steps"]
+    scheduler.step(0)
+
+
+def _check_weights(needed: Shapes, manifest: Manifest, sources: Mapping[str, str], checkpoint: Path) -> None:
+    for part, source in sources.items():
+        saved, shapes = manifest["weights"][source], needed[part]
+        missing = sorted(shapes.keys() - saved.keys())
+        unexpected = sorted(saved.keys() - shapes.keys())
+        differing = [
+            f"{name} is {saved[name]}, the model's is {shapes[name]}"
+            for name in sorted(shapes.keys() & saved.keys())
+            if saved[name] != shapes[name]
+        ]
+        if missing or unexpected or differing:
+            raise DataError(
+                f"the checkpoint {str(checkpoint)!r} does not match the {part}: missing weights {missing or 'none'}; "
+                f"unexpected {unexpected or 'none'}; of another shape {differing or 'none'}",
+                path=str(checkpoint),
+                missing=missing,
+                unexpected=unexpected,
+                differing=differing,
+            )
+
+
+def _check_optimizer(training: TrainingState, manifest: Manifest, checkpoint: Path) -> None:
+    if training.optimizer is None or "optimizer" not in manifest["parts"]:
+        return
+    distributed = training.optimizer.config.use_distributed_optimizer
+    if distributed != manifest["distributed_optimizer"]:
+        raise DataError(
+            f"the checkpoint {str(checkpoint)!r} was saved with optim.distributed_optimizer="
+            f"{manifest['distributed_optimizer']}, this run has {distributed}: Megatron cannot convert one into the "
+            f"other; set optim.distributed_optimizer={manifest['distributed_optimizer']}",
+            path=str(checkpoint),
+            distributed_optimizer=manifest["distributed_optimizer"],
+        )

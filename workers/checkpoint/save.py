@@ -1,0 +1,87 @@
+"""Saving a checkpoint in Megatron's distributed format, which any layout can load.
+
+A checkpoint is a directory ``global_step_<n>`` that appears atomically: it is written under a temporary name and
+renamed when every rank has finished. In addition to Megatron's files it has ``manifest.json``, so that an unsuitable
+checkpoint is rejected with the names and shapes that differ. The file ``latest`` in the parent directory names the
+newest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from parallel_state.agreement import on_every_rank
+from workers.checkpoint.background_saves import BackgroundSaves
+from workers.checkpoint.directories import checkpoint_path, commit, create_partial, partial_path
+from workers.checkpoint.manifest import Manifest
+from workers.checkpoint.state import TrainingState, layout_of, sharded_state, weight_shapes
+
+__all__ = ["save_checkpoint"]
+
+
+def save_checkpoint(
+    training: TrainingState,
+    path: str | os.PathLike[str],
+    step: int,
+    keep: int | None = None,
+    background: BackgroundSaves | None = None,
+) -> Path:
+    """Write ``<path>/global_step_<step>`` and point ``latest`` to it (a collective).
+
+    Args:
+        training: the objects to save. The optimizer is saved only if its schedule has made a step.
+        path: a directory on a file system that all nodes share.
+        step: the number in the directory's name.
+        keep: how many checkpoints stay under ``path``: this one and the newest steps of the others; None keeps all.
+        background: writes the checkpoint while the caller goes on; the directory appears when it has finished.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        DataError: on every rank, if the directory cannot be created.
+    """
+    if background is not None:
+        background.finish()
+    target = checkpoint_path(Path(path), step)
+    on_every_rank(lambda: create_partial(target) if dist.get_rank() == 0 else None)
+    partial = str(partial_path(target))
+    if training.scheduler is None or training.scheduler.num_steps == 0:
+        training = dataclasses.replace(training, optimizer=None)
+    state = sharded_state(training, loading=False)
+    commit_here = functools.partial(_commit, target, _manifest(training, state, step), keep)
+    if background is not None:
+        background.begin(state, partial, commit_here)
+    else:
+        dist_checkpointing.save(state, partial)
+        commit_here()
+    return target
+
+
+def _commit(target: Path, manifest: Manifest, keep: int | None) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        commit(target, manifest, keep)
+    dist.barrier()
+
+
+def _manifest(training: TrainingState, state: Mapping[str, Any], step: int) -> Manifest:
+    optimizer = training.optimizer
+    return {
+        "format": 1,
+        "step": step,
+        "layout": layout_of(training),
+        "parts": [*training.models, *(["optimizer"] if optimizer is not None else [])],
+        "distributed_optimizer": optimizer is not None and optimizer.config.use_distributed_optimizer,
+        "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
+        "counters": training.counters,
+        "weights": weight_shapes(training, state, {part: part for part in training.models}),
+    }

@@ -1,0 +1,118 @@
+"""Exchange of prompts and responses between two layouts of the same ranks.
+
+Prompts go from the data-parallel shards of one layout to even shares of another, and responses go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from parallel_state.agreement import everyones
+from workers.generate.rollout_protocol import Generated, Prompts
+
+__all__ = ["PromptExchange", "consecutive", "even_shares"]
+
+
+class PromptExchange:
+    """Connects a layout whose data-parallel ranks have prompts and return responses to one that generates them.
+
+    Both layouts are over all ranks of torch.distributed. The constructor and all methods are collectives.
+
+    Args:
+        requesting: the layout with the prompts.
+        generating: the layout that generates the responses.
+    """
+
+    def __init__(self, requesting: ProcessGroupCollection, generating: ProcessGroupCollection) -> None:
+        self._requesting = requesting
+        mine = _RankRole(
+            requests_shard=requesting.dp.rank(),
+            receives=_on_last_stage(requesting),
+            generates_share=generating.dp.rank(),
+            sends=_on_last_stage(generating) and generating.tp.rank() == 0,
+        )
+        self._ranks = everyones(mine)
+
+    def gather(self, prompts: Prompts, pad_token_id: int) -> tuple[Prompts, list[int]]:
+        """Return the prompts of all shards in order, and the number of prompts of each shard."""
+        shards = everyones(prompts, self._requesting.dp)
+        width = max(shard.ids.size(1) for shard in shards)
+        joined = Prompts(
+            torch.cat([_widened(shard.ids, width, pad_token_id) for shard in shards]),
+            torch.cat([_widened(shard.attention_mask, width, 0) for shard in shards]),
+            torch.cat([shard.seeds for shard in shards]),
+        )
+        return joined, [len(shard.ids) for shard in shards]
+
+    def return_responses(
+        self, generated: Generated, shares: Sequence[range], shards: Sequence[range]
+    ) -> Generated | None:
+        """Send the responses back to the ranks that requested them.
+
+        Args:
+            generated: the responses of this rank, those of its share.
+            shares: by dp rank of the generating layout, its rows among all responses.
+            shards: by dp rank of the requesting layout, its rows among all responses.
+
+        Returns:
+            The responses of this rank's shard; None on ranks that do not return results in the requesting layout.
+        """
+        rank = dist.get_rank()
+        own = shares[self._ranks[rank].generates_share]
+        going = [self._between(rank, other, shares, shards) for other in range(len(self._ranks))]
+        coming = [self._between(other, rank, shares, shards) for other in range(len(self._ranks))]
+        order = sorted((other for other in range(len(coming)) if coming[other]), key=lambda other: coming[other].start)
+        columns = []
+        for column in generated:
+            outgoing = torch.cat([column[rows.start - own.start : rows.stop - own.start] for rows in going])
+            incoming = column.new_empty(sum(map(len, coming)), *column.shape[1:])
+            dist.all_to_all_single(incoming, outgoing, [len(rows) for rows in coming], [len(rows) for rows in going])
+            parts = incoming.split([len(rows) for rows in coming])
+            columns.append(torch.cat([parts[other] for other in order]) if order else incoming)
+        return Generated(*columns) if self._ranks[rank].receives else None
+
+    def _between(self, sender: int, receiver: int, shares: Sequence[range], shards: Sequence[range]) -> range:
+        """The rows that one rank sends to another."""
+        share = shares[self._ranks[sender].generates_share]
+        shard = shards[self._ranks[receiver].requests_shard]
+        start, stop = max(share.start, shard.start), min(share.stop, shard.stop)
+        if not (self._ranks[sender].sends and self._ranks[receiver].receives) or start >= stop:
+            return range(share.start, share.start)
+        return range(start, stop)
+
+
+def even_shares(rows: int, count: int) -> list[range]:
+    """Divide ``rows`` consecutive rows into ``count`` shares whose lengths differ by at most one."""
+    return [range(index * rows // count, (index + 1) * rows // count) for index in range(count)]
+
+
+def consecutive(lengths: Sequence[int]) -> list[range]:
+    """Return consecutive ranges of these lengths, from 0."""
+    return [range(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+
+class _RankRole(NamedTuple):
+    """The part of one rank in the exchange."""
+
+    requests_shard: int
+    """Its dp rank in the requesting layout."""
+    receives: bool
+    """Whether it returns responses there."""
+    generates_share: int
+    """Its dp rank in the generating layout."""
+    sends: bool
+    """Whether it sends the responses of its share; of several ranks with the same share, one does."""
+
+
+def _on_last_stage(pg: ProcessGroupCollection) -> bool:
+    return pg.pp.rank() == pg.pp.size() - 1
+
+
+def _widened(column: torch.Tensor, width: int, value: int) -> torch.Tensor:
+    return torch.nn.functional.pad(column, (width - column.size(1), 0), value=value)

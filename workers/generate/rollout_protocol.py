@@ -1,0 +1,114 @@
+"""The protocol between a worker and the engine that generates for it, Megatron's or another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from parallel_state.megatron import MegatronContext
+from workers.generate.sampling import Sampling
+from workers.weights.hf.model import hf_tensors
+
+__all__ = ["Generated", "PolicyWeights", "Prompts", "Rollout"]
+
+
+class Prompts(NamedTuple):
+    """The prompts of one rank; on the CPU when a rollout receives them.
+
+    Attributes:
+        ids: int64 ``[rows, prompt]``, padded on the left.
+        attention_mask: int64 ``[rows, prompt]``.
+        seeds: int64 ``[rows, n]``, one for each of the ``n`` responses to a row; see ``sampling.sample_seeds``.
+    """
+
+    ids: Tensor
+    attention_mask: Tensor
+    seeds: Tensor
+
+    def samples(self) -> Prompts:
+        """Return the prompts with one row for every response, those of one prompt next to each other."""
+        n = self.seeds.size(1)
+        return Prompts(
+            self.ids.repeat_interleave(n, 0), self.attention_mask.repeat_interleave(n, 0), self.seeds.view(-1, 1)
+        )
+
+
+class Generated(NamedTuple):
+    """Generated responses, each ``[rows * n, response_length]``, those of one prompt next to each other.
+
+    Attributes:
+        responses: int64, padded on the right after the stop token.
+        mask: int64, 1 up to and including the stop token.
+        log_probs: float32, of the policy at the temperature and before top-k and top-p; 0 where the mask is 0.
+    """
+
+    responses: Tensor
+    mask: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """The current weights of the policy.
+
+    Iterating yields every tensor of the whole model under its Hugging Face name, one at a time; no rank ever has the
+    whole model in memory. It is a collective: every rank must iterate until the end. A tensor may share its memory
+    with the policy, so copy what you keep. See ``workers.weights.hf.model.hf_tensors``.
+
+    Attributes:
+        chunks: this rank's model chunks, for a rollout of Megatron's.
+        context: their layout.
+    """
+
+    chunks: Sequence[nn.Module]
+    context: MegatronContext
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_tensors(self.chunks, self.context)
+
+
+class Rollout(Protocol):
+    """An engine that generates responses.
+
+    Every rank of the worker has one, and every method is called on every rank.
+    """
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether it generates with weights of its own.
+
+        They are then updated before a generation if the policy has changed or the engine has slept since the last
+        one; otherwise ``update_weights`` is called before every generation.
+        """
+        ...
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
+        """Generate responses to this rank's prompts.
+
+        All ranks of one data-parallel shard of the worker's layout receive the same prompts. The result of the shard
+        is that of its rank on the last stage at tp 0 and cp 0; other ranks may return None.
+
+        Args:
+            prompts: the prompts, on the CPU.
+            sampling: how to generate the batch.
+        """
+        ...
+
+    def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
+        """Generate with these weights from now on.
+
+        Returns:
+            Numbers to report, the same on every rank: the metrics ``rollout/<name>`` of the next batch.
+        """
+        ...
+
+    def sleep(self) -> int:
+        """Free the device memory of the engine, and return how many bytes; its weights need not be kept."""
+        ...
+
+    def wake_up(self) -> None:
+        """Allocate the device memory again."""
+        ...
