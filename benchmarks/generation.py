@@ -85,12 +85,14 @@ def both_sides(name: str, longest: int, directory: str) -> tuple[Timed, Timed]:
     worker = ActorRolloutRefWorker(
         ActorConfig(model, rollout=RolloutConfig(prompt_length=longest, response_length=longest)), "rollout"
     )
-    worker.init_model()
+    with worker.call_context("init_model"):
+        worker.init_model()
 
     def ours(ids: torch.Tensor, mask: torch.Tensor, tokens: int, how: dict[str, Any]) -> torch.Tensor:
         meta_info = {"eos_token_id": -1, "pad_token_id": 0, "response_length": tokens} | how
         batch = DataProto.from_dict({"input_ids": ids, "attention_mask": mask}, meta_info=meta_info)
-        generated = worker.generate_sequences(batch)
+        with worker.call_context("generate_sequences"):
+            generated = worker.generate_sequences(batch)
         assert generated is not None and generated.batch is not None
         return generated.batch["responses"]
 

@@ -17,9 +17,8 @@ import ray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
-from workers import ActorConfig, ActorRolloutRefWorker, ParallelConfig, RolloutConfig
+from workers import ActorConfig, ActorRolloutRefWorker, ParallelConfig, RolloutConfig, model_config_from_hf
 from workers.weights.hf.gguf import gguf_to_hf
-from workers.weights.hf.model import model_config_from_hf
 
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.")
 PROMPT, RESPONSE = 64, 32

@@ -20,6 +20,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ __all__ = [
     "Fetch",
     "Handle",
     "InFlightCall",
+    "call_context",
     "complete",
     "finish",
     "reported_coordinates",
@@ -174,6 +176,12 @@ def resolve(arguments: Arguments, fetch: Fetch) -> tuple[list[Any], dict[str, An
     args = [value.resolve(fetch) if isinstance(value, Deferred) else value for value in arguments.args]
     named = arguments.kwargs.items()
     return args, {name: value.resolve(fetch) if isinstance(value, Deferred) else value for name, value in named}
+
+
+def call_context(worker: Any, method: str) -> AbstractContextManager[Any]:
+    """Return the context in which a worker wants its method to run; workers need not derive from ``Worker``."""
+    enter = getattr(worker, "call_context", None)
+    return nullcontext() if enter is None else enter(method)
 
 
 def complete(value: Any) -> Any:

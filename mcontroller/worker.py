@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self
 
@@ -82,9 +83,22 @@ class Worker:
         """The index of this worker among those of its group on its node."""
         return self._environment.local_rank
 
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks of its group are on its node."""
+        return self._environment.local_world_size
+
     def get_master_addr_port(self) -> tuple[str, int]:
         """Return the address and port of the group's rendezvous, on the node of rank 0."""
         return self._environment.master_addr, self._environment.master_port
+
+    def call_context(self, method: str) -> AbstractContextManager[Any]:
+        """Return a context manager in which every call through the group runs; the default does nothing.
+
+        Args:
+            method: the name of the called method.
+        """
+        return nullcontext()
 
     def before_shutdown(self) -> None:
         """Finish pending work. Every rank runs this when its group is shut down; by default it does nothing.

@@ -136,6 +136,11 @@ class MegatronContext:
                 outer.load()
                 _active = outer
 
+    @property
+    def is_active(self) -> bool:
+        """Whether Megatron's globals are this context's now."""
+        return _active is self._globals
+
     def rank_info(self) -> DistRankInfo:
         """Return the index of this rank on each axis, as Megatron's getters report it."""
         with self.activate():

@@ -1,4 +1,4 @@
-"""What is computed? Megatron-Core models and their training. No controller code.
+"""Megatron-Core models and their training, as workers of a group. No controller code.
 
 Importing the package makes Megatron-Core importable on a machine without a GPU.
 """
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from workers.model.placement import place_chunks as place_chunks
     from workers.model_worker import ModelWorker as ModelWorker
     from workers.reward import RewardModelWorker as RewardModelWorker
+    from workers.weights.hf.family import ModelFamily as ModelFamily
+    from workers.weights.hf.family import register_model_family as register_model_family
     from workers.weights.hf.model import export_hf as export_hf
     from workers.weights.hf.model import hf_tensors as hf_tensors
     from workers.weights.hf.model import load_hf as load_hf

@@ -1,4 +1,4 @@
-"""The policy: it generates, scores its samples, is trained by PPO or on given tokens, and keeps a frozen reference."""
+"""The policy worker: generation, log-probabilities, PPO, supervised training, and a frozen reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from workers.train.forward import forward_hidden, token_scores
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
-from workers.weights.offload import Sleeper
+from workers.weights.offload import Sleepable
 
 __all__ = ["ActorRolloutRefWorker"]
 
@@ -41,17 +41,17 @@ _BUILDS = ("build_model", "build_rollout_model", "build_rollout")
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """Any of actor, rollout and reference policy on one layout.
+    """Actor, rollout and reference policy, or any of them, on one layout.
 
     Args:
         config: of the actor and its rollout.
-        role: which of ``actor``, ``rollout``, ``ref`` this worker is, joined by ``_``. An actor is trained; a rollout
-            samples from the actor's weights, or from its own without an actor; a reference is a frozen copy.
+        role: one or more of ``actor``, ``rollout``, ``ref``, joined by ``_``. An actor is trained; a rollout samples
+            from the actor's weights, or from its own without an actor; a reference is a frozen copy.
 
     Raises:
-        ConfigError: another role; a rollout of Megatron's over the cp axis; ``rollout.parallel`` where a subclass says
-            how its model is built, and not how a copy of it is.
-        LayoutError: axes, those of the rollout among them, that do not divide the world size.
+        ConfigError: an unknown role; Megatron's generation over the cp axis; ``rollout.parallel`` in a subclass that
+            overrides ``build_model`` and not ``build_rollout_model``.
+        LayoutError: the axes, or those of the rollout, do not divide the world size.
     """
 
     config_class = ActorConfig
@@ -82,12 +82,13 @@ class ActorRolloutRefWorker(ModelWorker):
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
     def build_model(self) -> list[nn.Module]:
+        """Return this rank's chunks of the policy. If you override this, override ``build_rollout_model`` too."""
         return build_model(self.config.model, self.config.parallel, self.context)
 
     def build_rollout(self) -> Rollout:
-        """What generates: Megatron, with the model that is trained or with a copy in ``rollout.parallel``.
+        """Return the rollout: Megatron's, with the trained model or with a copy in the layout ``rollout.parallel``.
 
-        Another engine takes its place by overriding this; its weights come to it by ``Rollout.update_weights``.
+        Override this to use another engine, which gets its weights by ``Rollout.update_weights``.
         """
         config = self.config
         if config.rollout.parallel is None:
@@ -100,16 +101,20 @@ class ActorRolloutRefWorker(ModelWorker):
         return RefitRollout(rollout, self.context)
 
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
-        """This rank's chunks of the copy that generates, in the axes of ``rollout.parallel``.
+        """Return this rank's chunks of the copy of the policy that generates.
 
-        The same model as ``build_model``'s: who overrides that one overrides this one as well. Weights need not be
-        filled, those of the policy are put in their place by name.
+        If you override ``build_model``, override this too. The weights need no values: those of the policy are copied
+        by name before the first generation.
+
+        Args:
+            parallel: the axes ``rollout.parallel``.
+            context: their layout.
         """
         model = divided_for(self.config.model, parallel, self.config.parallel)
         return build_model(model, parallel, context, initialize=False)
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
-        """Hidden states, or on the last stage ``[2, rows, targets]``: log-probabilities and entropies."""
+        """Return hidden states, or on the last stage log-probabilities and entropies ``[2, rows, targets]``."""
         hidden = forward_hidden(model, rows, self.context.pg)
         if not unwrap_model(model).post_process:
             return hidden
@@ -124,7 +129,7 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """PPO's clipped loss, with an entropy bonus and a KL penalty where the configuration has them."""
+        """Return PPO's clipped loss, with the entropy bonus and the KL penalty of the configuration."""
         config = self.config
         log_probs, entropy = output
         old = rows.columns["old_log_probs"]
@@ -155,11 +160,12 @@ class ActorRolloutRefWorker(ModelWorker):
         return masked_sum(per_token, mask), count, report | {TOKENS: count}
 
     def metrics(self) -> dict[str, Rule]:
+        """Return how the values that ``loss`` reports are reduced."""
         means = ["pg_loss", "pg_clipfrac", "ppo_kl", "entropy"] + ["kl_loss"] * self.config.use_kl_loss
         return dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
 
     def sft_loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Cross entropy of the targets."""
+        """Return the cross entropy of the targets."""
         log_probs, entropy = output
         mask = rows.mask
         total, count = masked_sum(-log_probs, mask), mask.sum()
@@ -169,7 +175,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build what the role needs: the weights are those of ``model.seed``, the same for every layout."""
+        """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``."""
         if self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
             self.set_up(phases if "actor" in self.roles else {})
@@ -182,27 +188,30 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none")
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
-        """``n`` responses to every prompt, samples of one prompt next to each other; None off the last stage.
+        """Generate ``n`` responses to every prompt.
+
+        Sampling depends on the seed, the prompt's tokens, the number of the sample of that prompt, and the number of
+        batches sampled before: not on the layout, nor on the order of the batch, which may have fewer rows than there
+        are data-parallel ranks.
 
         Args:
-            prompts: ``input_ids``, ``attention_mask`` ``[rows, prompt]``, padded on the left. ``meta_info`` holds
+            prompts: ``input_ids``, ``attention_mask`` int64 ``[rows, prompt]``, padded on the left. ``meta_info`` has
                 ``eos_token_id`` (one or several) and ``pad_token_id``, and may set any field of ``RolloutConfig``.
 
         Returns:
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
-            ``position_ids`` of both. Log-probabilities are the policy's at the temperature, before top-k and top-p.
-            Where the rollout was given new weights first, ``meta_info["metrics"]`` say what that cost.
-
-        Sampling depends on the seed, the prompt's tokens, which sample of that prompt it is, and how many batches
-        were sampled before: not on the layout, nor on the order of the batch, which may have fewer rows than there
-        are data-parallel ranks.
+            ``position_ids`` of both; samples of one prompt next to each other. Log-probabilities are the policy's at
+            the temperature, before top-k and top-p. If the rollout got new weights first, ``meta_info["metrics"]``
+            has the cost of that. None off the last stage.
 
         Raises:
-            DataError: a column or a token id missing, a row of padding only or padded on the right, a prompt longer
-                than ``rollout.prompt_length``.
+            ConfigError: the worker is no rollout.
+            DataError: a column or a token id is missing, a row is padding only or padded on the right, or a prompt is
+                longer than ``rollout.prompt_length``.
         """
-        self._need("rollout", "generate_sequences")
+        self._require_role("rollout", "generate_sequences")
+        self.check_call_context()
         call = self.sampled_batches
         self.sampled_batches += bool(prompts.meta_info.get("do_sample", self.config.rollout.do_sample))
         rollout, metrics = self._current_rollout()
@@ -220,41 +229,68 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def rollout_weights(self) -> PolicyWeights:
-        """The policy's weights as they are now, for the engine that generates: a stream of named tensors."""
+        """Return the policy's current weights, for the engine that generates: a stream of named tensors.
+
+        Called on the worker by the engine, and not through a group: the weights are brought back to the device here.
+        """
+        self.reload_for("rollout_weights")
         return PolicyWeights(self.model, self.context)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto | None:
-        """``old_log_probs`` and ``entropys``, float32 ``[rows, response]``, of the policy as it is.
+        """Compute log-probabilities and entropies of the responses under the current policy.
 
-        They are 0 where there is no response token; None off the last stage. The temperature is ``meta_info``'s or
-        the rollout's.
+        Args:
+            data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``
+                ``[rows, response]``, int64. ``meta_info["temperature"]``, or else the rollout's, divides the logits.
+
+        Returns:
+            ``old_log_probs`` and ``entropys``, float32 ``[rows, response]``, 0 if there is no response token. None
+            off the last stage.
+
+        Raises:
+            ConfigError: the worker is no actor, or the temperature is not above 0.
+            DataError: a column is missing or of a wrong shape, or responses are longer than
+                ``rollout.response_length``.
         """
-        self._need("actor", "compute_log_prob")
-        scores = self._response_scores(self.model, data, "compute_log_prob")
-        return None if scores is None else DataProto.from_dict({"old_log_probs": scores[0], "entropys": scores[1]})
+        self._require_role("actor", "compute_log_prob")
+        rows = self._response_rows(data, "compute_log_prob", [])
+        scores = self.score(self.model, rows, self._scoring_size)
+        if scores is None:
+            return None
+        log_probs, entropys = scores * rows.mask
+        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
-        """``ref_log_prob``, as ``compute_log_prob``, of the reference."""
-        self._need("ref", "compute_ref_log_prob")
-        scores = self._response_scores(self.reference, data, "compute_ref_log_prob")
-        return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
+        """Compute ``ref_log_prob`` of the reference; arguments, shapes and errors are those of ``compute_log_prob``."""
+        self._require_role("ref", "compute_ref_log_prob")
+        rows = self._response_rows(data, "compute_ref_log_prob", [])
+        scores = self.score(self.reference, rows, self._scoring_size)
+        return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0] * rows.mask})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
     def update_actor(self, data: DataProto) -> DataProto:
-        """``ppo_epochs`` of PPO over the batch; ``meta_info["metrics"]`` are the same on every rank.
-
-        Args:
-            data: what ``generate_sequences`` gave, with ``old_log_probs`` and ``advantages`` ``[rows, response]``,
-                and ``ref_log_prob`` under ``use_kl_loss``.
+        """Train ``ppo_epochs`` of PPO on the batch.
 
         Mini-batches are drawn from the whole batch in the same way for every data-parallel size: see
-        ``batches.mini_batch_rows``. Where every step was skipped, means and largest values are no metrics, but for the
-        learning rate and sums. Router losses that the model has are among the metrics (``moe_aux_loss``,
-        ``moe_seq_aux_loss``, ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.train.router_losses``.
+        ``mini_batch_rows``.
+
+        Args:
+            data: the result of ``generate_sequences``, with ``old_log_probs`` and ``advantages`` ``[rows, response]``,
+                and ``ref_log_prob`` under ``use_kl_loss``.
+
+        Returns:
+            ``meta_info["metrics"]``, the same on every rank. If every step was skipped, only the learning rate and
+            sums are among them. So are the router losses of the model (``moe_aux_loss``, ``moe_seq_aux_loss``,
+            ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.train.router_losses``.
+
+        Raises:
+            ConfigError: the worker is no actor.
+            DataError: a column is missing or of a wrong shape, or no row has a valid token.
+            NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
-        self._need("actor", "update_actor")
+        self._require_role("actor", "update_actor")
         config = self.config
         needed = ["old_log_probs", "advantages"] + ["ref_log_prob"] * config.use_kl_loss
         rows = self._response_rows(data, "update_actor", needed)
@@ -273,14 +309,21 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
     def update_sft(self, batch: DataProto) -> DataProto:
-        """One optimizer step on the tokens with a ``loss_mask`` of 1; ``meta_info["metrics"]`` as ``update_actor``'s.
+        """Make one optimizer step on the tokens with a ``loss_mask`` of 1.
+
+        The optimizer is that of ``sft_optim``. A later ``update_actor`` starts with a new one if ``optim`` differs.
 
         Args:
-            batch: ``input_ids``, ``attention_mask``, ``loss_mask`` ``[rows, seq]``; padding on either side.
+            batch: ``input_ids``, ``attention_mask``, ``loss_mask`` int64 ``[rows, seq]``; padding on either side.
 
-        It trains with ``sft_optim``; going over to ``update_actor`` starts a fresh optimizer if ``optim`` differs.
+        Returns:
+            ``meta_info["metrics"]``, as ``update_actor``.
+
+        Raises:
+            ConfigError: the worker is no actor.
+            DataError: a column is missing or of a wrong shape, or no row has a valid token.
         """
-        self._need("actor", "update_sft")
+        self._require_role("actor", "update_sft")
         rows = self.rows_of_every_rank(
             lambda: supervised_batch(
                 tensor_columns(batch),
@@ -305,40 +348,48 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @torch.no_grad()
     def sync_reference(self) -> None:
-        """The reference becomes a copy of the actor as it is now, for instance after a supervised phase."""
-        self._need("actor", "sync_reference")
-        self._need("ref", "sync_reference")
+        """Copy the actor's weights to the reference, for instance after a supervised phase.
+
+        Raises:
+            ConfigError: the worker is not both actor and reference.
+        """
+        self._require_role("actor", "sync_reference")
+        self._require_role("ref", "sync_reference")
         for frozen, chunk in zip(self.reference, self.model, strict=True):
             frozen.load_state_dict(unwrap_model(chunk).state_dict())
 
+    def models(self) -> dict[str, list[Any]]:
+        """Return the chunks of the policy and of the reference, as far as they are built."""
+        return super().models() | ({"reference": self.reference} if self.reference else {})
+
     def training(self) -> TrainingState:
-        """The model with what trains it, and the reference."""
+        """Return the state that a checkpoint contains: the models, the optimizer and the counters."""
         training = super().training()
-        models = {"model": self.model, "reference": self.reference}
-        training.models = {part: chunks for part, chunks in models.items() if chunks}
         training.counters["sampled_batches"] = self.sampled_batches
         return training
 
     def restore(self, counters: Mapping[str, Any]) -> None:
+        """Set the counters to those of a loaded checkpoint."""
         super().restore(counters)
         self.sampled_batches = counters["sampled_batches"]
 
-    def parts(self) -> dict[str, Iterable[Tensor] | Sleeper]:
-        """Those of every model, and ``rollout`` where it holds weights of its own."""
-        held: dict[str, Iterable[Tensor] | Sleeper] = {}
+    def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
+        """Return the parts that can be offloaded; ``rollout`` is one if it has weights of its own."""
+        parts = super().parts()
         if self.rollout is not None and self.rollout.holds_weights:
-            held["rollout"] = self.rollout
-        return super().parts() | held
+            parts["rollout"] = self.rollout
+        return parts
 
-    def before_call(self, method: str) -> None:
-        if "rollout" in self._offload.away:  # without its weights
+    def reload_for(self, method: str) -> None:
+        """Bring back the parts that ``method`` needs; a rollout comes back without its weights."""
+        if "rollout" in self.offloaded.parts:
             self.rollout_version = None
-        super().before_call(method)
+        super().reload_for(method)
 
-    # ---- how ---------------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
-        """The rollout with the policy's weights as they are, and what it reports of having been given them."""
+        """The rollout with the policy's current weights, and the metrics of updating them."""
         assert self.rollout is not None
         metrics: Mapping[str, float] = {}
         if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
@@ -346,7 +397,7 @@ class ActorRolloutRefWorker(ModelWorker):
             self.rollout_version = self.weights_version
         return self.rollout, metrics
 
-    def _need(self, role: str, method: str) -> None:
+    def _require_role(self, role: str, method: str) -> None:
         if role not in self.roles:
             raise ConfigError(
                 f"{method} needs the role {role!r}; this worker is {'_'.join(sorted(self.roles))!r}",
@@ -388,29 +439,29 @@ class ActorRolloutRefWorker(ModelWorker):
             temperature=temperature,
         )
 
-    def _response_scores(self, model: list[Any], data: DataProto, method: str) -> Tensor | None:
-        rows = self._response_rows(data, method, [])
+    @property
+    def _scoring_size(self) -> MicroBatchSize:
         config = self.config
-        size = MicroBatchSize(
+        return MicroBatchSize(
             config.log_prob_micro_batch_size or config.ppo_micro_batch_size,
             config.log_prob_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
         )
-        scores = self.score(model, rows, size)
-        return None if scores is None else scores * rows.mask
 
 
 def _check_rollout(config: ActorConfig, worker: ActorRolloutRefWorker) -> None:
-    """What can be told before any rank joins another."""
+    """Check the rollout's layout before the process joins the others."""
     if config.rollout.parallel is not None:
         try:
             config.rollout.parallel.layout(worker.world_size)
         except LayoutError as error:
             raise LayoutError(f"rollout.parallel: {error}", **error.fields, key="rollout.parallel") from error
-        own = {name for name in _BUILDS if getattr(type(worker), name) is not getattr(ActorRolloutRefWorker, name)}
-        if own == {"build_model"}:
+        overridden = {
+            name for name in _BUILDS if getattr(type(worker), name) is not getattr(ActorRolloutRefWorker, name)
+        }
+        if overridden == {"build_model"}:
             raise ConfigError(
-                f"{type(worker).__name__} builds a model of its own, and rollout.parallel asks for a copy of it in "
-                "another layout: override build_rollout_model as well, or leave rollout.parallel out",
+                f"{type(worker).__name__} builds a model of its own, and rollout.parallel needs a copy of it in "
+                "another layout: override build_rollout_model too, or remove rollout.parallel",
                 key="rollout.parallel",
                 value=config.rollout.parallel,
             )

@@ -1,4 +1,4 @@
-"""The critic: a model with a value head, trained on returns."""
+"""The critic worker: a model with a value head, trained on returns."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ __all__ = ["CriticWorker"]
 
 
 class CriticWorker(ModelWorker):
-    """A value for every response token, on one layout.
+    """A model that computes a value for every response token.
+
+    Args:
+        config: of the critic.
 
     Raises:
-        LayoutError: axes that do not divide the world size.
+        LayoutError: the axes do not divide the world size.
     """
 
     config_class = CriticConfig
@@ -43,14 +46,15 @@ class CriticWorker(ModelWorker):
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
     def build_model(self) -> list[nn.Module]:
+        """Return this rank's chunks of the critic, which ends in a value head."""
         return build_model(self.config.model, self.config.parallel, self.context, value_head=True)
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
-        """Hidden states, or on the last stage the values ``[rows, targets]``."""
+        """Return hidden states, or on the last stage values, float32 ``[rows, targets]``."""
         return forward_values(model, rows, self.context.pg)
 
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The squared error to the returns, clipped around the old values."""
+        """Return the squared error to the returns, clipped around the old values."""
         mask = rows.mask
         value = value_loss(output, rows.columns["values"], rows.columns["returns"], clip=self.config.cliprange_value)
         count = mask.sum()
@@ -59,20 +63,30 @@ class CriticWorker(ModelWorker):
         return masked_sum(value.loss, mask), count, report | {TOKENS: count}
 
     def metrics(self) -> dict[str, Rule]:
+        """Return how the values that ``loss`` reports are reduced."""
         return dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), Rule.TOKEN_MEAN)
 
     # ---- called through the group ------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the model and its optimizer: the weights are those of ``model.seed``, the same for every layout."""
+        """Build the model, with the weights of ``model.hf_path`` or of ``model.seed``, and its optimizer."""
         self.set_up({"ppo": self.config.optim})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto | None:
-        """``values``, float32 ``[rows, response]``; None off the last stage.
+        """Compute the values of the responses.
 
-        Column t is the critic's output at the position that predicts response token t; 0 where there is none.
+        Args:
+            data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``
+                ``[rows, response]``, int64.
+
+        Returns:
+            ``values``, float32 ``[rows, response]``: column t is the critic's output at the position that predicts
+            response token t, or 0 if there is none. None off the last stage.
+
+        Raises:
+            DataError: a column is missing or of a wrong shape.
         """
         config = self.config
         size = MicroBatchSize(
@@ -85,12 +99,19 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
     def update_critic(self, data: DataProto) -> DataProto:
-        """``ppo_epochs`` over the batch; ``meta_info["metrics"]`` are the same on every rank.
+        """Train ``ppo_epochs`` on the batch.
+
+        Mini-batches are drawn like the actor's: see ``mini_batch_rows``.
 
         Args:
             data: as for ``compute_values``, with ``values`` and ``returns`` ``[rows, response]``.
 
-        Mini-batches are drawn as the actor's: see ``batches.mini_batch_rows``.
+        Returns:
+            ``meta_info["metrics"]``, the same on every rank.
+
+        Raises:
+            DataError: a column is missing or of a wrong shape, or no row has a valid token.
+            NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
         config = self.config
         metrics = self.train(

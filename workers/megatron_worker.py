@@ -1,19 +1,18 @@
-"""A worker whose methods run on one Megatron layout: torch.distributed, the groups, and where this rank stands."""
+"""Base class of workers that compute with Megatron-Core: torch.distributed, the groups, this rank's coordinates."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from mcontroller.devices import device_of_rank
 from mcontroller.dispatch.modes import Dispatch
-from mcontroller.dispatch.registration import register, registration_of
+from mcontroller.dispatch.registration import register
 from mcontroller.worker import Worker
 from parallel_state import DistGlobalInfo, DistRankInfo
+from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
 
@@ -21,15 +20,29 @@ __all__ = ["MegatronWorker"]
 
 
 class MegatronWorker(Worker):
-    """The base of workers that compute with Megatron-Core.
+    """Base class of workers that compute with Megatron-Core.
 
-    A registered method of a subclass runs with this worker's Megatron context active: inside it Megatron's globals
-    are this worker's, also where several workers with several layouts share the process.
+    Every call through a group runs inside ``call_context``, where Megatron's globals are those of this worker, even if
+    several workers with different layouts share the process. A subclass needs no code for that::
+
+        class MyWorker(MegatronWorker):
+            @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+            def compute(self, data): ...
+
+    Outside a group, or in a call of another worker in the same process, enter the context yourself::
+
+        with worker.call_context("compute"):
+            worker.compute(data)
 
     Args:
-        parallel: the sizes of the axes; checked against the world size before anything is joined.
+        parallel: the sizes of the axes; checked against the world size before the process joins the others.
         seed: of Megatron's random tracker.
-        timeout_s: after so many seconds a rendezvous or a collective fails.
+        timeout_s: seconds after which the rendezvous or a collective fails.
+
+    Attributes:
+        parallel: the sizes of the axes.
+        device: the device of this rank.
+        context: the groups of the layout, and this rank's random state.
 
     Raises:
         LayoutError: the axes do not divide the world size; with the arithmetic.
@@ -40,7 +53,7 @@ class MegatronWorker(Worker):
         super().__init__()
         self.parallel = parallel
         layout = parallel.layout(self.world_size)
-        self.device = device_of_rank(self.local_rank, self._environment.local_world_size)
+        self.device = device_of_rank(self.local_rank, self.local_world_size)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         address, port = self.get_master_addr_port()
@@ -49,31 +62,28 @@ class MegatronWorker(Worker):
         )
         self.context = MegatronContext(layout, seed, timeout_s=timeout_s)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name, member in list(vars(cls).items()):
-            if inspect.isfunction(member) and registration_of(cls, name) and not inspect.iscoroutinefunction(member):
-                setattr(cls, name, _within_context(member))
+    def call_context(self, method: str) -> AbstractContextManager[Any]:
+        """Return the context of a call: this worker's Megatron context. To extend it, enter ``super()``'s in yours."""
+        return self.context.activate()
 
-    def before_call(self, method: str) -> None:
-        """What a subclass wants done before each of its registered methods; by default nothing."""
+    def check_call_context(self) -> None:
+        """Raise unless Megatron's globals are those of this worker.
+
+        Raises:
+            ParallelStateError: the caller is outside this worker's context.
+        """
+        if not self.context.is_active:
+            raise ParallelStateError(
+                f"a method of {type(self).__name__} was called outside its Megatron context: call it through a group, "
+                "or inside `with worker.call_context(method):`"
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_megatron_rank_info(self) -> DistRankInfo:
-        """Where this rank stands on each axis, as Megatron says."""
+        """Return this rank's coordinates, as Megatron reports them."""
         return self.context.rank_info()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_megatron_global_info(self) -> DistGlobalInfo:
-        """The size of each axis, as Megatron says."""
+        """Return the size of each axis, as Megatron reports it."""
         return self.context.global_info()
-
-
-def _within_context(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def within_context(self: MegatronWorker, *args: Any, **kwargs: Any) -> Any:
-        with self.context.activate():
-            self.before_call(method.__name__)
-            return method(self, *args, **kwargs)
-
-    return within_context

@@ -1,13 +1,14 @@
-"""What actor, critic and reward worker have in common: a model on a layout that is scored, trained and saved.
+"""The base class of actor, critic and reward worker: a model on a layout that is scored, trained and saved.
 
 To change what is computed, override ``build_model``, ``build_optimizer``, ``forward_step``, ``loss`` or ``metrics``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -47,26 +48,40 @@ from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
 from workers.train.router_losses import RouterLosses
 from workers.weights.hf.model import export_hf
-from workers.weights.offload import Offload, Sleeper, gradient_tensors, model_tensors, optimizer_tensors
+from workers.weights.offload import Offload, Sleepable, gradient_tensors, model_tensors, optimizer_tensors
 
-__all__ = ["ModelWorker"]
+__all__ = ["ModelWorker", "reported"]
 
 
 class ModelWorker(MegatronWorker):
-    """A model on this rank's place in a layout.
+    """A worker with one model, or several, on this rank.
+
+    Args:
+        model: the model.
+        parallel: the sizes of the axes.
+        timeout_s: seconds after which the rendezvous or a collective fails.
+        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.train.packing``).
 
     Attributes:
-        model: the model chunks of this rank, inside DistributedDataParallel where they are trained.
-        optimizer, scheduler: Megatron's, where the model is trained.
-        phases: the ways in which it can be trained, by name; ``phase`` is the one that the optimizer belongs to.
-        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.train.packing``).
-        updates, optimizer_steps: how many calls have trained the model, and how many steps this optimizer has made.
-        weights_version: another number whenever the weights may have changed.
+        parts_needed: by method, the parts (see ``offload``) that it computes with. They are brought back to the device
+            before the method runs. A method without an entry gets all parts. An override that needs more parts
+            than the method that it overrides needs an entry of its own.
+        model: the model chunks of this rank, inside DistributedDataParallel if they are trained.
+        optimizer, scheduler: Megatron's; None if the model is not trained.
+        phases: optimizer configurations by phase of training; ``phase`` is the one that the optimizer belongs to.
+        updates, optimizer_steps: number of calls that trained the model, and of steps of this optimizer.
+        weights_version: a number that changes whenever the weights may have changed.
+        offloaded: the parts that are in host memory now.
     """
 
-    # The parts (see ``offload``) that a registered method computes with; one that is not named here has all of them.
-    # An override that computes with more than what it overrides must be named anew.
-    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {"offload": (), "reload": (), "wait_for_checkpoint": ()}
+    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "get_megatron_rank_info": (),
+        "get_megatron_global_info": (),
+        "execute_func_rank_zero": (),
+        "offload": (),
+        "reload": (),
+        "wait_for_checkpoint": (),
+    }
 
     config_class: ClassVar[type | None] = None
     """The type of the constructor's ``config`` argument. None: any."""
@@ -93,81 +108,101 @@ class ModelWorker(MegatronWorker):
         self.optimizer_steps = 0
         self.weights_version = 0
         self._background_saves = BackgroundSaves()
-        self._offload = Offload()
+        self.offloaded = Offload()
 
     # ---- what a user overrides ---------------------------------------------------------------------------------------
 
     def build_model(self) -> list[nn.Module]:
-        """This rank's model chunks on its device, without DistributedDataParallel.
+        """Return this rank's model chunks on its device, without DistributedDataParallel.
 
-        Chunks that ``workers.build_model`` did not make need ``workers.place_chunks``.
+        Call ``workers.place_chunks`` on chunks that ``workers.build_model`` did not make.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say which model it runs: override build_model")
+        raise NotImplementedError(f"{type(self).__name__} must override build_model")
 
     def build_optimizer(
         self, model: Sequence[Any], config: OptimConfig
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """The optimizer over ``model`` (inside DistributedDataParallel) and its learning-rate schedule."""
+        """Return the optimizer of ``model`` (inside DistributedDataParallel) and its learning-rate schedule."""
         optimizer = make_optimizer(model, config)
         return optimizer, make_scheduler(optimizer, config)
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
-        """One micro-batch through one chunk: hidden states, or on the last stage what ``loss`` and scoring take.
+        """Run one micro-batch through one chunk.
 
-        Where ``rows.packing`` is set the chunk is to take the rows as one sequence, as ``workers.train.forward`` does.
+        If ``rows.packing`` is set, the chunk must get the rows as one sequence, as ``workers.train.forward`` does.
+
+        Returns:
+            Hidden states, or on the last stage the argument of ``loss`` and the result of ``score``.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say what its model computes: override forward_step")
+        raise NotImplementedError(f"{type(self).__name__} must override forward_step")
 
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``.
+        """Return the loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``.
 
-        Valid is where ``rows.mask`` is not 0: targets that another context-parallel rank has are left to its own loss.
+        Tokens are valid if ``rows.mask`` is not 0. It is 0 for targets of another context-parallel rank.
+
+        Args:
+            rows: the micro-batch; its columns are ``[rows, targets]``.
+            output: of ``forward_step`` on the last stage.
         """
         raise NotImplementedError(f"{type(self).__name__} is not trained: it has no loss")
 
     def metrics(self) -> dict[str, Rule]:
-        """What ``loss`` reports beside ``TOKENS``, and how the reports of all micro-batches and ranks are reduced."""
+        """Return how each value that ``loss`` reports is reduced over micro-batches and ranks, except ``TOKENS``."""
         return {}
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
     def set_up(self, phases: Mapping[str, OptimConfig]) -> None:
-        """Build the model, and what trains it in the first of ``phases``; without any it is not trained."""
+        """Build the model, and the optimizer of the first of ``phases``; without phases it is not trained.
+
+        Args:
+            phases: optimizer configurations by phase.
+        """
+        self.check_call_context()
         self.model = self.build_model()
         self.phases = dict(phases)
         for phase, optim in list(phases.items())[:1]:
             self.model = wrap_for_training(self.model, optim)
             self.use_phase(phase)
 
-    def use_phase(self, phase: str, *, afresh: bool = False) -> None:
-        """Train in this phase from now on: with a fresh optimizer and schedule, unless its settings are the same.
+    def use_phase(self, phase: str, *, reset: bool = False) -> None:
+        """Train in this phase from now on, with a new optimizer and schedule unless its settings are the same.
 
         Args:
-            afresh: with fresh ones in any case, if those that there are have made a step.
+            phase: one of ``phases``.
+            reset: build new ones also for the same settings, if the current ones have made a step.
         """
         optim = self.phases[phase]
         used = self.scheduler is not None and self.scheduler.num_steps > 0
-        if self.optimizer is None or optim != self.phases[self.phase] or (afresh and used):
+        if self.optimizer is None or optim != self.phases[self.phase] or (reset and used):
             self.optimizer, self.scheduler = self.build_optimizer(self.model, optim)
             self.optimizer_steps = 0
         self.phase = phase
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of sequences must be a multiple of, for cp, sequence parallelism and fp8."""
+        """The number that the length of sequences must be a multiple of, for cp, sequence parallelism and fp8."""
         return length_multiple_of(self.model_config, self.parallel)
 
     def rows_of_every_rank(self, make: Callable[[], TokenBatch]) -> TokenBatch:
-        """What ``make`` reads from this rank's shard; a DataError over any shard is raised on every rank."""
+        """Return ``make()``; a DataError on any rank is raised on every rank of the dp group (a collective)."""
         return raise_on_every_rank(make, self.context.pg.dp)
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def score(self, model: Sequence[nn.Module], rows: TokenBatch, size: MicroBatchSize) -> Tensor | None:
-        """``forward_step``'s output of all rows, in their order, on the last stage; None elsewhere.
+        """Return the outputs of ``forward_step`` for all rows, in their order, on the last stage; None elsewhere.
 
-        The rows' dim is the one before the last. What context-parallel ranks hold of it is summed.
+        Args:
+            model: this rank's chunks.
+            rows: this rank's shard.
+            size: of micro-batches.
+
+        Returns:
+            ``[..., rows, targets]`` on the CPU, summed over context-parallel ranks.
         """
+        self.check_call_context()
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
         outputs = run_for_scores(model, [each.batch.to(self.device) for each in batches], self.forward_step)
@@ -192,21 +227,28 @@ class ModelWorker(MegatronWorker):
         epochs: int = 1,
         shuffle_seed: int | None = None,
     ) -> dict[str, float]:
-        """Optimizer steps over mini-batches of the rows that all data-parallel ranks hold together, and the metrics.
+        """Make optimizer steps over mini-batches of the rows of all data-parallel ranks, and return the metrics.
 
-        Mini-batches are those of ``batches.mini_batch_rows`` over the rows that have a valid token: the same whatever
-        the data-parallel size, and whatever rows without loss fill the shards up. Every step's loss is averaged over
-        all valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
+        Mini-batches are those of ``mini_batch_rows`` over the rows that have a valid token: the same for every
+        data-parallel size, and for any rows without loss that pad the shards. The loss of a step is averaged over all
+        valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
         Args:
-            mini_batch_size: rows of all ranks to one step; None takes all of them.
-            shuffle_seed: every epoch draws its own mini-batches from this and the number of updates so far; None
-                takes the rows in their order.
+            method: the name of the called method, for error messages.
+            rows: this rank's shard.
+            loss: see ``loss``.
+            rules: see ``metrics``.
+            micro_batch_size: rows or tokens of a micro-batch.
+            mini_batch_size: rows of all ranks for one step; None is all.
+            epochs: number of passes over the rows.
+            shuffle_seed: every epoch draws its mini-batches from this and the number of updates so far; None keeps the
+                order of the rows.
 
         Raises:
             DataError: on every rank, if no row of the batch has a valid token.
             NonFiniteGradient: on every rank, before the weights change, unless ``optim.on_nonfinite`` is ``skip``.
         """
+        self.check_call_context()
         counted = (rows.mask != 0).any(1).nonzero().flatten()
         sizes = self._of_every_shard(len(counted))
         if sum(sizes) == 0:
@@ -218,8 +260,8 @@ class ModelWorker(MegatronWorker):
         reports: list[dict[str, Tensor]] = []
         norms: list[float | None] = []
         routers = RouterLosses(self.model, self.context.pg, self.device)
+        dp_rank = self.context.pg.dp.rank()
         for _ in range(epochs):
-            dp_rank = self.context.pg.dp.rank()
             for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
                 norm, its_reports = self._step(method, [each.batch for each in batches], loss, routers)
@@ -228,22 +270,24 @@ class ModelWorker(MegatronWorker):
         self._gather_parameters()
         self._background_saves.finish_if_written()
         self.updates += 1
+        return (
+            reduce_reports(reports, rules, self.context.pg, self.device) | routers.means() | self._step_metrics(norms)
+        )
+
+    def _step_metrics(self, norms: Sequence[float | None]) -> dict[str, float]:
+        """Learning rate, mean gradient norm and number of skipped steps (whose norm is None)."""
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
-        return (
-            reduce_reports(reports, rules, self.context.pg, self.device)
-            | routers.means()
-            | ({"grad_norm": sum(made) / len(made)} if made else {})
-            | {
-                "lr": float(self.scheduler.get_lr({})),
-                "skipped_steps": float(len(norms) - len(made)),
-            }
-        )
+        grad_norm = {"grad_norm": sum(made) / len(made)} if made else {}
+        return grad_norm | {
+            "lr": float(self.scheduler.get_lr({})),
+            "skipped_steps": float(len(norms) - len(made)),
+        }
 
     def _step(
         self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses
     ) -> tuple[float | None, list[dict[str, Tensor]]]:
-        """One mini-batch: its gradient norm (None if the step was skipped) and its reports (kept if it was made)."""
+        """Train on one mini-batch: its gradient norm (None if the step was skipped) and its reports (none if so)."""
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -254,30 +298,29 @@ class ModelWorker(MegatronWorker):
         reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss)
         step = guarded_step(self.optimizer)
         if step.overflow and not all_finite(reports, self.device):
-            step = step._replace(overflow=False)  # a smaller scale of the loss would not mend it
+            step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         routers.end(step.made)
         if step.made:
             self.scheduler.step(1)
             self.optimizer_steps += 1
             return step.grad_norm, reports
         if not step.overflow and self.phases[self.phase].on_nonfinite == "raise":
-            where = self.context.rank_info()
-            raise_nonfinite(method, self.optimizer_steps, step.grad_norm, self.model, reports, str(where))
+            rank = str(self.context.rank_info())
+            raise_nonfinite(method, self.optimizer_steps, step.grad_norm, self.model, reports, rank)
         return None, []
 
     def _gather_parameters(self) -> None:
-        """Where a distributed optimizer gathers parameters as the next forward pass needs them: gather them now."""
+        """Gather parameters now if the distributed optimizer would gather them in the next forward pass."""
         if self.phases[self.phase].overlap_param_gather:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
     def _micro_batches(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
-        """The rows at ``index`` in as many micro-batches as every data-parallel rank makes of its own (a collective).
+        """The rows at ``index`` in micro-batches, as many as on every data-parallel rank (a collective).
 
-        Args:
-            most: the largest number of rows that any data-parallel rank has.
+        ``most`` is the largest number of rows that any data-parallel rank has.
         """
-        multiple = self.parallel.pp if self.parallel.vpp else 1  # what an interleaved schedule takes
+        multiple = self.parallel.pp if self.parallel.vpp else 1  # required by an interleaved schedule
         length_multiple = self.sequence_multiple
         if not size.tokens and not self.packed:
             return equal_micro_batches(rows, index, most, size.rows, multiple)
@@ -296,59 +339,78 @@ class ModelWorker(MegatronWorker):
             dist.all_reduce(numbers, group=group)
         return numbers.tolist()
 
-    # ---- taking turns on the device ----------------------------------------------------------------------------------
+    # ---- memory of the device ----------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(self, parts: Sequence[str] | None = None) -> int:
-        """Move parts of this role from the device to host memory: the bytes of device memory that this frees.
+        """Move parts of this role from the device to host memory, and return the bytes of device memory freed.
 
-        A method that needs a part brings it back first (``parts_needed``), so that no call can fail for it.
+        A method that needs a part brings it back first (see ``parts_needed``), so no call fails because of it.
 
         Args:
-            parts: of ``params``, ``reference`` (where there is one), ``grads`` and ``optimizer`` (where the model is
-                trained), ``rollout`` (where generation has weights of its own); None is all. Gradients are not kept:
-                every update begins by clearing them; nor are a rollout's weights: it is given them anew.
+            parts: of ``params``, ``reference`` (if there is one), ``grads`` and ``optimizer`` (if the model is
+                trained), ``rollout`` (if generation has weights of its own); None is all. Gradients are not kept,
+                because every update clears them first. Nor are a rollout's weights: it gets them again.
 
         Raises:
-            ConfigError: a part that this role does not have.
+            ConfigError: this role has no such part.
         """
         available = self.parts()
-        return self._offload.offload(available, tuple(available) if parts is None else parts, discard=("grads",))
+        return self.offloaded.offload(available, tuple(available) if parts is None else parts, discard=("grads",))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reload(self, parts: Sequence[str] | None = None) -> None:
-        """Bring offloaded parts back to the device ahead of the call that needs them; None is all."""
-        self._offload.reload(parts)
+        """Bring offloaded parts back to the device before the call that needs them; None is all."""
+        self.offloaded.reload(parts)
 
-    def parts(self) -> dict[str, Iterable[Tensor] | Sleeper]:
-        """What can be offloaded, by part. Memory that two of them share belongs to the first."""
-        models = self.training().models
-        parts: dict[str, Iterable[Tensor] | Sleeper] = {
-            "params" if part == "model" else part: model_tensors(chunks) for part, chunks in models.items() if chunks
+    def models(self) -> dict[str, list[Any]]:
+        """Return the model chunks on this rank, by the name of their model; none before they are built."""
+        return {"model": self.model} if self.model else {}
+
+    def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
+        """Return the parts that can be offloaded, by name. Memory that two of them share belongs to the first."""
+        parts: dict[str, Iterable[Tensor] | Sleepable] = {
+            "params" if name == "model" else name: model_tensors(chunks) for name, chunks in self.models().items()
         }
         if self.optimizer is not None:
             parts |= {"grads": gradient_tensors(self.model), "optimizer": optimizer_tensors(self.optimizer)}
         return parts
 
-    def before_call(self, method: str) -> None:
+    @contextlib.contextmanager
+    def call_context(self, method: str) -> Iterator[None]:
+        """Run a call in this worker's Megatron context, with the parts on the device that the method needs.
+
+        Raises:
+            ConfigError: the method needs parts, and no model has been built.
+        """
+        with super().call_context(method):
+            self.reload_for(method)
+            yield
+
+    def reload_for(self, method: str) -> None:
+        """Bring back the parts that ``method`` needs (see ``parts_needed``).
+
+        Raises:
+            ConfigError: it needs some, and no model has been built.
+        """
         needed = self.parts_needed.get(method)
-        if needed and not self.parts():
+        if needed and not self.models():
             raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
-        self._offload.reload(needed)
+        self.offloaded.reload(needed)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def training(self) -> TrainingState:
-        """What a checkpoint of this worker holds, and where it is put when one is loaded."""
+        """Return the state that a checkpoint of this worker contains, and that loading one fills."""
         counters: dict[str, int | str] = {
             "phase": self.phase,
             "updates": self.updates,
             "optimizer_steps": self.optimizer_steps,
         }
-        return TrainingState(self.context, {"model": self.model}, self.optimizer, self.scheduler, counters)
+        return TrainingState(self.context, dict(self.models()), self.optimizer, self.scheduler, counters)
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Take over the counters of a loaded checkpoint."""
+        """Set the counters to those of a loaded checkpoint."""
         self.updates = counters["updates"]
         self.optimizer_steps = counters["optimizer_steps"]
 
@@ -356,14 +418,21 @@ class ModelWorker(MegatronWorker):
     def save_checkpoint(
         self, path: str, global_step: int = 0, max_to_keep: int | None = None, asynchronous: bool = False
     ) -> str:
-        """Write ``<path>/global_step_<global_step>``, readable in any layout, and keep ``max_to_keep`` in all.
+        """Write ``<path>/global_step_<global_step>``, which any layout can load, and return the directory.
 
-        Returns the directory. See ``workers.checkpoint.save`` for what is in it.
+        See ``workers.checkpoint.save`` for its content.
 
         Args:
-            asynchronous: return once the state is set aside; a process beside each worker writes it. The directory
-                appears at the end of an update that finds it written, or at the latest with the next save, load,
-                ``wait_for_checkpoint`` or the group's shutdown.
+            path: a directory on a file system that all nodes share.
+            global_step: the step that ``load_checkpoint`` returns.
+            max_to_keep: number of checkpoints that stay under ``path``, this one included; None keeps all.
+            asynchronous: return when the state is copied; a separate process of each worker writes it. The directory
+                appears at the end of an update after it is written, or at the latest with the next save, load,
+                ``wait_for_checkpoint`` or shutdown of the group.
+
+        Raises:
+            ConfigError: ``max_to_keep`` is less than 1.
+            DataError: on every rank, if the directory cannot be created.
         """
         if max_to_keep is not None and max_to_keep < 1:
             text = f"save_checkpoint: max_to_keep is {max_to_keep}; it must be at least 1, or None to keep all"
@@ -374,29 +443,36 @@ class ModelWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
-        """Return when the checkpoint of the last asynchronous save is in its place."""
+        """Wait until the checkpoint of the last asynchronous save is complete."""
         self._background_saves.finish()
 
     def before_shutdown(self) -> None:
-        """The group waits for a checkpoint under way before it ends."""
+        """Finish an asynchronous save."""
         with self.context.activate():
             self._background_saves.finish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:
-        """Write the model as a new Hugging Face directory, with the tokenizer of the one that it started from, if any.
+        """Write the model as a new Hugging Face directory, with the tokenizer of the one that it was loaded from.
+
+        Args:
+            path: a directory that does not exist yet, or is empty, on a file system that all nodes share.
 
         Raises:
-            DataError, ConfigError: see ``workers.weights.hf.model.export_hf``.
+            DataError: ``path`` is not empty, or a tensor has no counterpart; see ``workers.export_hf``.
+            ConfigError: no model family is built like the model.
         """
         export_hf(self.model, self.context, path, self.model_config, companions_from=self.model_config.hf_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> int:
-        """Go on from the checkpoint at ``path``, or the latest one under it: the step that it was saved at.
+        """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
 
-        Of a distributed checkpoint that Megatron-LM wrote the weights are taken over. Where there is no state of the
-        optimizer, as in one that was saved before the first step, training begins with a fresh one.
+        From a distributed checkpoint of Megatron-LM, the weights are loaded. If a checkpoint has no optimizer state, as
+        one that was saved before the first step, training continues with a new optimizer.
+
+        Args:
+            path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
 
         Raises:
             DataError: there is none, or it does not fit the model; with the names of the weights.
@@ -413,7 +489,7 @@ class ModelWorker(MegatronWorker):
                     path=str(checkpoint),
                     phase=phase,
                 )
-            self.use_phase(phase, afresh="optimizer" not in manifest["parts"])
+            self.use_phase(phase, reset="optimizer" not in manifest["parts"])
         self.weights_version += 1
         load_checkpoint(self.training(), checkpoint, manifest)
         if counters:
@@ -426,5 +502,5 @@ def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: TokenBatc
 
 
 def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:
-    """A result that is metrics only, each under ``prefix/name``."""
+    """Return a DataProto without rows, with each metric under ``prefix/name`` in ``meta_info["metrics"]``."""
     return DataProto(meta_info={"metrics": {f"{prefix}/{name}": value for name, value in metrics.items()}})

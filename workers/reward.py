@@ -1,4 +1,4 @@
-"""The reward model: a model with a value head, whose output at the last token of a response is the score."""
+"""The reward worker: a model with a value head, whose output at the last token of a response is the score."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ __all__ = ["RewardModelWorker"]
 
 
 class RewardModelWorker(ModelWorker):
-    """A score for every response, on one layout. Its weights come from a checkpoint.
+    """A model that computes a score for every response. Its weights come from a checkpoint.
+
+    Args:
+        config: of the reward model.
 
     Raises:
-        LayoutError: axes that do not divide the world size.
+        LayoutError: the axes do not divide the world size.
     """
 
     config_class = RewardConfig
@@ -32,27 +35,36 @@ class RewardModelWorker(ModelWorker):
         self.config = config
 
     def build_model(self) -> list[nn.Module]:
+        """Return this rank's chunks of the reward model, which ends in a value head."""
         return build_model(self.config.model, self.config.parallel, self.context, value_head=True)
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
-        """Hidden states, or on the last stage the head's output ``[rows, targets]``."""
+        """Return hidden states, or on the last stage the head's output, float32 ``[rows, targets]``."""
         return forward_values(model, rows, self.context.pg)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the model: the weights are those of ``model.seed`` until a checkpoint is loaded."""
+        """Build the model, with the weights of ``model.hf_path`` or of ``model.seed`` until a checkpoint is loaded."""
         self.set_up({})
         for chunk in self.model:
             chunk.requires_grad_(False)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto | None:
-        """``rm_scores``, float32 ``[rows, response]``: the score at a response's last token, 0 elsewhere.
+        """Compute the scores of the responses.
 
-        The head is read at that token itself, and not where it is predicted. None off the last stage.
+        The score is the head's output at the last token of the response, not at the position that predicts it.
 
         Args:
-            data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``.
+            data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``
+                ``[rows, response]``, int64.
+
+        Returns:
+            ``rm_scores``, float32 ``[rows, response]``: the score at a response's last token, 0 elsewhere. None off
+            the last stage.
+
+        Raises:
+            DataError: a column is missing or of a wrong shape.
         """
         rows = self.rows_of_every_rank(
             lambda: response_batch(
@@ -70,6 +82,6 @@ class RewardModelWorker(ModelWorker):
 
 
 def _last(mask: Tensor) -> Tensor:
-    """1 at each row's last 1, 0 elsewhere."""
+    """1 at each row's last nonzero entry, 0 elsewhere."""
     following = torch.flip(torch.flip(mask, [1]).cumsum(1), [1])
     return ((mask != 0) & (following == 1)).float()

@@ -11,7 +11,7 @@ from typing import Any
 
 from mcontroller.errors import GroupBroken, GroupError, WorkerError
 from mcontroller.local.copies import private_arguments, private_copy
-from mcontroller.transport import Arguments, Handle, complete, finish, reported_coordinates, resolve, row_count
+from mcontroller.transport import Arguments, Handle, call_context, complete, finish, reported_coordinates, resolve, row_count
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
 __all__ = ["LocalCall", "LocalExecutor"]
@@ -138,8 +138,9 @@ class LocalExecutor:
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank with copies of the arguments; return its value."""
         args, kwargs = resolve(private_arguments(arguments), self.fetch)
-        with self.as_rank(rank):
-            return complete(getattr(self.workers[rank], method)(*args, **kwargs))
+        worker = self.workers[rank]
+        with self.as_rank(rank), call_context(worker, method):
+            return complete(getattr(worker, method)(*args, **kwargs))
 
     def fetch(self, handles: Sequence[Handle]) -> list[Any]:
         """Return copies of the values of handles."""

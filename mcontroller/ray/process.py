@@ -23,7 +23,7 @@ from mcontroller.devices import device_of_rank
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.control import Cancellation, ControlAddress, start_control_server
 from mcontroller.ray.wire import encode, open_argument, unpack
-from mcontroller.transport import complete, finish, reported_coordinates, resolve, row_count
+from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
 
 __all__ = [
     "ArgumentLost",
@@ -163,7 +163,9 @@ class WorkerProcess:
         self._running, rows = method, None
         try:
             args, kwargs = resolve(read_arguments(), fetch)
-            value = complete(getattr(self._roles[role], method)(*args, **kwargs))
+            worker = self._roles[role]
+            with call_context(worker, method):
+                value = complete(getattr(worker, method)(*args, **kwargs))
             del args, kwargs  # free them before the value is serialized
             if self._identity.rank not in returning:
                 value = None

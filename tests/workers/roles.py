@@ -1,14 +1,16 @@
-"""Tiny roles on real ranks, and batches to give them."""
+"""Tiny roles on real ranks, and batches for them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.registration import registrations
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 from workers.critic import CriticWorker
@@ -49,7 +51,7 @@ def actor(
         "ppo_epochs": 2,
     }
     be_a_worker()
-    worker = worker_class(load_config(ActorConfig, defaults, changes), role)
+    worker = callable_directly(worker_class(load_config(ActorConfig, defaults, changes), role))
     worker.init_model()
     return worker
 
@@ -65,8 +67,23 @@ def critic(parallel: dict[str, Any], **changes: Any) -> CriticWorker:
         "ppo_epochs": 2,
     }
     be_a_worker()
-    worker = CriticWorker(load_config(CriticConfig, defaults, changes))
+    worker = callable_directly(CriticWorker(load_config(CriticConfig, defaults, changes)))
     worker.init_model()
+    return worker
+
+
+def callable_directly(worker: Any) -> Any:
+    """The worker, with registered methods that run inside its call context, as in the process of a group's rank."""
+
+    def entering(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with worker.call_context(name):
+                return method(*args, **kwargs)
+
+        return run
+
+    for name in registrations(type(worker)):
+        setattr(worker, name, entering(name, getattr(worker, name)))
     return worker
 
 

@@ -9,7 +9,17 @@ import torch
 
 from mcontroller.errors import ConfigError, DataError, LayoutError
 from tests.forking import run_ranks
-from tests.workers.roles import MODEL, RESPONSE, actor, critic, experience, largest_difference, own_shard, weights
+from tests.workers.roles import (
+    MODEL,
+    RESPONSE,
+    actor,
+    callable_directly,
+    critic,
+    experience,
+    largest_difference,
+    own_shard,
+    weights,
+)
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, RewardConfig, load_config
 from workers.critic import CriticWorker
@@ -40,10 +50,13 @@ def calls_without_a_model() -> list[str]:
     lengths = {"rollout": {"prompt_length": RESPONSE, "response_length": RESPONSE}}
     for worker, methods in (
         (
-            ActorRolloutRefWorker(load_config(ActorConfig, {"model": MODEL} | lengths)),
+            callable_directly(ActorRolloutRefWorker(load_config(ActorConfig, {"model": MODEL} | lengths))),
             ("generate_sequences", "compute_log_prob", "update_actor", "update_sft"),
         ),
-        (CriticWorker(load_config(CriticConfig, {"model": MODEL})), ("compute_values", "update_critic")),
+        (
+            callable_directly(CriticWorker(load_config(CriticConfig, {"model": MODEL}))),
+            ("compute_values", "update_critic"),
+        ),
     ):
         for method in methods:
             with pytest.raises(ConfigError) as caught:
@@ -89,7 +102,7 @@ def test_batches_and_calls_that_do_not_match_the_role_are_rejected() -> None:
 def padding_only_on_one_shard() -> list[str]:
     """Call every method that computes with a row of padding only, on dp rank 1."""
     policy, value, batch = actor({}), critic({}), experience(4)
-    reward = RewardModelWorker(load_config(RewardConfig, {"model": MODEL}))
+    reward = callable_directly(RewardModelWorker(load_config(RewardConfig, {"model": MODEL})))
     reward.init_model()
     batch.batch["attention_mask"][3] = 0
     batch.batch["loss_mask"] = torch.zeros_like(batch.batch["attention_mask"])

@@ -1,4 +1,4 @@
-"""Beside PPO: learning from given tokens, the reference, scores of responses, reports, a loss of one's own."""
+"""Supervised training, the reference, scores of responses, reports of ranks, a custom loss, the context of calls."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state as mpu
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.transport import Arguments, run_method
 from parallel_state import DistGlobalInfo, DistRankInfo
+from parallel_state.errors import ParallelStateError
 from tests.forking import run_ranks
 from tests.workers.roles import (
     MODEL,
     PROMPT,
     RESPONSE,
     actor,
+    be_a_worker,
+    callable_directly,
     critic,
     experience,
     largest_difference,
@@ -23,7 +30,8 @@ from tests.workers.roles import (
     weights,
 )
 from workers.actor import ActorRolloutRefWorker
-from workers.config import RewardConfig, load_config
+from workers.config import ParallelConfig, RewardConfig, load_config
+from workers.megatron_worker import MegatronWorker
 from workers.reward import RewardModelWorker
 from workers.train.metrics import Rule
 
@@ -45,7 +53,7 @@ def learn(parallel: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "lr": lr_of_phase, "steps": (steps, worker.optimizer_steps), "weights": weights(worker)}
 
 
-def test_supervised_steps_learn_the_demonstrations_alike_in_every_layout() -> None:
+def test_supervised_steps_learn_the_demonstrations_equally_in_every_layout() -> None:
     alone, divided = run_ranks(learn, 1, {})[0], run_ranks(learn, 4, {"tp": 2, "pp": 2})[0]
     assert alone["losses"][-1] < 0.7 * alone["losses"][0]
     assert divided["losses"] == pytest.approx(alone["losses"], abs=1e-4)
@@ -75,7 +83,7 @@ def test_the_reference_stays_until_it_is_made_what_the_actor_is() -> None:
 
 def scored() -> dict[str, torch.Tensor]:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    worker = RewardModelWorker(load_config(RewardConfig, {"model": MODEL, "micro_batch_size": 3}))
+    worker = callable_directly(RewardModelWorker(load_config(RewardConfig, {"model": MODEL, "micro_batch_size": 3})))
     worker.init_model()
     batch = experience(5)
     last = []
@@ -100,7 +108,7 @@ def infos(parallel: dict[str, Any]) -> tuple[DistRankInfo, DistGlobalInfo]:
     return worker.get_megatron_rank_info(), worker.get_megatron_global_info()
 
 
-def test_a_worker_says_where_it_stands() -> None:
+def test_a_worker_reports_its_coordinates() -> None:
     ranks = run_ranks(infos, 4, {"tp": 2})
     assert [(rank.tp_rank, rank.dp_rank, rank.pp_rank) for rank, _ in ranks] == [
         (0, 0, 0),
@@ -130,7 +138,7 @@ class Reinforce(ActorRolloutRefWorker):
 
 def own_loss(parallel: dict[str, Any]) -> dict[str, Any]:
     template = actor(parallel, "actor", ppo_epochs=1)
-    worker = Reinforce(template.config, "actor")
+    worker = callable_directly(Reinforce(template.config, "actor"))
     worker.init_model()
     batch = own_shard(experience(16), worker)
     return {"metrics": worker.update_actor(batch).meta_info["metrics"], "weights": weights(worker)}
@@ -145,12 +153,82 @@ def test_a_subclass_changes_the_loss_and_its_metrics() -> None:
     assert largest_difference(alone["weights"], divided[0]["weights"]) < 1e-5
 
 
-def test_a_subclass_s_own_loss_needs_to_know_nothing_of_context_parallelism() -> None:
+def test_a_custom_loss_is_independent_of_context_parallelism() -> None:
     alone, divided = run_ranks(own_loss, 1, {})[0], run_ranks(own_loss, 4, {"cp": 2, "pp": 2})
     for rank in divided:
         for name in ("actor/loss", "actor/grad_norm"):
             assert rank["metrics"][name] == pytest.approx(alone["metrics"][name], abs=1e-5)
     assert largest_difference(alone["weights"], divided[0]["weights"]) < 1e-5
+
+
+def outside_a_group() -> list[str]:
+    template = actor({}, "actor")
+    worker, batch = ActorRolloutRefWorker(template.config, "actor"), experience(4)
+    messages = []
+
+    def rejected(method: str, *args: Any) -> None:
+        with pytest.raises(ParallelStateError) as caught:
+            getattr(worker, method)(*args)
+        messages.append(str(caught.value))
+
+    rejected("init_model")
+    with worker.call_context("init_model"):
+        worker.init_model()
+    rejected("compute_log_prob", batch)
+    rejected("update_actor", batch)
+    with worker.call_context("compute_log_prob"):
+        own = worker.compute_log_prob(batch)
+    assert torch.equal(own.batch["old_log_probs"], template.compute_log_prob(batch).batch["old_log_probs"])
+    return messages
+
+
+def test_a_method_outside_its_context_is_rejected_and_the_error_names_the_context() -> None:
+    messages = run_ranks(outside_a_group, 1)[0]
+    assert len(messages) == 3 and all("`with worker.call_context(method):`" in message for message in messages)
+
+
+class Asking(MegatronWorker):
+    """A ported worker: its methods find their own layout in Megatron's globals, undecorated and async ones too."""
+
+    def __init__(self) -> None:
+        super().__init__(ParallelConfig(tp=2))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def tp(self) -> int:
+        return mpu.get_tensor_model_parallel_world_size()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def tp_async(self) -> int:
+        return mpu.get_tensor_model_parallel_world_size()
+
+
+class AskingAgain(Asking):
+    def tp(self) -> int:
+        return 10 * super().tp()
+
+
+def asked() -> list[int]:
+    be_a_worker()
+    workers = [Asking(), AskingAgain()]
+    nothing = Arguments()
+    calls = [(workers[0], "tp"), (workers[0], "tp_async"), (workers[1], "tp"), (workers[1], "tp_async")]
+    found = [run_method(worker, method, nothing, fetch=list).value for worker, method in calls]
+    by_function = run_method(workers[0], "execute_with_func_generator", Arguments((Asking.tp,)), fetch=list).value
+    return [*found, by_function]
+
+
+def test_every_call_that_a_transport_runs_finds_its_own_layout() -> None:
+    assert run_ranks(asked, 2) == [[2, 2, 20, 2, 2]] * 2
+
+
+def without_descriptions_of_checkpoints() -> bool:
+    worker = actor({}, "actor")
+    worker.training = None  # scoring asks whether there is a model, and not what a checkpoint of it contains
+    return worker.compute_log_prob(experience(4)) is not None
+
+
+def test_scoring_does_not_describe_a_checkpoint() -> None:
+    assert run_ranks(without_descriptions_of_checkpoints, 1) == [True]
 
 
 def both_layouts_at_once() -> dict[str, Any]:

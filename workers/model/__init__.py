@@ -1,1 +1,4 @@
-"""Megatron-Core models on one rank: configuration, layers, initial weights."""
+"""Megatron-Core models on one rank: configuration, layers, initial weights.
+
+Imports ``workers.weights``, which imports nothing from here.
+"""

@@ -1,4 +1,4 @@
-"""A GPT model of Megatron-Core on this rank: the chunks of it that the rank's stages hold."""
+"""Build this rank's chunks of a GPT model of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -23,11 +23,21 @@ from workers.model.value_head import put_value_head
 from workers.model.vocab_padding import mask_padded_vocabulary
 from workers.weights.hf.model import load_hf
 
+__all__ = ["ModelProvider", "build_model"]
+
 
 class ModelProvider(Protocol):
-    """A user's own model, one chunk at a time, as Megatron-LM's training scripts define it."""
+    """A function that builds a user-defined model, one chunk at a time, as in Megatron-LM's training scripts."""
 
-    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module: ...
+    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module:
+        """Return one chunk.
+
+        Args:
+            pre_process: whether the chunk is the first of the model.
+            post_process: whether it is the last.
+            vp_stage: its virtual stage on this rank, counted from 0; None without virtual stages.
+        """
+        ...
 
 
 def build_model(
@@ -39,22 +49,27 @@ def build_model(
     model_provider: ModelProvider | None = None,
     initialize: bool = True,
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, on its device, in train mode: one, or ``parallel.vpp`` of them.
+    """Return this rank's model chunks, on its device, in train mode: one, or ``parallel.vpp`` of them.
 
-    Collective over the context's groups. The chunks are plain: without DistributedDataParallel, in ``model.dtype``.
-    ``workers.model.placement.place_chunks`` says which tensors are moved and cast, of a user's own model too.
+    Collective over the context's groups. The chunks are in ``model.dtype`` and without DistributedDataParallel.
+    ``workers.model.placement.place_chunks`` describes which tensors are moved and cast, also of user-defined models.
 
     Args:
-        value_head: a critic: one number a token (float32 [batch, seq, 1]) in place of logits; embeddings are not tied.
-        model_provider: builds each chunk instead of us; ``model`` is not looked at then, and its weights stay as
-            the provider made them, moved to the device and cast to the dtype of the chunk's own Megatron config.
-        initialize: False leaves weights to be loaded afterwards, whatever ``model.hf_path`` and ``model.seed`` say.
+        model: the model; its weights are those at ``model.hf_path``, or follow from ``model.seed``.
+        parallel: the axes of ``context``.
+        context: the layout that the model is built in.
+        value_head: whether the model ends in a value head, as a critic does: one number for each token (float32
+            ``[batch, seq, 1]``) instead of logits. Embeddings are not tied then.
+        model_provider: a function that builds each chunk. ``model`` is ignored then, and the weights are those of the
+            provider, moved to the device and cast to the dtype of the chunk's own Megatron config.
+        initialize: False leaves the weights uninitialised, to be loaded later, whatever ``model.hf_path`` and
+            ``model.seed`` are.
 
     Raises:
         DataError: the checkpoint at ``model.hf_path`` does not fit the model; with the names of its tensors.
-        ConfigError: before the first collective: a model that the axes do not divide, axes that are not the
-            context's, an unknown or ill-typed field, Transformer Engine asked for where it cannot run; a provider's
-            chunk without a Megatron config, or with one that contradicts itself on the dtype.
+        ConfigError: before the first collective: the axes do not divide the model, or differ from the context's; a
+            field is unknown or of a wrong type; Transformer Engine is requested and cannot run; a provider's chunk has
+            no Megatron config, or one that contradicts itself on the dtype.
     """
     _check_axes(parallel, context)
     if model_provider is None:
@@ -75,8 +90,8 @@ def build_model(
 
 def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
     layout = context.layout
-    wanted = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep, "vpp": parallel.vpp}
-    for axis, size in wanted.items():
+    expected = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep, "vpp": parallel.vpp}
+    for axis, size in expected.items():
         if getattr(layout, axis) != size:
             raise ConfigError(
                 f"parallel.{axis} is {size}, but the context's layout has {axis}={getattr(layout, axis)}: build both "
@@ -87,7 +102,7 @@ def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
 
 
 def _stages(parallel: ParallelConfig, context: MegatronContext) -> list[tuple[bool, bool, int | None]]:
-    """For each chunk of this rank: whether it is the first of the model, whether the last, and its virtual stage."""
+    """For each chunk of this rank: whether it is the first of the model, whether it is the last, its virtual stage."""
     pp_rank = context.pg.pp.rank()
     if parallel.vpp is None:
         return [(pp_rank == 0, _is_last(parallel, context), None)]
@@ -102,8 +117,8 @@ def _is_last(parallel: ParallelConfig, context: MegatronContext) -> bool:
 
 
 @functools.cache
-def _tell(choice: str) -> None:
-    """On standard output, once a process: nobody sees a logger's info unless a program asks for it."""
+def _print_once(choice: str) -> None:
+    """Print once in a process. A logger's info is not visible unless a program configures logging."""
     print(choice, flush=True)  # noqa: T201
 
 
@@ -120,7 +135,7 @@ class _OwnModel:
         if self.implementation == "local":
             check_local(model, on_gpu=torch.cuda.is_available())
         if dist.get_rank() == 0:
-            _tell(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
+            _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         model, context = self.model, self.context
@@ -146,4 +161,5 @@ class _OwnModel:
         if self.implementation == "local":
             use_gated_mlps(chunk)
         mask_padded_vocabulary(chunk, model.vocab_size)
+        chunk.model_family = model.family  # read by workers.weights.hf
         return chunk

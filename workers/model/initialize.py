@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and the tensor's name alone, and not on how ranks divide the model."""
+"""Draw initial weights that depend only on the seed and the tensor's name, and not on the layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from parallel_state.megatron import MegatronContext
-from workers.weights.shards import Shard, named_shards
+from workers.weights.shards import WeightShard, named_shards
+
+__all__ = ["initialize_weights"]
 
 # Megatron scales the last linear of each residual branch down by the number of layers.
 _OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.")
@@ -21,13 +23,16 @@ _OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.")
 def initialize_weights(
     chunks: Sequence[torch.nn.Module], context: MegatronContext, seed: int, only: Set[str] | None = None
 ) -> None:
-    """Fill every weight matrix of these chunks as Megatron would, with random numbers of its own.
+    """Fill every weight matrix of these chunks with Megatron's distributions, the same in every layout.
 
     The whole tensor is drawn in float32 on the CPU, from a generator seeded by ``seed`` and the tensor's name in the
-    whole model, and this rank keeps its part: the same model for every layout, on every device.
-    Norms, biases and other vectors are left as they were built (ones and zeros).
+    whole model, and this rank keeps its part: the same model in every layout, on every device. Norms and other vectors
+    stay as they were built; biases become 0.
 
     Args:
+        chunks: this rank's model chunks.
+        context: the layout of the chunks.
+        seed: determines all weights.
         only: names in the whole model of the tensors to fill; None fills all.
     """
     for chunk in chunks:
@@ -41,7 +46,7 @@ def initialize_weights(
                 shard.param.zero_()
 
 
-def _drawn(shard: Shard, config: TransformerConfig, seed: int) -> torch.Tensor:
+def _drawn(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:
     full = torch.empty(shard.full_shape, dtype=torch.float32, device="cpu")
     digest = hashlib.sha256(f"{seed}/{shard.name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,7 @@
-"""Core attention in plain PyTorch, in the place of Transformer Engine's: padded or packed, cached, over the cp axis.
+"""Core attention in plain PyTorch instead of Transformer Engine's: padded or packed, cached, over the cp axis.
 
-Under context parallelism each rank keeps its queries and gathers everyone's keys and values: the simplest exact
-scheme, meant for a CPU and for tests.
+Under context parallelism each rank keeps its queries and gathers the keys and values of all ranks: the simplest exact
+scheme, for CPUs and tests.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from megatron.core.transformer.module import MegatronModule
 from mcontroller.errors import ConfigError, DataError
 from workers.model.zigzag import zigzag_positions
 
+__all__ = ["TEDotProductAttention"]
+
 # Fields of TransformerConfig that change attention in ways this module does not compute, and their neutral values.
 _NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla", "qk_clip": False, "log_max_attention_logit": False}
 
 
 class TEDotProductAttention(MegatronModule):
-    """softmax(QK^T / sqrt(d)) V by ``torch.nn.functional.scaled_dot_product_attention``; has no parameters.
+    """Compute softmax(QK^T / sqrt(d)) V with ``scaled_dot_product_attention``; without parameters.
+
+    Arguments are those of Megatron's class of the same name.
 
     Raises:
-        ConfigError: sliding windows, learnt softmax offsets or clipped logits, which need Transformer Engine.
+        ConfigError: the config has sliding windows, learnt softmax offsets or clipped logits, which need Transformer
+            Engine.
     """
 
     def __init__(
@@ -72,18 +77,25 @@ class TEDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """[seq, batch, heads * width] from [seq, batch, heads, width]; packed: without the batch dim.
+        """Return ``[seq, batch, heads * width]``; packed: ``[tokens, heads * width]``.
 
         Args:
-            query: this rank's positions: the last ones of the keys' when keys come from a cache, its zigzag share
-                under context parallelism.
+            query: ``[seq, batch, heads, width]``, packed without the batch dim, at this rank's positions: the last
+                ones of the keys' if keys come from a cache, its zigzag part under context parallelism.
+            key: as ``query``, of this rank, or of the cache.
+            value: as ``key``.
             attention_mask: bool, True where attention is not allowed (Megatron's meaning); ``[batch, 1, 1, keys]``
-                hides keys on top of causality, ``[batch or 1, 1, queries, keys]`` is taken as it is. Under context
-                parallelism both dims are the whole sequence's, in its own order. None: causality alone.
-            packed_seq_params: the bounds of packed sequences (THD), each of them divided over cp by itself.
+                masks keys in addition to causality, ``[batch or 1, 1, queries, keys]`` replaces it. Under context
+                parallelism both dims are those of the whole sequence, in its own order. None: causality only.
+            attn_mask_type: ignored; the type of the layer counts.
+            attention_bias: must be None.
+            packed_seq_params: the bounds of packed sequences (THD), each of them divided over cp separately.
+
+        Raises:
+            DataError: an ``attention_bias``, or a sequence that context parallelism does not divide.
         """
         if attention_bias is not None:
-            raise DataError("the local attention takes no attention_bias: it needs Transformer Engine")
+            raise DataError("attention_bias is given: the local attention has none, Transformer Engine's has")
         if self.cp > 1:
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
@@ -113,9 +125,9 @@ class TEDotProductAttention(MegatronModule):
     def _allowed(
         self, queries: int, keys: int, masked: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Which of the keys each query may see: bool [.., queries, keys] in the order in which they are held."""
+        """The keys that each query attends to: bool ``[.., queries, keys]``, in this rank's order."""
         if self.cp == 1 and queries == 1 and (masked is None or masked.size(-2) == 1):
-            return None if masked is None else ~masked  # the last token, before which all keys are
+            return None if masked is None else ~masked  # the last token, which attends to all keys
         if self.cp > 1:
             query_positions, key_positions = self._zigzag(queries, keys, device)
         else:
@@ -136,7 +148,7 @@ class TEDotProductAttention(MegatronModule):
     def _zigzag(self, queries: int, keys: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if queries % 2 or keys != queries * self.cp:
             raise DataError(
-                f"context parallelism over {self.cp} ranks gives every rank two equal pieces of each sequence; "
+                f"context parallelism over {self.cp} ranks divides each sequence into {2 * self.cp} equal pieces; "
                 f"this rank has {queries} of {keys} tokens: pad sequences to a multiple of {2 * self.cp}",
                 length=keys,
                 multiple=2 * self.cp,
@@ -172,9 +184,9 @@ class TEDotProductAttention(MegatronModule):
     def _attend_once(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
     ) -> torch.Tensor:
-        """As ``_attend`` with one query a sequence: two small products, faster than a kernel made for many queries.
+        """As ``_attend``, for one query per sequence: two small products, faster than a kernel for many queries.
 
-        The heads that share keys stand in the place of queries, so that keys are read once for all of them.
+        The heads that share keys are treated as queries, so that keys are read once for all of them.
         """
         _, batch, heads, width = query.shape
         shared = (query * self.scale).view(batch, key.size(2), heads // key.size(2), width)
@@ -185,5 +197,5 @@ class TEDotProductAttention(MegatronModule):
         return torch.matmul(weights, value.permute(1, 2, 0, 3)).reshape(1, batch, heads * width)
 
     def _dropout_random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Heads are divided over tp: each rank draws its own numbers (as Megatron's DotProductAttention does)."""
+        """Heads are divided over tp: each rank draws its own numbers, as in Megatron's DotProductAttention."""
         return contextlib.nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork()

@@ -1,7 +1,7 @@
-"""Norms and linears in plain PyTorch with the parameter names, and the class names, of Transformer Engine's.
+"""Norms and linear layers in plain PyTorch with the parameter names, and the class names, of Transformer Engine's.
 
-Checkpoints, weight bridges and refits go by these names: with them a model built here and one built of Transformer
-Engine's modules are the same model.
+Checkpoints, conversions and refits use these names: a model built from these modules and one built from Transformer
+Engine's are the same model.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from mcontroller.errors import ConfigError
 
+__all__ = [
+    "GatedMLP",
+    "TEColumnParallelGroupedLinear",
+    "TELayerNormColumnParallelLinear",
+    "TENorm",
+    "TERowParallelGroupedLinear",
+    "use_gated_mlps",
+]
+
 
 class TENorm(torch.nn.Module):
-    """RMSNorm or LayerNorm, as the config says, over the last dim; replicated over tp."""
+    """RMSNorm or LayerNorm, by ``config.normalization``, over the last dim; replicated over tp."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **engine_only: Any) -> None:
         super().__init__()
@@ -33,11 +42,12 @@ class TENorm(torch.nn.Module):
         self.bias = _norm_parameter(config, hidden_size, 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``hidden`` ``[..., hidden_size]``, normalised."""
         return _normalized(hidden, self.weight, self.bias, self.eps, self.zero_centered)
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
-    """A norm and the column-parallel linear after it, in one module."""
+    """A norm and the column-parallel linear layer after it, in one module."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -48,21 +58,23 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_bias = _norm_parameter(config, input_size, 0.0) if has_bias else None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the linear layer's output for the normalised ``hidden`` ``[seq, batch, input_size]``."""
         normalized = _normalized(hidden, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered)
         return super().forward(normalized, *args, **kwargs)
 
 
 class GatedMLP(MLP):
-    """Megatron's feed-forward part; a gated one without an offset or a clamp takes fewer passes over its activation.
+    """Megatron's MLP with fewer passes over the activation of gated units without offset and clamp.
 
-    Megatron adds the offset also where it is 0. Where no gradient is wanted, the activation stays in the memory of the
-    first linear's output: on a CPU new memory costs as much as a pass.
+    Megatron adds the offset even if it is 0. Without gradients, the activation overwrites the output of the first
+    linear layer: on a CPU, new memory costs as much as a pass.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if per_token_scale is not None or not _merely_gated(self.config):
+        """Return the output ``[seq, batch, hidden]`` and the bias of the second linear layer, as in Megatron."""
+        if per_token_scale is not None or not _only_gated(self.config):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         both, bias = self.linear_fc1(hidden_states)
         if bias is not None:
@@ -74,17 +86,17 @@ class GatedMLP(MLP):
 
 
 def use_gated_mlps(chunk: torch.nn.Module) -> None:
-    """Let the dense feed-forward parts of a chunk compute as ``GatedMLP``.
+    """Change the class of the dense MLPs of a chunk to ``GatedMLP``.
 
-    They are built as Megatron's own class, which its layers look for when they hand groups on (0.16).
+    They must be built as Megatron's own class, because its layers pass groups only to that (0.16).
     """
     for module in chunk.modules():
         if type(module) is MLP:
             module.__class__ = GatedMLP
 
 
-def _merely_gated(config: TransformerConfig) -> bool:
-    """Whether the activation of the first half times the second half is all that is asked for."""
+def _only_gated(config: TransformerConfig) -> bool:
+    """Whether the MLP computes no more than the activation of the first half times the second half."""
     return (
         config.gated_linear_unit
         and not config.bias_activation_fusion
@@ -105,7 +117,8 @@ def _norm_parameter(config: TransformerConfig, size: int, value: float) -> torch
     parameter = torch.nn.Parameter(
         torch.full((size,), value, dtype=config.params_dtype, device=torch.cuda.current_device())
     )
-    # Under sequence parallelism each tp rank has the gradient of its own tokens: Megatron sums those of the marked.
+    # Under sequence parallelism each tp rank has the gradient of its own tokens: Megatron sums those of parameters
+    # with this attribute.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
@@ -120,9 +133,10 @@ def _normalized(
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One linear per local expert, as parameters ``weight0``, ``weight1``, ...; divided over etp at dim ``split_dim``.
+    """One linear layer for each local expert, with parameters ``weight0``, ``weight1``, ...
 
-    The token dispatcher communicates; a linear computes what it is given.
+    The parameters are divided over etp along dim ``split_dim``. The layer does not communicate: the token dispatcher
+    does.
     """
 
     split_dim: int
@@ -163,7 +177,7 @@ class _GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{index}", parameter)
 
     def forward(self, tokens: torch.Tensor, tokens_per_expert: Sequence[int]) -> tuple[torch.Tensor, None]:
-        """[tokens, output] from [tokens, input], the tokens sorted by expert."""
+        """Return ``[tokens, output]`` of ``[tokens, input]``; tokens are sorted by expert."""
         parts = torch.split(tokens, [int(count) for count in tokens_per_expert])
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         outputs = [torch.nn.functional.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
@@ -175,7 +189,7 @@ class _GroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """As Transformer Engine's grouped linear in Megatron: the experts are one more dim, or one key each."""
+        """Return the same as Megatron's for Transformer Engine: experts are one more dim, or one key each."""
         metadata = metadata or {}
         first = self.groups.ep.rank() * self.num_gemms
         experts = self.groups.ep.size() * self.num_gemms
@@ -199,12 +213,12 @@ class _GroupedLinear(torch.nn.Module):
 
 
 class TEColumnParallelGroupedLinear(_GroupedLinear):
-    """The experts' first linears, divided by output."""
+    """The first linear layers of experts, divided along the output."""
 
     split_dim = 0
 
 
 class TERowParallelGroupedLinear(_GroupedLinear):
-    """The experts' second linears, divided by input."""
+    """The second linear layers of experts, divided along the input."""
 
     split_dim = 1

@@ -1,9 +1,8 @@
-"""The layers of a GPT model, of Transformer Engine's modules or of plain PyTorch ones under the same names."""
+"""Specs of the layers of a GPT model, with modules of Transformer Engine or of plain PyTorch under the same names."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -33,20 +32,23 @@ from workers.model.local_modules import (
     TERowParallelGroupedLinear,
 )
 
-logger = logging.getLogger(__name__)
+__all__ = ["block_spec", "chosen_implementation"]
 
 
 def chosen_implementation(transformer_impl: str) -> str:
-    """``"transformer_engine"`` or ``"local"``; ``"auto"`` is the former where it is importable and there is a GPU.
+    """Return ``"transformer_engine"`` or ``"local"``.
+
+    Args:
+        transformer_impl: one of these, or ``"auto"``: Transformer Engine if it is installed and there is a GPU.
 
     Raises:
-        ConfigError: Transformer Engine is asked for by name and cannot run here.
+        ConfigError: Transformer Engine is requested and cannot run.
     """
     runs_here = torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
     if transformer_impl == "transformer_engine" and not runs_here:
         missing = "package transformer_engine" if torch.cuda.is_available() else "GPU"
         raise ConfigError(
-            f"model.transformer_impl is 'transformer_engine', but there is no {missing} here: take 'auto' or 'local'",
+            f"model.transformer_impl is 'transformer_engine', but there is no {missing}: set 'auto' or 'local'",
             key="model.transformer_impl",
             value=transformer_impl,
         )
@@ -56,18 +58,28 @@ def chosen_implementation(transformer_impl: str) -> str:
 def block_spec(
     config: TransformerConfig, implementation: str, pp_rank: int, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The decoder's layers on one stage of the pipeline, and its final norm."""
+    """Return the spec of the decoder's layers on one stage of the pipeline, and of its final norm.
+
+    Args:
+        config: that of the model.
+        implementation: as ``chosen_implementation`` returns it.
+        pp_rank: the stage.
+        vp_stage: the virtual stage on it, or None.
+
+    Raises:
+        ConfigError: ``moe_layer_freq`` lists another number of layers, or experts are not grouped.
+    """
     if implementation == "transformer_engine":
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
     specs = [_layer_spec(config, with_experts) for with_experts in _expert_layers(config)]
-    held = [specs[index] for index in _held_layers(config, pp_rank, vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=held, layer_norm=TENorm)
+    on_stage = [specs[index] for index in _layers_of_stage(config, pp_rank, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=on_stage, layer_norm=TENorm)
 
 
 class _LocalProvider(LocalSpecProvider):
-    """Which module stands for what; in the shape of Megatron's provider for Transformer Engine."""
+    """The local modules, in the form of Megatron's provider for Transformer Engine."""
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -84,7 +96,8 @@ class _LocalProvider(LocalSpecProvider):
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
         if not moe_use_grouped_gemm:
             raise ConfigError(
-                "experts computed one by one are wrong over the ep axis: leave model.transformer.moe_grouped_gemm on",
+                "experts that are computed one by one are wrong over the ep axis: set "
+                "model.transformer.moe_grouped_gemm to true",
                 key="model.transformer.moe_grouped_gemm",
                 value=False,
             )
@@ -92,7 +105,7 @@ class _LocalProvider(LocalSpecProvider):
             "linear_fc1": TEColumnParallelGroupedLinear,
             "linear_fc2": TERowParallelGroupedLinear,
         }
-        if hasattr(experts, "GroupedMLPSubmodules"):  # megatron-core >= 0.17 takes a builder of the experts
+        if hasattr(experts, "GroupedMLPSubmodules"):  # megatron-core >= 0.17 expects a builder of the experts
             submodules = experts.GroupedMLPSubmodules(**linears, activation_func=None)
             return functools.partial(experts.TEGroupedMLP, submodules=submodules)
         return experts.TEGroupedMLP, MLPSubmodules(**linears)
@@ -147,7 +160,7 @@ def _expert_layers(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in every]
 
 
-def _held_layers(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> list[int]:
+def _layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> list[int]:
     """The layers of one stage, counted from 0 over the whole model."""
     if config.pipeline_model_parallel_layout is not None:
         return config.pipeline_model_parallel_layout.get_layer_id_list(

@@ -1,4 +1,4 @@
-"""Where a model's numbers are and in which dtype: one rule for every model, our own and a user's."""
+"""The device and the dtype of a model: one rule for built-in and user-defined models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcontroller.errors import ConfigError
 
 __all__ = ["chunk_dtype", "place_chunks"]
 
-# Sums and biases over experts, and tables of cosines: Megatron makes them in float32 on purpose, whatever the model's
+# Sums and biases over experts, and tables of cosines: Megatron makes them in float32 on purpose, in models of any
 # dtype. Float16Module casts them too, and routers undo that for their biases at every forward pass.
 _BUFFERS_AS_MADE = (Router, YarnRotaryEmbedding)
 
@@ -23,8 +23,8 @@ _BUFFERS_AS_MADE = (Router, YarnRotaryEmbedding)
 def place_chunks(chunks: Sequence[torch.nn.Module], device: torch.device) -> None:
     """Move model chunks to ``device`` and cast them to their dtype, in place.
 
-    The rule is that of Megatron-LM, whose ``get_model`` calls ``cuda()`` and then ``Float16Module``, and it holds on a
-    CPU as well:
+    The rule is that of Megatron-LM, whose ``get_model`` calls ``cuda()`` and then ``Float16Module``, and is the same on
+    a CPU:
 
     - Every parameter and buffer goes to the device.
     - Every floating-point parameter is cast to ``chunk_dtype`` of its chunk. So is every floating-point buffer, except
@@ -33,7 +33,11 @@ def place_chunks(chunks: Sequence[torch.nn.Module], device: torch.device) -> Non
       these on the device, in float32.
 
     Parameters keep Megatron's attributes between the CPU and a GPU. Call this before DistributedDataParallel and the
-    optimizer take the parameters over; a second call changes nothing.
+    optimizer are built; a second call changes nothing.
+
+    Args:
+        chunks: this rank's model chunks.
+        device: the device of the rank.
 
     Raises:
         ConfigError: as ``chunk_dtype``; before any chunk is changed.
@@ -41,25 +45,25 @@ def place_chunks(chunks: Sequence[torch.nn.Module], device: torch.device) -> Non
     for chunk, dtype in [(chunk, chunk_dtype(chunk)) for chunk in chunks]:
         chunk.to(device)
         for module in chunk.modules():
-            held: list[torch.Tensor] = list(module.parameters(recurse=False))
+            tensors: list[torch.Tensor] = list(module.parameters(recurse=False))
             if not isinstance(module, _BUFFERS_AS_MADE):
-                held += module.buffers(recurse=False)
-            for tensor in held:
+                tensors += module.buffers(recurse=False)
+            for tensor in tensors:
                 if tensor.is_floating_point() and tensor.dtype != dtype:
                     tensor.data = tensor.data.to(dtype)
 
 
 def chunk_dtype(chunk: torch.nn.Module) -> torch.dtype:
-    """The dtype of a model chunk: ``params_dtype`` of its Megatron config, with which ``bf16`` and ``fp16`` must agree.
+    """Return the dtype of a model chunk: ``params_dtype`` of its Megatron config.
 
     Raises:
-        ConfigError: the chunk has no Megatron config, or one that contradicts itself.
+        ConfigError: the chunk has no Megatron config, or one whose ``bf16`` or ``fp16`` contradicts it.
     """
     config = getattr(unwrap_model(chunk), "config", None)
     if not isinstance(config, ModelParallelConfig):
         raise ConfigError(
-            f"{type(chunk).__name__}.config is {type(config).__name__}, but a model chunk needs the config that says "
-            "its dtype: give it Megatron's TransformerConfig as config",
+            f"{type(chunk).__name__}.config is {type(config).__name__}, but a model chunk needs one with the dtype of "
+            "its parameters: set .config to Megatron's TransformerConfig",
             key="config",
             value=config,
         )

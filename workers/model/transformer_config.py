@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig from a ModelConfig and the sizes of the axes, every field checked by name and type."""
+"""Build Megatron's TransformerConfig from a ModelConfig and the sizes of the axes, with every field checked."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.fit import check_fit
 
+__all__ = ["coerced", "transformer_config"]
+
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -29,12 +31,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """The TransformerConfig of the model on these axes; needs no process group.
+    """Return the TransformerConfig of the model on these axes; needs no process group.
+
+    Args:
+        model: the model; ``model.transformer`` has further fields of TransformerConfig.
+        parallel: the sizes of the axes.
 
     Raises:
-        ConfigError: sizes that do not fit the axes; in ``model.transformer`` a field that TransformerConfig does not
-            have, one that is set elsewhere in our configuration, or a value of another type; what TransformerConfig
-            itself refuses.
+        ConfigError: sizes do not fit the axes; in ``model.transformer`` a field is unknown, follows from other fields
+            of the configuration, or has a value of another type; TransformerConfig itself rejects the model.
     """
     check_fit(model, parallel)
     fields = _from_model(model) | _from_parallel(parallel)
@@ -43,7 +48,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     try:
         return TransformerConfig(**(fields | further))
     except (AssertionError, ValueError) as error:
-        raise ConfigError(f"TransformerConfig refuses the model: {error}", key="model", value=model) from error
+        raise ConfigError(f"TransformerConfig rejects the model: {error}", key="model", value=model) from error
 
 
 # Fields of ModelConfig that are TransformerConfig's under the same name.
@@ -75,9 +80,9 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
-        "use_cpu_initialization": False,  # each rank fills its own shards, which ``initialize`` fills again
+        "use_cpu_initialization": False,  # each rank fills its own shards, and ``initialize_weights`` fills them again
         "moe_token_dispatcher_type": "alltoall",  # also what lets lengths vary over pp, dense models included
-        # A GPU's needs Apex or Transformer Engine.
+        # On a GPU it needs Apex or Transformer Engine.
         "gradient_accumulation_fusion": not torch.cuda.is_available(),
     }
     if model.num_moe_experts is not None:
@@ -99,13 +104,13 @@ def _from_parallel(parallel: ParallelConfig) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "sequence_parallel": parallel.sequence_parallel,
-        # Interleaved stages send both ways between the same two ranks when pp is 2: one by one, never as a batch.
+        # If pp is 2, interleaved stages send both ways between the same two ranks: one by one, never as a batch.
         "overlap_p2p_comm": parallel.vpp is not None,
         "batch_p2p_comm": parallel.vpp is None,
     }
 
 
-# What we set and a user may set otherwise.
+# Fields that have a value here, and that a user may set to another.
 _CHANGEABLE = frozenset(
     (
         "moe_token_dispatcher_type",
@@ -130,18 +135,22 @@ def _further_field(name: str, value: Any, set_elsewhere: collections.abc.Set[str
     try:
         return coerced(value, hints[name])
     except TypeError as error:
-        raise ConfigError(f"{key} is {value!r}; TransformerConfig takes {error}", key=key, value=value) from error
+        raise ConfigError(f"{key} is {value!r}; TransformerConfig expects {error}", key=key, value=value) from error
 
 
 def coerced(value: Any, hint: Any) -> Any:
-    """``value`` as the annotation ``hint`` wants it: an enum's member or a dtype by its name, lists as tuples.
+    """Return ``value`` converted to the annotation ``hint``: names to enum members or dtypes, lists to tuples.
+
+    Args:
+        value: as configuration files have it.
+        hint: an annotation of a field of TransformerConfig.
 
     Raises:
-        TypeError: the value is of another type; the message is what the annotation takes.
+        TypeError: the value is of another type; the message is the text of the annotation.
     """
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _first_that_fits(value, options, hint)
+        return _first_match(value, options, hint)
     if origin is typing.Literal:
         return _accept(value, value in options, hint)
     if origin is list or hint is list:
@@ -163,7 +172,7 @@ def coerced(value: Any, hint: Any) -> Any:
     return _accept(value, isinstance(value, origin or hint), hint)
 
 
-def _first_that_fits(value: Any, options: tuple[Any, ...], hint: Any) -> Any:
+def _first_match(value: Any, options: tuple[Any, ...], hint: Any) -> Any:
     for option in options:
         try:
             return coerced(value, option)
@@ -172,8 +181,8 @@ def _first_that_fits(value: Any, options: tuple[Any, ...], hint: Any) -> Any:
     raise TypeError(_described(hint))
 
 
-def _accept(value: Any, fits: bool, hint: Any) -> Any:
-    if not fits:
+def _accept(value: Any, is_valid: bool, hint: Any) -> Any:
+    if not is_valid:
         raise TypeError(_described(hint))
     return value
 

@@ -1,4 +1,4 @@
-"""The head of a critic or a reward model: one number for each token, in the place of the language-model head."""
+"""The head of a critic or a reward model: one number for each token instead of logits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from megatron.core.utils import get_model_config
 
 from mcontroller.errors import ConfigError
 
+__all__ = ["ValueHead", "put_value_head"]
+
 
 class ValueHead(torch.nn.Module):
-    """A linear of width 1 with the interface of the output layer that it replaces; the same on every tp rank."""
+    """A linear layer with one output and the interface of Megatron's output layer; the same on every tp rank.
+
+    Args:
+        config: that of the model.
+        tp_group: the ranks that hidden states are divided over under sequence parallelism.
+    """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
@@ -19,13 +26,13 @@ class ValueHead(torch.nn.Module):
         self.tp_group = tp_group
         weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(torch.nn.init.normal_(weight, std=config.init_method_std))
-        # Each tp rank has the gradient of its own tokens then, and Megatron sums those of the parameters so marked.
+        # Each tp rank has the gradient of its own tokens then; Megatron sums those of parameters with this attribute.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
         self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """float32 [seq, batch, 1] of the whole sequence, from this rank's hidden states."""
+        """Return float32 ``[seq, batch, 1]`` of the whole sequence, from this rank's hidden states."""
         # Returns are learnt in float32: a bfloat16 product would round a value to steps of 1/128 of itself.
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
@@ -37,13 +44,17 @@ class ValueHead(torch.nn.Module):
 
 
 def put_value_head(chunk: torch.nn.Module, tp_group: torch.distributed.ProcessGroup) -> None:
-    """Replace the output layer of the last stage's model chunk.
+    """Replace the output layer of the last stage's model chunk by a ``ValueHead``.
+
+    Args:
+        chunk: the last chunk of the model.
+        tp_group: the tensor-parallel ranks of the chunk.
 
     Raises:
-        ConfigError: the model has no output layer of its own, or one that it shares with the embedding.
+        ConfigError: the chunk has no output layer, or shares it with the embedding.
     """
     if not isinstance(getattr(chunk, "output_layer", None), torch.nn.Module):
-        text = f"{type(chunk).__name__} has no output_layer whose place a value head could take"
+        text = f"{type(chunk).__name__} has no output_layer that a value head could replace"
         raise ConfigError(text, key="value_head", value=True)
     if getattr(chunk, "share_embeddings_and_output_weights", False):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy of logits that are split over the vocabulary, without gathering them.
+"""Compute log-probabilities and entropy from logits that are split over the vocabulary, without gathering them.
 
-A tensor-parallel rank holds ``[tokens, vocab / tp]``. What it needs of its peers are three numbers a token, moved by
-two all-reduces. ``log_probs_and_entropy`` starts from hidden states and makes logits a chunk of tokens at a time, so
+A tensor-parallel rank has ``[tokens, vocab / tp]``. It needs three numbers for each token from its peers, by two
+all-reduces. ``log_probs_and_entropy`` starts from hidden states and computes logits for a chunk of tokens at a time, so
 that ``[batch, seq, vocab]`` never exists.
 """
 
@@ -30,15 +30,16 @@ def log_probs_and_entropy(
     temperature: float = 1.0,
     chunk_tokens: int = 4096,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of every target and the entropy of its distribution, both float32 ``[tokens]``.
+    """Return the log-probability of every target and the entropy of its distribution, both float32 ``[tokens]``.
 
     Args:
-        hidden: ``[tokens, hidden]``, what the output layer is applied to; equal on all ranks of ``group``.
-        project: the output layer, ``[tokens, hidden]`` to this rank's logits ``[tokens, vocab / tp]``.
-        targets: ``[tokens]`` int64, global token ids.
+        hidden: ``[tokens, hidden]``, the input of the output layer; equal on all ranks of ``group``.
+        project: the output layer, from ``[tokens, hidden]`` to this rank's logits ``[tokens, vocab / tp]``.
+        targets: ``[tokens]`` int64, ids in the whole vocabulary.
+        group: the ranks that the vocabulary is divided over.
         vocab_size: ids from here up are padding of the vocabulary and have probability 0.
         temperature: divides the logits, as the sampler does.
-        chunk_tokens: logits exist for this many tokens at once. With more than one chunk the backward pass makes
+        chunk_tokens: logits exist for this many tokens at once. With more than one chunk the backward pass computes
             each chunk's logits again.
     """
 
@@ -61,7 +62,14 @@ def log_probs_and_entropy(
 def vocab_parallel_log_probs(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup, *, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """As ``log_probs_and_entropy``, from this rank's float32 logits ``[tokens, vocab / tp]``; overwrites them."""
+    """Return the same as ``log_probs_and_entropy``, from logits, which are overwritten.
+
+    Args:
+        logits: this rank's, float32 ``[tokens, vocab / tp]``, divided by the temperature.
+        targets: ``[tokens]`` int64, ids in the whole vocabulary.
+        group: the ranks that the vocabulary is divided over.
+        vocab_size: ids from here up are padding of the vocabulary and have probability 0.
+    """
     return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size)
 
 
@@ -94,7 +102,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """D log p_t / d z = onehot - p;  d H / d z = -p (log p + H)."""
+        """Return the gradient of the logits z: d log p_t / dz = onehot - p, and dH / dz = -p (log p + H)."""
         log_prob_grad, entropy_grad = grads
         probs, logits, log_total, entropy, local, mine = ctx.saved_tensors
         grad = logits - (log_total - entropy)[:, None]

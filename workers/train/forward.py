@@ -1,4 +1,4 @@
-"""One pass of rows through a model chunk, and what the last stage makes of it: log-probabilities or values."""
+"""Run rows through a model chunk, and compute log-probabilities or values on the last stage."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ __all__ = ["forward_hidden", "forward_values", "owned_targets", "sum_over_contex
 
 
 def forward_hidden(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
-    """The chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``; one row if packed.
+    """Return the chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``.
 
-    On the last stage they are those that its output layer takes, after the final norm.
+    On the last stage they are the input of its output layer, after the final norm.
+
+    Args:
+        model: the chunk, wrapped or not.
+        rows: the micro-batch, on the device. Packed rows are one row.
+        pg: the groups of the layout.
     """
     with _without_output_layer(unwrap_model(model)):
-        return _through(model, rows, pg)
+        args, kwargs = _inputs(model, rows, pg)
+        return model(*args, **kwargs)
 
 
 def token_scores(
@@ -40,13 +46,18 @@ def token_scores(
     temperature: float,
     chunk_tokens: int,
 ) -> Tensor:
-    """float32 ``[2, rows, targets]``: of every target its log-probability, and the entropy of its distribution.
+    """Return the log-probability of every target, and the entropy of its distribution: float32 ``[2, rows, targets]``.
 
     Under context parallelism both are 0 for the targets that another rank predicts.
 
     Args:
-        hidden: what ``forward_hidden`` gave on the last stage.
-        temperature, chunk_tokens: see ``vocab_parallel.log_probs_and_entropy``.
+        model: the last chunk of the model, wrapped or not.
+        hidden: its hidden states, from ``forward_hidden``.
+        rows: the micro-batch, on the device.
+        pg: the groups of the layout.
+        vocab_size: entries of the vocabulary, without padding.
+        temperature: see ``vocab_parallel.log_probs_and_entropy``.
+        chunk_tokens: see there.
     """
     chosen, owned = _at_predictors(hidden, rows, pg, unwrap_model(model).config.sequence_parallel)
     log_probs, entropy = log_probs_and_entropy(
@@ -62,11 +73,17 @@ def token_scores(
 
 
 def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
-    """The output of a chunk with a value head: on the last stage, float32 ``[rows, targets]``.
+    """Return the output of a model with a value head: float32 ``[rows, targets]``, or off the last stage hidden states.
 
     A target's value is the head's output at the column that predicts it, as for log-probabilities.
+
+    Args:
+        model: the chunk, wrapped or not.
+        rows: the micro-batch, on the device.
+        pg: the groups of the layout.
     """
-    output = _through(model, rows, pg)
+    args, kwargs = _inputs(model, rows, pg)
+    output = model(*args, **kwargs)
     if not unwrap_model(model).post_process:
         return output
     sequences, columns, owned = _locate(rows, pg)
@@ -74,34 +91,34 @@ def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollectio
 
 
 def owned_targets(rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
-    """``[rows, targets]``: 1 where this context-parallel rank holds the column that predicts the target."""
+    """Return ``[rows, targets]``: 1 if this context-parallel rank has the column that predicts the target, else 0."""
     return _locate(rows, pg)[2]
 
 
 def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:
-    """``column`` with every context-parallel rank's part of the targets."""
+    """Sum ``column`` ``[..., rows, targets]`` over context-parallel ranks in place, and return it."""
     if pg.cp.size() > 1:
         dist.all_reduce(column, group=pg.cp)
     return column
 
 
-def _through(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
-    """The chunk's output for this context-parallel rank's tokens."""
+def _inputs(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the chunk's ``forward`` for this context-parallel rank's tokens."""
     columns = torch.arange(rows.tokens.size(1), device=rows.tokens.device).expand_as(rows.tokens)
     further: dict[str, Any] = {}
     if rows.packing is not None:
         further["packed_seq_params"] = rows.packing.params()
     if torch.is_grad_enabled() and padding_matters(model):
-        padding = _held((columns >= rows.lengths[:, None]) | ~rows.counted[:, None], rows, pg)
+        padding = _local_columns((columns >= rows.lengths[:, None]) | ~rows.counted[:, None], rows, pg)
         chunk = unwrap_model(model)
-        if chunk.config.sequence_parallel and not chunk.pre_process:  # a first stage divides it over tp by itself
+        if chunk.config.sequence_parallel and not chunk.pre_process:  # a first stage divides it over tp itself
             padding = padding.chunk(pg.tp.size(), dim=1)[pg.tp.rank()]
         further["padding_mask"] = padding
-    return model(_held(rows.tokens, rows, pg), _held(columns, rows, pg), None, **further)
+    return (_local_columns(rows.tokens, rows, pg), _local_columns(columns, rows, pg), None), further
 
 
-def _held(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
-    """What this context-parallel rank holds of ``column`` ``[rows, seq]``, in the shape that the model takes."""
+def _local_columns(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
+    """This context-parallel rank's part of ``column`` ``[rows, seq]``, in the shape that the model expects."""
     if rows.packing is None:
         return zigzag_slice(column, pg.cp.size(), pg.cp.rank())
     return column[rows.packing.tokens_of_rank(pg.cp.size(), pg.cp.rank())][None]
@@ -110,7 +127,7 @@ def _held(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection) -> Tenso
 def _at_predictors(
     hidden: Tensor, rows: TokenBatch, pg: ProcessGroupCollection, sequence_parallel: bool
 ) -> tuple[Tensor, Tensor]:
-    """``hidden`` at the columns that predict the targets ``[rows, targets, hidden]``, and 1 where this rank has it."""
+    """``hidden`` at the columns that predict the targets ``[rows, targets, hidden]``, and 1 if this rank has it."""
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
     sequences, columns, owned = _locate(rows, pg)
@@ -118,7 +135,7 @@ def _at_predictors(
 
 
 def _locate(rows: TokenBatch, pg: ProcessGroupCollection) -> tuple[Tensor, Tensor, Tensor]:
-    """Where this rank's input holds the predictors: sequence and column, and 1 where it does; ``[rows, targets]``."""
+    """Sequence and column of the predictors in this rank's input, and 1 if it has them; each ``[rows, targets]``."""
     size, rank = pg.cp.size(), pg.cp.rank()
     each = torch.arange(len(rows), device=rows.tokens.device)[:, None]
     sequences, start = each, torch.zeros_like(each)
@@ -151,7 +168,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _without_output_layer(model: Any) -> Iterator[None]:
-    """A last stage's forward pass ends before its output layer."""
+    """End the forward pass of a last stage before its output layer."""
     kept = model.post_process
     model.post_process = False
     try:

@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's schedules (no pipelining, 1F1B, interleaved), for scores and for gradients."""
+"""Run micro-batches through Megatron's schedules (no pipelining, 1F1B, interleaved), for scores or for gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from workers.train.batches import TokenBatch
 __all__ = ["Forward", "Loss", "run_for_gradients", "run_for_scores", "scoring"]
 
 Forward = Callable[[nn.Module, TokenBatch], Any]
-"""A model chunk and a micro-batch to the chunk's output: hidden states, or on the last stage whatever comes next."""
+"""Maps a model chunk and a micro-batch to the chunk's output: hidden states, or on the last stage what follows them."""
 Loss = Callable[[TokenBatch, Any], tuple[Tensor, Tensor, dict[str, Any]]]
-"""A micro-batch and the last stage's output to (sum of the loss over valid tokens, their number, what to report)."""
+"""Maps a micro-batch and the last stage's output to (loss summed over valid tokens, their number, the report)."""
 
 
 @contextlib.contextmanager
 def scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """While the block runs, dropout is off and nothing is kept for gradients."""
+    """Context manager that turns off dropout and gradients of the chunks."""
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
@@ -38,25 +38,41 @@ def scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def run_for_scores(chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], forward: Forward) -> list[Any]:
-    """What ``forward`` gives on the last stage for every micro-batch, in order; an empty list on other stages.
+    """Return the results of ``forward`` on the last stage, in the order of micro-batches; an empty list elsewhere.
 
-    Dropout is off while it runs.
+    Dropout and gradients are off.
+
+    Args:
+        chunks: this rank's model chunks.
+        micro_batches: on the device; as many on every data-parallel rank.
+        forward: called once for each chunk and micro-batch.
     """
 
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         return forward(model, next(batches)), lambda output, non_loss_data: output
 
     with scoring(chunks):
-        return _schedule(chunks, micro_batches, step, forward_only=True)
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            **_schedule_arguments(chunks, micro_batches),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
 
 
 def run_for_gradients(
     chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], forward: Forward, loss: Loss
 ) -> list[dict[str, Any]]:
-    """Gradients of one mini-batch, and what ``loss`` reported of every micro-batch (an empty list off the last stage).
+    """Compute the gradients of one mini-batch, and return the reports of ``loss`` (an empty list off the last stage).
 
-    Gradients are added to whatever the model holds, summed over data-parallel ranks, and divided by the number of
-    valid tokens on all of them.
+    Gradients are added to those of the chunks, summed over data-parallel ranks, and divided by the number of valid
+    tokens on all of them.
+
+    Args:
+        chunks: this rank's model chunks, inside DistributedDataParallel.
+        micro_batches: on the device; as many on every data-parallel rank.
+        forward: called once for each chunk and micro-batch.
+        loss: called on the last stage with each micro-batch and the result of ``forward``.
     """
 
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -66,32 +82,31 @@ def run_for_gradients(
     for chunk in chunks:
         if not chunk.training:
             chunk.train()
-    return _schedule(chunks, micro_batches, step, forward_only=False)
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        **_schedule_arguments(chunks, micro_batches),
+        forward_only=False,
+    )
 
 
 def _with_integer_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
     total, count, report = loss(rows, output)
-    # An Inf can leave finite gradients: as NaN it reaches every rank that looks at them before the step.
+    # An Inf can leave finite gradients: as NaN it reaches every rank that checks them before the step.
     total = total * torch.where(torch.isfinite(total.detach()), 1.0, math.nan)
     return total, count.to(torch.int), report
 
 
-def _schedule(
-    chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], step: Callable[..., Any], *, forward_only: bool
-) -> list[Any]:
+def _schedule_arguments(chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch]) -> dict[str, Any]:
     interleaved = len(chunks) > 1
-    # Where shapes differ, stages tell each other the shape of every tensor before they send it.
-    # Packed ones differ most of the time: padding them alike would cost what packing saves.
+    # If shapes differ, stages send each other the shape of every tensor first. Packed ones differ most of the time:
+    # padding them to one length would cost what packing saves.
     varying = len({batch.input_shape for batch in micro_batches}) > 1
     get_model_config(chunks[0]).variable_seq_lengths = varying
     iterators = [iter(micro_batches) for _ in chunks]
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iterators if interleaved else iterators[0],
-        model=list(chunks) if interleaved else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].input_shape[1],
-        micro_batch_size=micro_batches[0].input_shape[0],
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    return {
+        "data_iterator": iterators if interleaved else iterators[0],
+        "model": list(chunks) if interleaved else chunks[0],
+        "num_microbatches": len(micro_batches),
+        "seq_length": micro_batches[0].input_shape[1],
+        "micro_batch_size": micro_batches[0].input_shape[0],
+    }

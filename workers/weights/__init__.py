@@ -1,1 +1,1 @@
-"""Where each rank holds which slice of a weight, and how weights move."""
+"""Weights: the slice of each that a rank has, and how they move between layouts, devices and formats."""

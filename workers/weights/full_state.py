@@ -1,6 +1,6 @@
-"""All weights of a model under their names in the whole model: gathered from, and loaded into, any layout.
+"""Gather all weights of a model from any layout, and load them into any layout.
 
-Every rank holds the whole model for a moment: for tests, for small models, and for comparing layouts.
+Every rank has the whole model in memory for a moment: for tests, small models, and comparisons of layouts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
 from workers.weights.shards import named_shards
 
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
 
 @torch.no_grad()
 def full_state_dict(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> dict[str, torch.Tensor]:
-    """Every weight of the whole model by name, on the CPU, without padding; the same on all ranks (a collective)."""
+    """Return every weight of the whole model by name, on the CPU, without padding (a collective).
+
+    The result is the same on all ranks.
+    """
     mine: dict[str, torch.Tensor] = {}
     for shard in named_shards(chunks, context):
         parts = [shard.param.data]
@@ -29,7 +34,7 @@ def full_state_dict(chunks: Sequence[torch.nn.Module], context: MegatronContext)
             mine[shard.name] = shard.join(parts).cpu()
     everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
-    return {name: tensor for held in everyone for name, tensor in held.items()}
+    return {name: tensor for theirs in everyone for name, tensor in theirs.items()}
 
 
 @torch.no_grad()
@@ -38,14 +43,19 @@ def load_full_state_dict(
 ) -> None:
     """Copy this rank's parts of ``state`` into its weights (a collective).
 
+    Args:
+        chunks: this rank's model chunks, wrapped or not.
+        context: the layout of the chunks.
+        state: as ``full_state_dict`` returns it; the same on all ranks.
+
     Raises:
-        DataError: on every rank, before anything is copied: tensors that the model needs and ``state`` lacks, that
-            the model does not have, or whose shapes differ.
+        DataError: on every rank, before anything is copied: the model has tensors that ``state`` lacks, or ``state``
+            has tensors that the model lacks, or shapes differ.
     """
     shards = list(named_shards(chunks, context))
     everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, {shard.name: shard.full_shape for shard in shards})
-    shapes = {name: shape for held in everyone for name, shape in held.items()}
+    shapes = {name: shape for theirs in everyone for name, shape in theirs.items()}
     missing = sorted(shapes.keys() - state.keys())
     unexpected = sorted(state.keys() - shapes.keys())
     differing = [

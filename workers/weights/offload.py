@@ -1,8 +1,8 @@
-"""Weights, gradients and optimizer state of a role leave the device and come back, so that roles take turns on it.
+"""Offload weights, gradients and optimizer state of a role to host memory, so that roles share a device in time.
 
-What is offloaded is the memory under the tensors and not the tensors: each keeps its place, and so do all views of it
-that Megatron holds (gradient buffers, buckets, the distributed optimizer's shards). While it is away the memory is
-empty, and nothing may touch it: ``Offload.reload`` comes first.
+The storage of a tensor is offloaded, not the tensor object. So all views of it that Megatron keeps stay valid: gradient
+buffers, buckets, the distributed optimizer's shards. An offloaded storage is empty: call ``Offload.reload`` before
+anything reads or writes it.
 """
 
 from __future__ import annotations
@@ -17,45 +17,49 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["Offload", "Sleeper", "gradient_tensors", "model_tensors", "optimizer_tensors"]
+__all__ = ["Offload", "Sleepable", "gradient_tensors", "model_tensors", "optimizer_tensors"]
 
 
 @runtime_checkable
-class Sleeper(Protocol):
-    """A part of a role that frees its device memory itself."""
+class Sleepable(Protocol):
+    """A part of a role that frees its device memory itself, such as an engine that generates."""
 
     def sleep(self) -> int:
-        """How many bytes it has freed."""
+        """Free the device memory, and return how many bytes that were."""
         ...
 
-    def wake_up(self) -> None: ...
+    def wake_up(self) -> None:
+        """Allocate the device memory again."""
+        ...
 
 
 class Offload:
-    """What of a role is in host memory, part by part.
+    """The parts of a role that are offloaded.
 
-    A part's tensors are looked up when it goes, so that an optimizer may be replaced in between. Memory that two parts
-    share belongs to the first.
+    The tensors of a part are looked up when it is offloaded, so the optimizer may be replaced in between. A storage
+    that two parts share belongs to the first.
     """
 
     def __init__(self) -> None:
-        self._away: dict[str, Sleeper | list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+        self._offloaded: dict[str, Sleepable | list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
 
     @property
-    def away(self) -> tuple[str, ...]:
-        """The parts that are offloaded."""
-        return tuple(self._away)
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts that are offloaded."""
+        return tuple(self._offloaded)
 
     def offload(
-        self, parts: Mapping[str, Iterable[Tensor] | Sleeper], chosen: Sequence[str], discard: Sequence[str] = ()
+        self, parts: Mapping[str, Iterable[Tensor] | Sleepable], chosen: Sequence[str], discard: Sequence[str] = ()
     ) -> int:
-        """Free the device memory of the ``chosen`` of ``parts``: how many bytes; 0 for those that are away already.
+        """Free the device memory of the ``chosen`` parts, and return how many bytes that were.
 
         Args:
-            discard: parts whose numbers are not kept: they come back as zeros.
+            parts: all parts of the role, by name.
+            chosen: names of those to offload; a part that is offloaded already counts 0 bytes.
+            discard: names of parts whose values are not kept: they come back as zeros.
 
         Raises:
-            ConfigError: a chosen part that the role does not have; before anything is moved.
+            ConfigError: the role has no such part; before anything is moved.
         """
         unknown = [part for part in chosen if part not in parts]
         if unknown:
@@ -66,35 +70,35 @@ class Offload:
             )
         seen: set[int] = set()
         freed = 0
-        for part, held in parts.items():
-            goes = part in chosen and part not in self._away
-            if isinstance(held, Sleeper):
-                if goes:
-                    self._away[part] = held
-                    freed += held.sleep()
+        for part, content in parts.items():
+            is_due = part in chosen and part not in self._offloaded
+            if isinstance(content, Sleepable):
+                if is_due:
+                    self._offloaded[part] = content
+                    freed += content.sleep()
                 continue
-            storages = list(_new_storages(held, seen))
-            if goes:
-                emptied = self._away[part] = [_emptied(storage, part not in discard) for storage in storages]
+            storages = list(_new_storages(content, seen))
+            if is_due:
+                emptied = self._offloaded[part] = [_emptied(storage, part not in discard) for storage in storages]
                 freed += sum(size for _, size, _ in emptied)
         if freed and torch.cuda.is_available():
             torch.cuda.empty_cache()
         return freed
 
     def reload(self, parts: Sequence[str] | None = None) -> None:
-        """Bring these parts back, or all that are away; those that are not away stay as they are."""
-        for part in self.away if parts is None else parts:
-            away = self._away.pop(part, [])
-            if isinstance(away, Sleeper):
-                away.wake_up()
+        """Bring these parts back to the device; None is all. Parts that are not offloaded stay as they are."""
+        for part in self.parts if parts is None else parts:
+            content = self._offloaded.pop(part, [])
+            if isinstance(content, Sleepable):
+                content.wake_up()
                 continue
-            for storage, size, held in away:
+            for storage, size, copy in content:
                 storage.resize_(size)
-                back = _bytes_of(storage)
-                if held is None:
-                    back.zero_()
+                on_device = _bytes_of(storage)
+                if copy is None:
+                    on_device.zero_()
                 else:
-                    back.copy_(held, non_blocking=held.is_pinned())
+                    on_device.copy_(copy, non_blocking=copy.is_pinned())
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
@@ -109,12 +113,12 @@ def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.U
 
 def _emptied(storage: torch.UntypedStorage, keep: bool) -> tuple[torch.UntypedStorage, int, Tensor | None]:
     size = storage.nbytes()
-    held = None
+    copy = None
     if keep:
-        held = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=storage.device.type == "cuda")
-        held.copy_(_bytes_of(storage))
+        copy = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=storage.device.type == "cuda")
+        copy.copy_(_bytes_of(storage))
     storage.resize_(0)
-    return storage, size, held
+    return storage, size, copy
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -122,21 +126,21 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def model_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
-    """The weights of model chunks, wrapped or not."""
+    """Iterate over the weights of model chunks, wrapped or not."""
     for chunk in chunks:
         yield from (param.data for param in unwrap_model(chunk).parameters())
 
 
 def gradient_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
-    """The gradient buffers of chunks inside DistributedDataParallel."""
+    """Iterate over the gradient buffers of chunks inside DistributedDataParallel."""
     for chunk in chunks:
         yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """The moments, and the float32 copies of weights, that a (chained) optimizer keeps.
+    """Iterate over the moments and the float32 copies of weights of a (chained) optimizer.
 
-    Where it works on the weights themselves, they are among these.
+    If it works on the weights themselves, they are among these.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.is_stub_optimizer:  # a rank without parameters of this kind

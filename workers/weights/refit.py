@@ -1,13 +1,13 @@
-"""Weights move from one layout's model to another's in the same processes, without a whole model on any rank.
+"""Copy weights from one layout's model to another's in the same processes, without a whole model on any rank.
 
-Every rank tells which part of which tensor it holds (``workers.weights.shards``), all make the same plan from that
-(``workers.weights.refit_plan``), and the slices travel in all-to-all exchanges of bounded size. Nobody is sent what it
-has.
+Every rank reports the parts of tensors that it has (``workers.weights.shards``). From these reports all ranks make the
+same plan (``workers.weights.refit_plan``), and the slices travel in all-to-all exchanges of bounded size. No rank
+receives what it has.
 
 ``megatron.core.resharding`` does this for dense models. It is not used, because in megatron-core 0.16 it moves only the
-first chunk of a source with virtual stages, fails on tied embeddings between PP1 and PP2, and gives wrong weights
+first chunk of a source with virtual stages, fails on tied embeddings between PP1 and PP2, and returns wrong weights
 without an error for experts that are not grouped and for gated units under expert tensor parallelism. Here all of these
-are one case, and what cannot be told apart by name is refused.
+are one case. A tensor whose position in the whole model is unknown is rejected with an error that names it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
-from workers.weights.refit_plan import Held, Move, RefitPlan, plan_refit, spans_of
-from workers.weights.shards import Shard, named_buffers, named_shards
+from workers.weights.refit_plan import LocalTensor, Move, RefitPlan, plan_refit, spans_of
+from workers.weights.shards import WeightShard, named_buffers, named_shards
 
 __all__ = ["Refit", "RefitReport"]
 
@@ -34,11 +34,11 @@ class RefitReport:
     """What one refit cost, the same on every rank.
 
     Attributes:
-        bytes_sent: from one rank to another, counted as it was sent, over all ranks.
-        least_bytes: what ranks need in the target's layout and do not hold in the source's, over all ranks.
-        most_sent_by_a_rank: of ``bytes_sent``, the busiest rank's.
-        exchanges: all-to-all exchanges.
-        seconds: of the slowest rank, on the wall clock.
+        bytes_sent: bytes sent from one rank to another, over all ranks, counted when they were sent.
+        least_bytes: bytes that ranks need in the target's layout and do not have in the source's, over all ranks.
+        most_sent_by_a_rank: the part of ``bytes_sent`` that the busiest rank sent.
+        exchanges: number of all-to-all exchanges.
+        seconds: wall-clock time of the slowest rank.
     """
 
     bytes_sent: int
@@ -49,22 +49,24 @@ class RefitReport:
 
 
 class Refit:
-    """The way from one layout's model to another's: planned once, run whenever the source has changed.
+    """Copies of the weights of one layout's model to another's: planned once, run whenever the source has changed.
 
-    Building one and running it are collective over all ranks of torch.distributed. The way back is a ``Refit`` with
-    the arguments exchanged; a target that is trained must then take the weights over into its optimizer
-    (``optimizer.reload_model_params()``). Where dtypes differ, a weight becomes the target's as ``copy_`` converts.
+    Building one and running it are collective over all ranks of torch.distributed. For the way back, build a ``Refit``
+    with the arguments exchanged; a target that is trained must then copy the weights into its optimizer
+    (``optimizer.reload_model_params()``). If dtypes differ, ``copy_`` converts to the target's.
 
     Args:
-        source_chunks, target_chunks: this rank's model chunks in either layout, wrapped or not. Parameters and
-            persistent buffers move.
-        source_context, target_context: the layouts that they were built in.
-        bucket_bytes: the most that a rank sends, and the most that it receives, at once: what a refit takes of memory
-            is at most twice that.
+        source_chunks: this rank's model chunks in the layout that weights come from, wrapped or not.
+        source_context: that layout.
+        target_chunks: this rank's chunks in the layout that weights go to. Parameters and persistent buffers are
+            copied.
+        target_context: that layout.
+        bucket_bytes: most bytes that a rank sends, and most that it receives, at once. A refit needs at most twice
+            that memory.
 
     Raises:
-        DataError: on every rank, with the names: the two are not the same model, or a weight of which the place in the
-            whole model is not known.
+        DataError: on every rank, with the names: the two are not the same model, or the position of a weight in the
+            whole model is unknown.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Refit:
 
     @torch.no_grad()
     def run(self) -> RefitReport:
-        """Make the target's weights those of the source as they are now (a collective)."""
+        """Copy the current weights of the source to the target (a collective)."""
         start = time.perf_counter()
         rank = dist.get_rank()
         for move in self.plan.copies:
@@ -104,28 +106,28 @@ class Refit:
             least_bytes=self.plan.least_bytes,
             most_sent_by_a_rank=max(bytes_sent for bytes_sent, _ in everyone),
             exchanges=len(self.plan.buckets),
-            seconds=max(taken for _, taken in everyone),
+            seconds=max(duration for _, duration in everyone),
         )
 
     def _exchange(self, bucket: Sequence[Move], rank: int) -> int:
-        """All moves of one bucket; how many bytes this rank sent."""
-        # Sorted by the other rank, and in the order of the plan for each: alike on both sides.
-        going = sorted((move for move in bucket if move.source_rank == rank), key=lambda move: move.target_rank)
-        coming = sorted((move for move in bucket if move.target_rank == rank), key=lambda move: move.source_rank)
+        """Exchange the moves of one bucket, and return the bytes that this rank sent."""
+        # Sorted by the other rank, and for each rank in the order of the plan: the same order on both sides.
+        outbound = sorted((move for move in bucket if move.source_rank == rank), key=lambda move: move.target_rank)
+        inbound = sorted((move for move in bucket if move.target_rank == rank), key=lambda move: move.source_rank)
         dtype, itemsize = getattr(torch, bucket[0].dtype), getattr(torch, bucket[0].dtype).itemsize
         out_sizes, in_sizes = ([0] * dist.get_world_size() for _ in range(2))
-        for move in going:
+        for move in outbound:
             out_sizes[move.target_rank] += move.nbytes // itemsize
-        for move in coming:
+        for move in inbound:
             in_sizes[move.source_rank] += move.nbytes // itemsize
         device = torch.cuda.current_device()
         outgoing = torch.empty(sum(out_sizes), dtype=dtype, device=device)
         incoming = torch.empty(sum(in_sizes), dtype=dtype, device=device)
-        for move, part in zip(going, outgoing.split([move.nbytes // itemsize for move in going]), strict=True):
+        for move, part in zip(outbound, outgoing.split([move.nbytes // itemsize for move in outbound]), strict=True):
             source = self._source(move)
             part.view(source.shape).copy_(source)
         dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes)
-        for move, part in zip(coming, incoming.split([move.nbytes // itemsize for move in coming]), strict=True):
+        for move, part in zip(inbound, incoming.split([move.nbytes // itemsize for move in inbound]), strict=True):
             target = self._target(move)
             target.copy_(part.view(target.shape))
         return outgoing.nbytes
@@ -137,26 +139,28 @@ class Refit:
         return self._targets[move.target_slot].data.narrow(move.dim, move.target_start, move.length)
 
 
-def _described(chunks: Sequence[nn.Module], context: MegatronContext) -> tuple[list[Tensor], list[Held], list[str]]:
-    """This rank's tensors, what each is of the whole model, and the names of those of which that is not known."""
+def _described(
+    chunks: Sequence[nn.Module], context: MegatronContext
+) -> tuple[list[Tensor], list[LocalTensor], list[str]]:
+    """This rank's tensors, their positions in the whole model, and the names of those whose position is unknown."""
     tensors: list[Tensor] = []
-    held: list[Held] = []
+    described: list[LocalTensor] = []
     unknown: list[str] = []
     for shard in named_shards(chunks, context):
         tensors.append(shard.param)
-        held.append(_held(shard))
+        described.append(_local_tensor(shard))
         if _is_unknown(shard):
             unknown.append(shard.name)
     for name, buffer in named_buffers(chunks, context):
         tensors.append(buffer)
-        held.append(Held(name, tuple(buffer.shape), _dtype(buffer), buffer.element_size()))
+        described.append(LocalTensor(name, tuple(buffer.shape), _dtype(buffer), buffer.element_size()))
         if buffer.dim() == 0:
             unknown.append(name)
-    return tensors, held, unknown
+    return tensors, described, unknown
 
 
-def _held(shard: Shard) -> Held:
-    whole = Held(shard.name, shard.full_shape, _dtype(shard.param), shard.param.element_size())
+def _local_tensor(shard: WeightShard) -> LocalTensor:
+    whole = LocalTensor(shard.name, shard.full_shape, _dtype(shard.param), shard.param.element_size())
     if shard.dim is None:
         return whole
     length, limit = shard.param.size(shard.dim), shard.full_shape[shard.dim]
@@ -168,8 +172,8 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _is_unknown(shard: Shard) -> bool:
-    """Whether a weight is quantised, has no dims, or is divided in a way that its name does not tell."""
+def _is_unknown(shard: WeightShard) -> bool:
+    """Whether a weight is quantised, has no dims, or is divided in a way that does not follow from its name."""
     quantised = type(shard.param.data) is not Tensor
     uneven = hasattr(shard.param, "partition_sizes")  # several tensors of different sizes stacked, as Mamba's
     numbered = shard.name.startswith("decoder.layers.") and ".linear_fc" in shard.name
@@ -179,14 +183,14 @@ def _is_unknown(shard: Shard) -> bool:
 def _check_known(names: Sequence[str]) -> None:
     if names:
         raise DataError(
-            f"cannot refit {', '.join(names)}: only plain tensors with a dim move, divided evenly, and of experts only "
-            "those of decoder layers in linear_fc1 and linear_fc2, grouped or one by one",
+            f"cannot refit {', '.join(names)}: expected plain tensors with at least one dim, divided evenly, and as "
+            "weights of experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
             names=names,
         )
 
 
 def _padding(chunks: Sequence[nn.Module], context: MegatronContext) -> Iterator[Tensor]:
-    """Rows of this rank's tensors that stand for no entry of the vocabulary."""
+    """Rows of this rank's tensors that pad the vocabulary."""
     for shard in named_shards(chunks, context):
         if shard.rows is not None:
             filled = min(max(shard.rows - shard.group.rank() * shard.param.size(0), 0), shard.param.size(0))

@@ -1,6 +1,6 @@
-"""Which rank sends which slice of which tensor to whom, so that the weights of one layout become those of another.
+"""Plan which rank sends which slices to which rank, to copy the weights of one layout to another.
 
-The planning half of ``workers.weights.refit``: pure, the same on every rank, and without tensors or processes.
+The planning half of ``workers.weights.refit``: pure, the same on every rank, without tensors or processes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,30 @@ from typing import NamedTuple
 
 from mcontroller.errors import DataError
 
-__all__ = ["Held", "Move", "RefitPlan", "Span", "plan_refit", "spans_of"]
+__all__ = ["LocalTensor", "Move", "RefitPlan", "Span", "plan_refit", "spans_of"]
 
 
 class Span(NamedTuple):
-    """Consecutive indices of a tensor's cut dim: from ``start`` to before ``stop``, kept from ``offset`` on."""
+    """Consecutive indices of the dim that a tensor is divided along.
+
+    Attributes:
+        start, stop: in the tensor of the whole model, ``stop`` excluded.
+        offset: the index of ``start`` in the rank's own tensor.
+    """
 
     start: int
     stop: int
     offset: int
 
 
-class Held(NamedTuple):
-    """What one rank holds of one tensor of the whole model.
+class LocalTensor(NamedTuple):
+    """The part of one tensor of the whole model that one rank has.
 
     Attributes:
-        name, shape: the tensor's in the whole model, without padding.
-        dtype, itemsize: the name of its type, and the bytes of an element.
-        dim: the dim that it is cut along; None where the rank has all of it.
-        spans: which parts of that dim the rank has; padding is in none.
+        name, shape: those of the tensor in the whole model, without padding.
+        dtype, itemsize: the name of its dtype, and the bytes of an element.
+        dim: the dim that it is divided along; None if the rank has all of it.
+        spans: the parts of that dim that the rank has; padding is in none.
     """
 
     name: str
@@ -43,14 +48,19 @@ class Held(NamedTuple):
     spans: tuple[Span, ...] = ()
 
     def along(self, dim: int) -> tuple[Span, ...]:
-        """The parts it has of ``dim``, which is its own or that of ranks that hold less."""
+        """Return the parts of ``dim`` that the rank has; ``dim`` is its own, or that of ranks that have less."""
         return (Span(0, self.shape[dim], 0),) if self.dim is None else self.spans
 
 
 class Move(NamedTuple):
-    """``length`` indices along ``dim``, from a rank's tensor number ``source_slot`` to another's ``target_slot``.
+    """A copy of ``length`` indices along ``dim`` from one rank's tensor to another's.
 
-    ``source_start`` and ``target_start`` count in those ranks' own tensors. ``dtype`` and ``nbytes`` are the source's.
+    Attributes:
+        dtype, nbytes: those of the source.
+        dim, length: the dim that is copied along, and how many indices of it.
+        source_rank, target_rank: the ranks.
+        source_slot, target_slot: the position of the tensor in the rank's list of tensors.
+        source_start, target_start: the first index in the rank's own tensor.
     """
 
     dtype: str
@@ -67,13 +77,13 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """Everything that moves.
+    """All moves of a refit.
 
     Attributes:
-        copies: from a rank to itself.
-        buckets: from rank to rank, of one dtype each. In one bucket no rank sends or receives more than the limit that
-            was asked for.
-        least_bytes: of every rank, what its target parts hold and its source parts do not: less cannot be sent.
+        copies: moves from a rank to itself.
+        buckets: moves from rank to rank, of one dtype each. In one bucket no rank sends or receives more than the
+            limit of ``plan_refit``.
+        least_bytes: over all ranks, the bytes of their target parts that their source parts lack. No plan sends less.
     """
 
     copies: tuple[Move, ...]
@@ -81,14 +91,19 @@ class RefitPlan:
     least_bytes: int
 
     def sent_by(self, rank: int) -> int:
-        """Bytes that one rank sends to others."""
+        """Return the bytes that one rank sends to others."""
         return sum(move.nbytes for move in chain.from_iterable(self.buckets) if move.source_rank == rank)
 
 
 def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tuple[Span, ...]:
-    """What rank ``index`` of ``size`` holds: ``length`` indices, equally of each of ``pieces`` stacked tensors.
+    """Return the indices of the whole that one rank has.
 
-    Indices of the whole from ``limit`` on are padding and are left out.
+    Args:
+        length: how many indices the rank's own tensor has.
+        pieces: number of tensors stacked along the dim, each divided equally.
+        size: number of ranks that the dim is divided over.
+        index: the rank among them.
+        limit: indices of the whole from here on are padding and are left out.
     """
     each = length // pieces
     starts = [piece * each * size + index * each for piece in range(pieces)]
@@ -96,19 +111,22 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
     return tuple(span for span in spans if span.stop > span.start)
 
 
-def plan_refit(sources: Sequence[Sequence[Held]], targets: Sequence[Sequence[Held]], bucket_bytes: int) -> RefitPlan:
-    """The moves that fill every target with what the sources hold.
+def plan_refit(
+    sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]], bucket_bytes: int
+) -> RefitPlan:
+    """Return the moves that fill every target from the sources.
 
-    A part that a rank has already is copied where it is. Of the ranks that hold a part alike, the one that has sent
-    the least so far sends it.
+    A part that a rank has already is copied within the rank. If several ranks have a part, the one that has sent the
+    least so far sends it.
 
     Args:
-        sources, targets: by rank, what it holds in the one layout and in the other; a slot is a place in that list.
-        bucket_bytes: the most that a rank sends, and the most that it receives, at once; one index of a tensor's dim
-            is never divided.
+        sources: by rank, its tensors in the layout that weights come from; a slot is an index into that list.
+        targets: by rank, its tensors in the layout that weights go to.
+        bucket_bytes: most bytes that a rank sends, and most that it receives, at once; one index of a tensor's dim is
+            never divided.
 
     Raises:
-        DataError: the two are not the same model, or no source holds a part of a tensor; with the names.
+        DataError: the two are not the same model, or no source has a part of a tensor; with the names.
     """
     _check_same_model(sources, targets)
     dims = _dims(chain(*sources, *targets))
@@ -116,8 +134,8 @@ def plan_refit(sources: Sequence[Sequence[Held]], targets: Sequence[Sequence[Hel
     sent = [0] * len(sources)
     copies: list[Move] = []
     moves: list[list[Move]] = [[] for _ in targets]
-    for rank, held in enumerate(targets):
-        for slot, target in enumerate(held):
+    for rank, local in enumerate(targets):
+        for slot, target in enumerate(local):
             for span in target.along(dims[target.name]):
                 for move in _into(rank, slot, span, parts[target.name], sent):
                     (copies if move.source_rank == rank else moves[rank]).append(move)
@@ -128,7 +146,7 @@ def plan_refit(sources: Sequence[Sequence[Held]], targets: Sequence[Sequence[Hel
 
 
 class _Part(NamedTuple):
-    """A part of a tensor, and by rank who holds it: in which slot, from which index of its own on."""
+    """A part of a tensor; ``holders`` are the ranks that have it, with the slot and the first index in it."""
 
     start: int
     stop: int
@@ -138,11 +156,11 @@ class _Part(NamedTuple):
     holders: dict[int, tuple[int, int]]
 
 
-def _parts(sources: Sequence[Sequence[Held]], dims: Mapping[str, int]) -> dict[str, list[_Part]]:
-    """Of every tensor, the parts that its sources hold, in order."""
+def _parts(sources: Sequence[Sequence[LocalTensor]], dims: Mapping[str, int]) -> dict[str, list[_Part]]:
+    """By tensor, the parts that its sources have, in order."""
     parts: dict[str, dict[tuple[int, int], _Part]] = defaultdict(dict)
-    for rank, held in enumerate(sources):
-        for slot, source in enumerate(held):
+    for rank, local in enumerate(sources):
+        for slot, source in enumerate(local):
             dim = dims[source.name]
             weight = source.itemsize * prod(source.shape[:dim] + source.shape[dim + 1 :])
             for start, stop, offset in source.along(dim):
@@ -152,7 +170,7 @@ def _parts(sources: Sequence[Sequence[Held]], dims: Mapping[str, int]) -> dict[s
 
 
 def _into(rank: int, slot: int, span: Span, parts: Sequence[_Part], sent: Sequence[int]) -> Iterator[Move]:
-    """What fills one span of a rank's slot."""
+    """The moves that fill one span of a rank's slot."""
     reached = span.start
     for part in parts:
         first, last = max(reached, part.start), min(span.stop, part.stop)
@@ -176,35 +194,35 @@ def _into(rank: int, slot: int, span: Span, parts: Sequence[_Part], sent: Sequen
 
 
 def _buckets(moves: Sequence[Sequence[Move]], limit: int) -> Iterator[tuple[Move, ...]]:
-    """The moves (by target rank) in slices, so ordered that all ranks send and receive side by side.
+    """The moves (by target rank), sliced and ordered so that all ranks send and receive at the same time.
 
     Every rank receives from the rank after it first, and from the rank before it last. A slice goes into the bucket
     that its two ranks have reached, or the next one.
     """
     world_size = len(moves)
     ordered = [sorted(own, key=lambda move: (move.source_rank - move.target_rank) % world_size) for own in moves]
-    in_turn = [move for turn in zip_longest(*ordered) for move in turn if move is not None]
-    for dtype in sorted({move.dtype for move in in_turn}):
+    interleaved = [move for each in zip_longest(*ordered) for move in each if move is not None]
+    for dtype in sorted({move.dtype for move in interleaved}):
         buckets: list[list[Move]] = []
-        going, coming = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # bytes by bucket
-        for move in in_turn:
+        outbound, inbound = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # bytes by bucket
+        for move in interleaved:
             if move.dtype == dtype:
-                _place(move, buckets, going[move.source_rank], coming[move.target_rank], limit)
+                _add(move, buckets, outbound[move.source_rank], inbound[move.target_rank], limit)
         yield from (tuple(bucket) for bucket in buckets)
 
 
-def _place(move: Move, buckets: list[list[Move]], going: list[int], coming: list[int], limit: int) -> None:
-    """Put the move into buckets, in slices that fill them up, from the one that its two ranks have reached."""
+def _add(move: Move, buckets: list[list[Move]], outbound: list[int], inbound: list[int], limit: int) -> None:
+    """Add the move to buckets, in slices that fill them, starting at the bucket that its two ranks have reached."""
     per_index, done = move.nbytes // move.length, 0
-    index = max(len(going), len(coming), 1) - 1
+    index = max(len(outbound), len(inbound), 1) - 1
     while done < move.length:
-        for filled in (going, coming):
+        for filled in (outbound, inbound):
             filled += [0] * (index + 1 - len(filled))
         buckets += [[] for _ in range(index + 1 - len(buckets))]
-        taken = max(going[index], coming[index])
+        taken = max(outbound[index], inbound[index])
         length = min((limit - taken) // per_index, move.length - done)
         if length <= 0 and taken == 0:
-            length = 1  # an index alone weighs more than the limit
+            length = 1  # one index alone has more bytes than the limit
         if length > 0:
             part = move._replace(
                 length=length,
@@ -213,28 +231,28 @@ def _place(move: Move, buckets: list[list[Move]], going: list[int], coming: list
                 target_start=move.target_start + done,
             )
             buckets[index].append(part)
-            going[index] += part.nbytes
-            coming[index] += part.nbytes
+            outbound[index] += part.nbytes
+            inbound[index] += part.nbytes
             done += length
         index += 1
 
 
-def _dims(held: Iterable[Held]) -> dict[str, int]:
-    """The dim along which each tensor moves: the one that any rank cuts it along."""
+def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
+    """The dim along which each tensor moves: the one that any rank divides it along."""
     dims: dict[str, set[int]] = defaultdict(set)
-    for tensor in held:
+    for tensor in tensors:
         dims[tensor.name] |= set() if tensor.dim is None else {tensor.dim}
     for name, found in dims.items():
         if len(found) > 1:
             raise DataError(
-                f"{name} is cut along dims {sorted(found)}; it can move only where all ranks cut it along one",
+                f"{name} is divided along dims {sorted(found)}; expected one dim on all ranks",
                 name=name,
             )
     return {name: min(found, default=0) for name, found in dims.items()}
 
 
-def _check_same_model(sources: Sequence[Sequence[Held]], targets: Sequence[Sequence[Held]]) -> None:
-    have, need = ({held.name: held.shape for held in chain(*model)} for model in (sources, targets))
+def _check_same_model(sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]]) -> None:
+    have, need = ({local.name: local.shape for local in chain(*model)} for model in (sources, targets))
     missing, unexpected = sorted(need.keys() - have.keys()), sorted(have.keys() - need.keys())
     differing = [
         f"{name} is {have[name]}, the target's is {need[name]}"
@@ -251,7 +269,7 @@ def _check_same_model(sources: Sequence[Sequence[Held]], targets: Sequence[Seque
         )
 
 
-def _check_filled(target: Held, rank: int, dim: int, parts: Sequence[_Part]) -> None:
+def _check_filled(target: LocalTensor, rank: int, dim: int, parts: Sequence[_Part]) -> None:
     for span in target.along(dim):
         reached = span.start
         for part in parts:
@@ -260,6 +278,6 @@ def _check_filled(target: Held, rank: int, dim: int, parts: Sequence[_Part]) -> 
         if reached < span.stop:
             raise DataError(
                 f"{target.name}: rank {rank} needs indices {span.start} to {span.stop} of dim {dim}; no rank of the "
-                f"source holds index {reached}",
+                f"source has index {reached}",
                 name=target.name,
             )

@@ -1,4 +1,4 @@
-"""Which part of which tensor of the whole model each parameter of this rank is."""
+"""The parameters of this rank as parts of the tensors of the whole model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megatron.core.utils import unwrap_model
 
 from parallel_state.megatron import MegatronContext
 
+__all__ = ["WeightShard", "named_buffers", "named_shards"]
+
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts\..*\.(?:weight|bias))(\d+)")
 _SEPARATE_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -19,18 +21,19 @@ _GATED = re.compile(r".*\.linear_fc1\.(weight|bias)\d*")
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One parameter of this rank and its place in the tensor of the whole model that it belongs to.
+class WeightShard:
+    """One parameter of this rank, and the part of a tensor of the whole model that it is.
 
     Attributes:
-        name: the tensor's name in the whole model: layers and experts are counted over all stages and ranks, tied
-            output weights are the embedding's.
+        name: the name of that tensor: layers and experts are counted over all stages and ranks, and tied output
+            weights have the embedding's name.
         param: this rank's part.
-        dim: the dim that is divided over ``group``; None where every rank holds all of it.
-        pieces: how many tensors are stacked along ``dim``, each divided by itself (2: gate and up of a gated unit).
-        rows: the size of dim 0 in the whole model where that is padded to be divisible (a vocabulary); else None.
+        dim: the dim that is divided over ``group``; None if every rank has the whole tensor.
+        pieces: number of tensors stacked along ``dim``, each divided separately (2: gate and up of a gated unit).
+        rows: the size of dim 0 in the whole model, without padding, of a tensor that is padded (a vocabulary);
+            else None.
         group: the tp or the etp group.
-        expert: the weight is an expert's: held alike by the edp ranks, and by other ranks than the dense weights.
+        expert: whether it is an expert's weight: replicated over edp, and not over the dp of dense weights.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Shard:
         return tuple(shape)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``full``, whose shape is ``full_shape``; rows of padding are zero."""
+        """Return this rank's part of ``full``, a tensor of ``full_shape``; rows of padding are zero."""
         if self.dim is None:
             return full
         if self.rows is not None:
@@ -63,7 +66,7 @@ class Shard:
         return torch.cat([piece.chunk(size, self.dim)[rank] for piece in pieces], self.dim)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from what every rank of ``group`` holds, in rank order; undoes ``slice_of``."""
+        """Return the whole tensor from the parts of all ranks of ``group``, in rank order."""
         if self.dim is None:
             return parts[0]
         pieces = [part.chunk(self.pieces, self.dim) for part in parts]
@@ -71,8 +74,8 @@ class Shard:
         return full if self.rows is None else full[: self.rows]
 
 
-def named_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[Shard]:
-    """Every parameter of this rank's model chunks (wrapped or not), in their order."""
+def named_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[WeightShard]:
+    """Iterate over the parameters of this rank's model chunks (wrapped or not), in their order."""
     for wrapped in chunks:
         chunk = unwrap_model(wrapped)
         for local_name, param in chunk.named_parameters():
@@ -80,9 +83,9 @@ def named_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) ->
 
 
 def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the chunks keep beside parameters and save with them (a router's biases), by name in the whole model.
+    """Iterate over the persistent buffers of the chunks (a router's biases), by name in the whole model.
 
-    Every rank that has one has all of it.
+    A rank that has a buffer has all of it.
     """
     for wrapped in chunks:
         chunk = unwrap_model(wrapped)
@@ -92,7 +95,7 @@ def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -
                     yield _global_name(chunk, f"{prefix}.{name}".lstrip("."), context), buffer
 
 
-def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: MegatronContext) -> Shard:
+def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: MegatronContext) -> WeightShard:
     name = _global_name(chunk, local_name, context)
     expert = ".experts." in name
     dim: int | None = getattr(param, "partition_dim", None) if getattr(param, "tensor_model_parallel", False) else None
@@ -100,7 +103,7 @@ def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: Mega
         dim = 0 if ".linear_fc1." in name else 1 if ".weight" in name else None
     gated = getattr(chunk.config, "gated_linear_unit", False) and _GATED.fullmatch(name) is not None
     over_vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-    return Shard(
+    return WeightShard(
         name=name,
         param=param,
         dim=dim,
@@ -119,7 +122,7 @@ def _global_name(chunk: Any, local_name: str, context: MegatronContext) -> str:
         layer = chunk.decoder.layers[int(in_layer[2])]
         name = f"{in_layer[1]}{layer.layer_number - 1}{in_layer[3]}"
         if expert := _GROUPED_EXPERT.fullmatch(name) or _SEPARATE_EXPERT.fullmatch(name):
-            held = chunk.config.num_moe_experts // context.pg.ep.size()
-            number = context.pg.ep.rank() * held + int(expert[2])
+            per_rank = chunk.config.num_moe_experts // context.pg.ep.size()
+            number = context.pg.ep.rank() * per_rank + int(expert[2])
             name = f"{expert[1]}{number}{''.join(expert.groups()[2:])}"
     return name

@@ -269,13 +269,13 @@ def offloaded_and_reloaded(path: str) -> dict[str, Any]:
     def responses() -> torch.Tensor:
         return worker.generate_sequences(batch).batch["responses"]
 
-    away = worker._offload
+    away = worker.offloaded
     assert isinstance(away, Offload)
     first, copy = responses(), sum(parameter.nbytes for parameter in worker.rollout.rollout.chunks[0].parameters())
     freed = [worker.offload(["rollout"]), worker.offload(["rollout"])]
     second = responses()
     worker.offload(["params", "grads", "optimizer"])
-    third, away_while_generating = responses(), away.away
+    third, away_while_generating = responses(), away.parts
     worker.save_checkpoint(path)
     for _ in range(2):
         worker.update_actor(own_shard(experience(16), worker))

@@ -116,7 +116,7 @@ def test_weights_are_spread_as_megatron_spreads_them() -> None:
     assert weights["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].unique().tolist() == [1.0]
 
 
-def test_each_stage_holds_its_own_layers() -> None:
+def test_each_stage_has_its_own_layers() -> None:
     def held() -> list[tuple[bool, bool, list[int]]]:
         parallel = ParallelConfig(pp=2, vpp=2)
         chunks: list[Any] = build_model(SMALL_GPT, parallel, new_context(parallel))
@@ -130,7 +130,7 @@ def test_each_stage_holds_its_own_layers() -> None:
     assert second_rank == [(False, False, [2]), (False, True, [4])]
 
 
-def test_a_users_own_provider_builds_the_chunks() -> None:
+def test_a_user_defined_provider_builds_the_chunks() -> None:
     def provided() -> tuple[list[tuple[bool, bool, int | None]], tuple[int, ...], tuple[int, ...]]:
         parallel, calls = ParallelConfig(pp=2), []
         context = MegatronContext(ParallelLayout(2, pp=2))
@@ -151,13 +151,13 @@ def test_a_users_own_provider_builds_the_chunks() -> None:
     assert last == ([(False, True, None)] * 2, (40, 64), (1, 64))
 
 
-def test_axes_that_are_not_the_contexts_are_refused() -> None:
-    def refused() -> str:
+def test_axes_that_are_not_the_contexts_are_rejected() -> None:
+    def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
             build_model(SMALL_GPT, ParallelConfig(tp=2), new_context(ParallelConfig(pp=2)))
         return str(caught.value)
 
-    assert run_ranks(refused, 2)[0].startswith("parallel.tp is 2, but the context's layout has tp=1")
+    assert run_ranks(rejected, 2)[0].startswith("parallel.tp is 2, but the context's layout has tp=1")
 
 
 def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -173,27 +173,27 @@ def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str])
 
 
 def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
-    def refused() -> str:
+    def rejected() -> str:
         parallel = ParallelConfig()
         model = dataclasses.replace(OF_EXPERTS, transformer={"moe_token_dispatcher_type": "flex"})
         with pytest.raises(ConfigError) as caught:
             build_model(model, parallel, new_context(parallel))
         return str(caught.value)
 
-    message = run_ranks(refused, 1)[0]
+    message = run_ranks(rejected, 1)[0]
     assert message.startswith("megatron-core cannot build the model: ")
     assert "dispatcher requires TPxEP > 1" in message
 
 
-def test_transformer_engine_is_refused_where_it_cannot_run() -> None:
+def test_transformer_engine_is_rejected_if_it_cannot_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
 
-    def refused() -> str:
+    def rejected() -> str:
         parallel = ParallelConfig()
         model = dataclasses.replace(SMALL_GPT, transformer_impl="transformer_engine")
         with pytest.raises(ConfigError) as caught:
             build_model(model, parallel, new_context(parallel))
         return str(caught.value)
 
-    assert run_ranks(refused, 1)[0].endswith("there is no GPU here: take 'auto' or 'local'")
+    assert run_ranks(rejected, 1)[0].endswith("there is no GPU: set 'auto' or 'local'")

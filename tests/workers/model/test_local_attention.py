@@ -1,4 +1,4 @@
-"""The attention that stands in for Transformer Engine's: masks, caches, packed sequences, the cp axis."""
+"""The attention in plain PyTorch: masks, caches, packed sequences, the cp axis."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_packed_sequences_are_computed_as_separate_ones(cp: int, tp: int) -> Non
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
-def test_recomputed_activations_drop_out_alike() -> None:
+def test_recomputed_activations_drop_the_same_entries() -> None:
     def weights(**recompute: Any) -> dict[str, torch.Tensor]:
         model = dataclasses.replace(SMALL_GPT, attention_dropout=0.3, hidden_dropout=0.3, transformer=recompute)
         role = Role(model, ParallelConfig(tp=2))
@@ -158,20 +158,20 @@ def test_recomputed_activations_drop_out_alike() -> None:
     assert largest_difference(run_ranks(without_dropout, 2)[0], kept) > 1e-4
 
 
-def test_a_sequence_that_does_not_divide_is_refused() -> None:
-    def refused() -> str:
+def test_a_sequence_that_does_not_divide_is_rejected() -> None:
+    def rejected() -> str:
         module = attention(cp=2)
         with pytest.raises(DataError) as caught:
             module(*inputs(length=3), None)
         return str(caught.value)
 
-    assert run_ranks(refused, 2)[0].endswith("this rank has 3 of 6 tokens: pad sequences to a multiple of 4")
+    assert run_ranks(rejected, 2)[0].endswith("this rank has 3 of 6 tokens: pad sequences to a multiple of 4")
 
 
-def test_what_only_transformer_engine_computes_is_refused_by_name() -> None:
-    def refused() -> str:
+def test_what_only_transformer_engine_computes_is_rejected_by_name() -> None:
+    def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
             attention(window_size=[3, 0])
         return str(caught.value)
 
-    assert run_ranks(refused, 1)[0].startswith("model.transformer.window_size=(3, 0) needs Transformer Engine")
+    assert run_ranks(rejected, 1)[0].startswith("model.transformer.window_size=(3, 0) needs Transformer Engine")

@@ -1,4 +1,4 @@
-"""Norms and experts' linears in plain PyTorch, and what they tell Megatron about their parameters."""
+"""Norms and linear layers of experts in plain PyTorch, and the attributes of their parameters for Megatron."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def test_experts_are_divided_over_etp(kind: type, shape: tuple[int, int], dim: i
     assert run_ranks(divided, 2) == [(shape, True, dim, pieces)] * 2
 
 
-def test_experts_with_biases_are_refused() -> None:
-    def refused() -> str:
+def test_experts_with_biases_are_rejected() -> None:
+    def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
             grouped(TEColumnParallelGroupedLinear, bias=True)
         return str(caught.value)
 
-    assert run_ranks(refused, 1) == ["experts with biases need Transformer Engine: set model.add_bias_linear=false"]
+    assert run_ranks(rejected, 1) == ["experts with biases need Transformer Engine: set model.add_bias_linear=false"]
 
 
 def checkpoint_keys() -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

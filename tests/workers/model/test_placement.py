@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
-from workers.model.local_spec import block_spec
-from workers.model.transformer_config import transformer_config
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
@@ -17,7 +15,9 @@ from tests.training import SMALL_GPT, new_context
 from tests.workers.roles import MODEL, actor, experience
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
+from workers.model.local_spec import block_spec
 from workers.model.placement import place_chunks
+from workers.model.transformer_config import transformer_config
 
 ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 MODELS = {
@@ -93,7 +93,7 @@ def test_a_bfloat16_model_is_trained_on_a_cpu(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_users_own_model_has_the_dtype_of_its_own_config(dtype: str) -> None:
+def test_a_user_defined_model_has_the_dtype_of_its_own_config(dtype: str) -> None:
     [(params, buffers)] = run_ranks(lambda: held(own_chunk(dataclasses.replace(SMALL_GPT, dtype=dtype))), 1)
     assert {at for at, _ in params.values()} == {DTYPES[dtype]}, params
     assert buffers["table"][0] == DTYPES[dtype]
@@ -136,16 +136,16 @@ def test_the_copy_that_generates_is_placed_as_well() -> None:
         assert {at for at, _ in params.values()} == {torch.bfloat16}, params
 
 
-def test_a_config_that_contradicts_itself_is_refused() -> None:
-    def refused() -> str:
+def test_a_config_that_contradicts_itself_is_rejected() -> None:
+    def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
             own_chunk(SMALL_GPT, bf16=True)
         return str(caught.value)
 
-    [message] = run_ranks(refused, 1)
+    [message] = run_ranks(rejected, 1)
     assert message.startswith("OfAUser.config has bf16=True and params_dtype=torch.float32")
 
 
-def test_a_chunk_without_megatrons_config_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Linear.config is NoneType, but a model chunk needs the config"):
+def test_a_chunk_without_megatrons_config_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"Linear.config is NoneType, but a model chunk needs one"):
         place_chunks([torch.nn.Linear(2, 2)], torch.device("cpu"))

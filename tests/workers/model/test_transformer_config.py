@@ -60,17 +60,20 @@ def test_further_fields_pass_through_in_their_types() -> None:
     ("fields", "message"),
     [
         ({"recompute_granularty": "full"}, "has no such field; did you mean recompute_granularity"),
-        ({"recompute_granularity": "ful"}, "is 'ful'; TransformerConfig takes Optional[Literal['full', 'selective']]"),
-        ({"recompute_num_layers": "1"}, "is '1'; TransformerConfig takes Optional[int]"),
-        ({"recompute_num_layers": True}, "is True; TransformerConfig takes Optional[int]"),
-        ({"test_mode": 1}, "is 1; TransformerConfig takes bool"),
-        ({"attention_backend": "mine"}, "is 'mine'; TransformerConfig takes one of flash, fused"),
+        (
+            {"recompute_granularity": "ful"},
+            "is 'ful'; TransformerConfig expects Optional[Literal['full', 'selective']]",
+        ),
+        ({"recompute_num_layers": "1"}, "is '1'; TransformerConfig expects Optional[int]"),
+        ({"recompute_num_layers": True}, "is True; TransformerConfig expects Optional[int]"),
+        ({"test_mode": 1}, "is 1; TransformerConfig expects bool"),
+        ({"attention_backend": "mine"}, "is 'mine'; TransformerConfig expects one of flash, fused"),
         ({"num_layers": 8}, "follows from model.* and parallel.*: set it there"),
         ({"activation_func": "gelu"}, "follows from model.* and parallel.*: set it there"),
         ({"_cpu_offloading_context": None}, "has no such field"),
     ],
 )
-def test_an_unknown_or_ill_typed_field_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_an_unknown_or_ill_typed_field_is_rejected_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         transformer_config(with_fields(**fields), ParallelConfig())
     [name] = fields
@@ -78,8 +81,8 @@ def test_an_unknown_or_ill_typed_field_is_refused_by_name(fields: dict[str, Any]
     assert message in str(caught.value)
 
 
-def test_what_megatron_itself_refuses_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"TransformerConfig refuses the model: .*recompute_method"):
+def test_what_megatron_itself_rejects_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"TransformerConfig rejects the model: .*recompute_method"):
         transformer_config(with_fields(recompute_granularity="full"), ParallelConfig())
 
 
@@ -105,6 +108,6 @@ def test_a_value_is_turned_into_what_the_annotation_takes(value: Any, hint: Any,
     ("value", "hint"),
     [("a", int), (1.5, int), ([1, 2, 3], tuple[int, int]), (["a"], list[int]), ("float8", torch.dtype), (1, str)],
 )
-def test_a_value_of_another_type_is_refused(value: Any, hint: Any) -> None:
+def test_a_value_of_another_type_is_rejected(value: Any, hint: Any) -> None:
     with pytest.raises(TypeError):
         coerced(value, hint)

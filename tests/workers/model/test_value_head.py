@@ -1,4 +1,4 @@
-"""The head of a critic: one number a token in place of the logits."""
+"""The head of a critic: one number for each token instead of logits."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_values_are_unrounded_float32_and_one_for_each_token_whatever_the_models
     assert run_ranks(described, 2, "float32", False) == [((2, 8, 1), torch.float32, torch.float32, False)] * 2
 
 
-def test_a_model_without_an_output_layer_of_its_own_is_refused() -> None:
-    def refused() -> tuple[str, str]:
+def test_a_model_without_an_output_layer_of_its_own_is_rejected() -> None:
+    def rejected() -> tuple[str, str]:
         parallel = ParallelConfig()
         context, messages = new_context(parallel), []
         config = transformer_config(SMALL_GPT, parallel)
@@ -50,6 +50,6 @@ def test_a_model_without_an_output_layer_of_its_own_is_refused() -> None:
                 messages.append(str(caught.value))
         return messages[0], messages[1]
 
-    [(without, tied)] = run_ranks(refused, 1)
-    assert without == "Linear has no output_layer whose place a value head could take"
+    [(without, tied)] = run_ranks(rejected, 1)
+    assert without == "Linear has no output_layer that a value head could replace"
     assert tied.startswith("GPTModel shares its output layer with the embedding")

@@ -1,4 +1,4 @@
-"""A vocabulary that tp does not divide: the entries added to it never get probability."""
+"""A vocabulary that tp does not divide: the entries that pad it have probability 0."""
 
 from __future__ import annotations
 

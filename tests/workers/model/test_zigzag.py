@@ -8,7 +8,7 @@ import torch
 from workers.model.zigzag import zigzag_join, zigzag_positions, zigzag_slice
 
 
-def test_a_rank_holds_one_piece_from_the_front_and_one_from_the_back() -> None:
+def test_a_rank_has_one_piece_from_the_front_and_one_from_the_back() -> None:
     assert [zigzag_positions(8, 2, rank).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert zigzag_positions(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
 

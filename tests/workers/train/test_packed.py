@@ -10,7 +10,16 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from tests.forking import run_ranks
-from tests.workers.roles import MODEL, VOCAB, actor, be_a_worker, largest_difference, own_shard, weights
+from tests.workers.roles import (
+    MODEL,
+    VOCAB,
+    actor,
+    be_a_worker,
+    callable_directly,
+    largest_difference,
+    own_shard,
+    weights,
+)
 from workers.config import RewardConfig, load_config
 from workers.reward import RewardModelWorker
 
@@ -60,9 +69,8 @@ def computed(parallel: dict[str, Any], packed: bool, max_tokens: int) -> dict[st
     )
     be_a_worker()
     settings = {"model": LONG, "parallel": parallel, "packed": packed}
-    judge = RewardModelWorker(
-        load_config(RewardConfig, settings, {"micro_batch_size": 3, "max_tokens_per_micro_batch": max_tokens})
-    )
+    sizes = {"micro_batch_size": 3, "max_tokens_per_micro_batch": max_tokens}
+    judge = callable_directly(RewardModelWorker(load_config(RewardConfig, settings, sizes)))
     judge.init_model()
     batch, shard = samples(), own_shard(sentences(), worker)
     mine = own_shard(batch, worker)

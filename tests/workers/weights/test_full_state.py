@@ -1,4 +1,4 @@
-"""All weights of a model under the names that they have in the whole model, out of one layout and into another."""
+"""All weights of a model by their names in the whole model, gathered from one layout and loaded into another."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_what_is_loaded_is_what_is_there(model: ModelConfig, axes: dict[str, Any
     torch.testing.assert_close(run_ranks(there_and_back, 4, state)[0], state, rtol=0, atol=0)
 
 
-def test_weights_of_another_model_are_refused_by_name_on_every_rank() -> None:
-    def refused(state: dict[str, torch.Tensor]) -> tuple[list[str], list[str], list[str]]:
+def test_weights_of_another_model_are_rejected_by_name_on_every_rank() -> None:
+    def rejected(state: dict[str, torch.Tensor]) -> tuple[list[str], list[str], list[str]]:
         parallel = ParallelConfig(pp=2)
         context = new_context(parallel)
         chunks = build_model(SMALL_GPT, parallel, context)
@@ -95,4 +95,4 @@ def test_weights_of_another_model_are_refused_by_name_on_every_rank() -> None:
     state["lm_head.weight"] = state.pop("output_layer.weight")
     state["decoder.final_layernorm.weight"] = torch.zeros(65)
     differing = ["decoder.final_layernorm.weight is (65,), the model's is (64,)"]
-    assert run_ranks(refused, 2, state) == [(["output_layer.weight"], ["lm_head.weight"], differing)] * 2
+    assert run_ranks(rejected, 2, state) == [(["output_layer.weight"], ["lm_head.weight"], differing)] * 2

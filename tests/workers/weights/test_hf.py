@@ -159,7 +159,7 @@ def test_logits_are_transformers_and_the_export_is_bit_exact(
     assert torch.equal(of_transformers(tmp_path / "out"), expected)
 
 
-def test_no_rank_holds_more_than_its_share(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_no_rank_has_more_than_its_share(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     ranks = run_ranks(imported, 4, checkpoints["llama"], {"tp": 2, "pp": 2}, tmp_path / "out")
     whole = sum(tensor.numel() for tensor in weights_at(checkpoints["llama"]).values())
     assert max(rank["held"] for rank in ranks) < 0.27 * whole
@@ -172,7 +172,7 @@ def test_tensors_stream_in_the_order_of_the_model(checkpoints: dict[str, Path], 
     assert layers == sorted(layers)
 
 
-def test_files_are_written_by_the_ranks_that_hold_distinct_weights(
+def test_files_are_written_by_the_ranks_that_have_distinct_weights(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     run_ranks(imported, 4, checkpoints["qwen2"], {"tp": 2, "pp": 2}, tmp_path / "out")
@@ -217,8 +217,8 @@ def with_a_bias_of_experts(path: Path) -> list[torch.Tensor]:
 
 
 def test_a_bias_of_experts_that_no_family_has_is_not_left_out(checkpoints: dict[str, Path]) -> None:
-    """Whoever is given the weights would choose other experts."""
-    with pytest.raises(RankFailure, match=r"router\.expert_bias is no parameter and not 0: it has no counterpart"):
+    """An engine with these weights would choose other experts."""
+    with pytest.raises(RankFailure, match=r"router\.expert_bias is a buffer and not 0: it has no counterpart"):
         run_ranks(with_a_bias_of_experts, 2, checkpoints["qwen3_moe"], timeout_s=30)
 
 
@@ -261,7 +261,7 @@ def test_a_command_line_names_the_directory_and_what_is_to_be_otherwise(
     assert config.model == expected
 
 
-def test_a_model_without_sizes_and_without_a_directory_is_refused(checkpoints: dict[str, Path]) -> None:
+def test_a_model_without_sizes_and_without_a_directory_is_rejected(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(
         ConfigError, match=r"model\.hf_path is not set, and neither are model\.vocab_size, .*num_layers"
     ):
@@ -295,7 +295,7 @@ def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(
         ("num_hidden_layers", None),
     ],
 )
-def test_what_would_be_computed_differently_is_refused_by_name(
+def test_what_would_be_computed_differently_is_rejected_by_name(
     key: str, value: Any, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     config = json.loads((checkpoints["llama"] / "config.json").read_text())
@@ -326,7 +326,7 @@ def test_reading_a_configuration_does_not_load_transformers() -> None:
 # ---- checkpoints that do not fit -------------------------------------------------------------------------------------
 
 
-def refused(path: Path) -> tuple[list[str], list[str], list[str], bool]:
+def rejected(path: Path) -> tuple[list[str], list[str], list[str], bool]:
     """The tensors that the DataError names, and whether the weights were left as they were."""
     model = dataclasses.replace(model_config_from_hf(path), hf_path=None)
     parallel = ParallelConfig(pp=2)
@@ -353,16 +353,16 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank(checkpoints: dict[str, 
         ["model.norm.weight is [32], the model's is [64]"],
         True,
     )
-    assert run_ranks(refused, 2, tmp_path) == [expected] * 2
+    assert run_ranks(rejected, 2, tmp_path) == [expected] * 2
 
 
-def test_a_directory_without_weights_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_rejected(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
     with pytest.raises(RankFailure, match=r"expected model\.safetensors"):
         run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
 
 
-def test_files_that_are_damaged_are_told_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_files_that_are_damaged_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     whole = (checkpoints["llama"] / "model.safetensors").read_bytes()
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -373,7 +373,7 @@ def test_files_that_are_damaged_are_told_by_name(checkpoints: dict[str, Path], t
         model_config_from_hf(tmp_path)
 
 
-def test_an_export_where_there_can_be_no_directory_is_refused_on_every_rank(
+def test_an_export_that_cannot_create_its_directory_is_rejected_on_every_rank(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -383,7 +383,7 @@ def test_an_export_where_there_can_be_no_directory_is_refused_on_every_rank(
 
 def test_an_export_does_not_write_over_anything(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("here first")
-    with pytest.raises(RankFailure, match="an export goes into a new directory"):
+    with pytest.raises(RankFailure, match="export into a new directory"):
         run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 

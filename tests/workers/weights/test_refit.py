@@ -1,4 +1,4 @@
-"""Weights go from one layout to another and back, bit by bit the same, with no more bytes than must be sent."""
+"""Weights go from one layout to another and back, bit for bit the same, with as few bytes as possible."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_one_refit_serves_a_model_that_goes_on_training() -> None:
     assert (first - second).abs().max() > 1e-3
 
 
-def refused(change: str) -> str:
+def rejected(change: str) -> str:
     source, target = (
         built(EXPERTS, {"tp": 2, "sequence_parallel": True}),
         built(TIED if change == "model" else EXPERTS, {}),
@@ -190,11 +190,11 @@ def refused(change: str) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_told_by_name_is_refused() -> None:
-    for message in run_ranks(refused, 2, "uneven"):
+def test_what_cannot_be_named_is_rejected() -> None:
+    for message in run_ranks(rejected, 2, "uneven"):
         assert message.startswith("cannot refit decoder.layers.0.self_attention.linear_qkv.weight: ")
 
 
-def test_another_model_is_refused_on_every_rank() -> None:
-    for message in run_ranks(refused, 2, "model"):
+def test_another_model_is_rejected_on_every_rank() -> None:
+    for message in run_ranks(rejected, 2, "model"):
         assert "decoder.layers.0.mlp.router.expert_bias" in message and "decoder.layers.3.mlp" in message

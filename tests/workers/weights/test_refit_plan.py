@@ -1,4 +1,4 @@
-"""The plan of a refit: who sends what, how little, in which portions; and what is refused."""
+"""The plan of a refit: its moves, their bytes and buckets, and the models that are rejected."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcontroller.errors import DataError
-from workers.weights.refit_plan import Held, Move, RefitPlan, Span, plan_refit, spans_of
+from workers.weights.refit_plan import LocalTensor, Move, RefitPlan, Span, plan_refit, spans_of
 
 
-def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[Held]]:
+def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[LocalTensor]]:
     """By rank, its part of one matrix [rows, 4] that is cut ``ways`` ways, padded, with replicas."""
     padded = -(-rows // (ways * pieces)) * ways * pieces
-    whole = Held("weight", (rows, 4), dtype, 4)
+    whole = LocalTensor("weight", (rows, 4), dtype, 4)
     spans = [spans_of(padded // ways, pieces, ways, rank % ways, rows) for rank in range(ranks)]
     return [[whole._replace(dim=0, spans=of_rank)] for of_rank in spans]
 
 
-def indices(of_rank: list[Held]) -> set[int]:
+def indices(of_rank: list[LocalTensor]) -> set[int]:
     return {index for span in of_rank[0].spans for index in range(span.start, span.stop)}
 
 
-def check_arrival(plan: RefitPlan, sources: list[list[Held]], targets: list[list[Held]]) -> None:
+def check_arrival(plan: RefitPlan, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:
     """Carry the plan out on the indices themselves: each must stand where the target has it."""
 
-    def places(held: Held) -> np.ndarray:
+    def places(held: LocalTensor) -> np.ndarray:
         length = max((span.offset + span.stop - span.start for span in held.spans), default=0)
         own = np.full(length, -1)
         for span in held.spans:
@@ -72,7 +72,7 @@ def test_nothing_is_sent_to_a_rank_that_has_it() -> None:
 
 
 def test_what_is_whole_on_one_side_only_is_sent_in_parts() -> None:
-    whole = [[Held("weight", (16, 4), "float32", 4)] for _ in range(2)]
+    whole = [[LocalTensor("weight", (16, 4), "float32", 4)] for _ in range(2)]
     plan = plan_refit(cut(16, 2, 2), whole, 1 << 20)
     assert plan.least_bytes == 2 * 8 * 16
     assert [(move.source_rank, move.target_rank, move.target_start) for move in plan.buckets[0]] == [
@@ -83,8 +83,8 @@ def test_what_is_whole_on_one_side_only_is_sent_in_parts() -> None:
 
 def test_replicas_share_the_sending() -> None:
     """Rank 0 to 3 have the whole, rank 4 to 7 nothing."""
-    part = Held("weight", (12, 4), "float32", 4, 0, (Span(0, 12, 0),))
-    nothing: list[Held] = []
+    part = LocalTensor("weight", (12, 4), "float32", 4, 0, (Span(0, 12, 0),))
+    nothing: list[LocalTensor] = []
     plan = plan_refit([[part]] * 4 + [nothing] * 4, [nothing] * 4 + [[part]] * 4, 1 << 20)
     assert [plan.sent_by(rank) for rank in range(8)] == [192] * 4 + [0] * 4
 
@@ -107,7 +107,7 @@ def test_ranks_receive_side_by_side_and_not_one_after_another() -> None:
 
 
 def test_a_bucket_has_one_dtype() -> None:
-    both: list[list[Held]] = [
+    both: list[list[LocalTensor]] = [
         [*one, *(held._replace(name="bias") for held in two)]
         for one, two in zip(cut(16, 2, 2), cut(16, 2, 2, dtype="bfloat16"), strict=True)
     ]
@@ -129,20 +129,20 @@ def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
                 assert [m for m in side if (m.source_rank, m.target_rank) == pair] == moves
 
 
-def test_another_model_is_refused_by_name() -> None:
-    head = Held("head", (8, 4), "float32", 4)
+def test_another_model_is_rejected_by_name() -> None:
+    head = LocalTensor("head", (8, 4), "float32", 4)
     with pytest.raises(DataError, match=r"the source lacks \['head'\]") as caught:
         plan_refit(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
     assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
     assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
 
 
-def test_a_part_that_no_rank_holds_is_refused_by_name() -> None:
-    with pytest.raises(DataError, match=r"weight: rank 0 needs indices 0 to 16 of dim 0; .* holds index 8"):
+def test_a_part_that_no_rank_has_is_rejected_by_name() -> None:
+    with pytest.raises(DataError, match=r"weight: rank 0 needs indices 0 to 16 of dim 0; .* has index 8"):
         plan_refit([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
 
 
-def test_a_tensor_cut_along_two_dims_is_refused_by_name() -> None:
-    across = [[Held("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
-    with pytest.raises(DataError, match=r"weight is cut along dims \[0, 1\]"):
+def test_a_tensor_cut_along_two_dims_is_rejected_by_name() -> None:
+    across = [[LocalTensor("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
+    with pytest.raises(DataError, match=r"weight is divided along dims \[0, 1\]"):
         plan_refit(cut(16, 2, 2), across, 64)

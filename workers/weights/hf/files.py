@@ -1,4 +1,7 @@
-"""Directories of safetensors: read by slices, and written by several ranks, each its own files, all at once visible."""
+"""Directories of safetensors: read by slices, and written by several ranks that each write files of their own.
+
+A directory that is written becomes visible when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from safetensors.torch import save_file
 
 from mcontroller.errors import DataError
 
-__all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "publish", "start_writing"]
+__all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "finish_export", "start_export"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# What is taken over beside the weights: everything that says how text becomes ids and how to generate.
+# Copied next to the weights: the tokenizer and the generation configuration.
 _COMPANIONS = (
     "tokenizer*",
     "vocab*",
@@ -31,10 +34,14 @@ _COMPANIONS = (
 
 
 class WeightFiles:
-    """The tensors of a directory by name; a read touches its own slice of its own file.
+    """The tensors of a directory by name. Reading a slice reads no other part of the files.
+
+    Args:
+        directory: one with ``model.safetensors``, or with ``model.safetensors.index.json``.
+
 
     Raises:
-        DataError: there are no safetensors, a file that the index names is missing, or one is damaged.
+        DataError: there are no safetensors, a file named in the index is missing, or one is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,23 +56,25 @@ class WeightFiles:
             self._file_of = dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
         else:
             raise DataError(
-                f"there are no weights at {str(directory)!r}: expected {_SINGLE} or {_INDEX}; other formats are first "
-                "to be saved as safetensors (model.save_pretrained of transformers)",
+                f"there are no weights at {str(directory)!r}: expected {_SINGLE} or {_INDEX}; convert other "
+                "formats first (model.save_pretrained of transformers)",
                 path=str(directory),
             )
         absent = sorted(name for name in set(self._file_of.values()) if not (directory / name).is_file())
         if absent:
-            raise DataError(f"{_INDEX} in {str(directory)!r} names files that are not there: {absent}", missing=absent)
+            raise DataError(f"{_INDEX} in {str(directory)!r} names missing files: {absent}", missing=absent)
 
     @property
     def names(self) -> set[str]:
+        """The names of all tensors."""
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
-        """``[start:stop]`` of a tensor along ``dim`` (0 or 1); all of it where ``dim`` is None."""
+        """Return ``[start:stop]`` of a tensor along ``dim`` (0 or 1), or all of it if ``dim`` is None."""
         if dim is None:
             return self._file(name).get_tensor(name)
         part = self._file(name).get_slice(name)
@@ -85,7 +94,13 @@ class WeightFiles:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file that a rank wrote: where, what is in it, and how much."""
+    """One file that a rank wrote.
+
+    Attributes:
+        name: of the file.
+        tensors: the names of the tensors in it.
+        num_bytes: of all of them.
+    """
 
     name: str
     tensors: tuple[str, ...]
@@ -93,42 +108,48 @@ class WrittenFile:
 
 
 class WeightWriter:
-    """Collects one rank's tensors and writes a file whenever ``max_bytes`` of them have come together."""
+    """Collect one rank's tensors, and write a file for every ``max_bytes`` of them.
+
+    Args:
+        target: the directory of the export, as given to ``start_export``.
+        rank: the rank that writes; part of temporary file names.
+        max_bytes: most bytes of a file with several tensors.
+    """
 
     def __init__(self, target: Path, rank: int, max_bytes: int) -> None:
         self._directory, self._rank, self._max_bytes = _partial(target), rank, max_bytes
-        self._held: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
         self._num_bytes = 0
         self._written: list[WrittenFile] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor; it may be held until ``close``."""
-        if self._held and self._num_bytes + tensor.nbytes > self._max_bytes:
+        """Add a copy of a tensor; it may stay in host memory until ``close``."""
+        if self._pending and self._num_bytes + tensor.nbytes > self._max_bytes:
             self._flush()
-        self._held[name] = tensor.detach().cpu().contiguous().clone()
+        self._pending[name] = tensor.detach().cpu().contiguous().clone()
         self._num_bytes += tensor.nbytes
 
     def close(self) -> list[WrittenFile]:
-        """Write what is left; all files of this rank."""
-        if self._held:
+        """Write the remaining tensors and return all files of this rank."""
+        if self._pending:
             self._flush()
         return self._written
 
     def _flush(self) -> None:
         name = f"rank-{self._rank:05}-{len(self._written):05}.safetensors"
-        save_file(self._held, self._directory / name, metadata={"format": "pt"})
-        self._written.append(WrittenFile(name, tuple(self._held), self._num_bytes))
-        self._held, self._num_bytes = {}, 0
+        save_file(self._pending, self._directory / name, metadata={"format": "pt"})
+        self._written.append(WrittenFile(name, tuple(self._pending), self._num_bytes))
+        self._pending, self._num_bytes = {}, 0
 
 
-def start_writing(target: Path) -> None:
-    """An empty directory beside ``target``, where every rank's ``WeightWriter`` puts its files.
+def start_export(target: Path) -> None:
+    """Create an empty directory next to ``target``, in which every rank's ``WeightWriter`` writes its files.
 
     Raises:
-        DataError: there is something at ``target`` already, or there can be no directory.
+        DataError: ``target`` exists and is not an empty directory, or the directory cannot be created.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise DataError(f"{str(target)!r} exists: an export goes into a new directory", path=str(target))
+        raise DataError(f"{str(target)!r} exists: export into a new directory", path=str(target))
     shutil.rmtree(_partial(target), ignore_errors=True)
     try:
         _partial(target).mkdir(parents=True)
@@ -136,8 +157,17 @@ def start_writing(target: Path) -> None:
         raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
 
 
-def publish(target: Path, config: dict[str, object], files: Sequence[WrittenFile], companions: Path | None) -> None:
-    """Give the files their names, write index and configuration, and name the directory ``target``."""
+def finish_export(
+    target: Path, config: dict[str, object], files: Sequence[WrittenFile], companions: Path | None
+) -> None:
+    """Rename the files, write the index and ``config.json``, and rename the directory to ``target``.
+
+    Args:
+        target: the directory of the export, as given to ``start_export``.
+        config: content of ``config.json``.
+        files: those of all ranks, in the order in which they are numbered.
+        companions: a directory whose tokenizer and generation configuration are copied, or None.
+    """
     partial = _partial(target)
     weight_map: dict[str, str] = {}
     for file, name in zip(files, _names(len(files)), strict=True):
@@ -148,9 +178,8 @@ def publish(target: Path, config: dict[str, object], files: Sequence[WrittenFile
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / _INDEX).write_text(json.dumps(index, indent=2))
     (partial / "config.json").write_text(json.dumps(config, indent=2))
-    for pattern in _COMPANIONS if companions else ():
-        assert companions is not None
-        for found in companions.glob(pattern):
+    if companions is not None:
+        for found in (file for pattern in _COMPANIONS for file in companions.glob(pattern)):
             shutil.copy(found, partial / found.name)
     if target.exists():
         target.rmdir()

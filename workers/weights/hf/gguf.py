@@ -1,4 +1,4 @@
-"""A GGUF file as a directory in Hugging Face's format, through transformers (the ``hf`` extra)."""
+"""Convert a GGUF file to a Hugging Face directory with transformers (the ``hf`` extra)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from mcontroller.errors import DataError
+
 __all__ = ["gguf_to_hf"]
 
 
 def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
     """Write the model and the tokenizer of a GGUF file into ``directory``; quantised weights become float32.
 
-    The whole model is in this process's memory for a moment: for models that one machine holds.
+    The whole model is in the memory of this process for a moment.
+
+    Args:
+        gguf: the file.
+        directory: created if it does not exist.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        DataError: ``gguf`` is not a file.
     """
     import transformers
 
     source, target = Path(gguf), Path(directory)
     if not source.is_file():
-        raise FileNotFoundError(f"there is no GGUF file at {str(source)!r}")
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    # By hand: transformers does not save a model that it has read from quantised weights, unpacked or not.
+        raise DataError(f"there is no GGUF file at {str(source)!r}", path=str(source))
+    location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**location)
+    # transformers does not save a model that it has read from quantised weights, even unpacked ones.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

@@ -1,6 +1,6 @@
-"""Weights of Hugging Face checkpoints into a Megatron model on any layout, and out of it again, tensor by tensor.
+"""Load Hugging Face checkpoints into a Megatron model on any layout, and write them again, tensor by tensor.
 
-A rank reads its own slices of the files, and holds at most one whole tensor at a time on the way out.
+A rank reads its own slices of the files. On the way out it has at most one whole tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mcontroller.errors import DataError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
-from workers.config import ModelConfig
-from workers.config.from_hf import model_config_from_hf
-from workers.model.value_head import ValueHead
-from workers.weights.hf.config import hf_config_of
-from workers.weights.hf.files import WeightFiles, WeightWriter, publish, start_writing
-from workers.weights.hf.names import Counterpart, counterpart
-from workers.weights.shards import Shard, named_buffers, named_shards
+from workers.weights.hf.config import ModelDescription, family_at, family_of, hf_config_of
+from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
+from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
+from workers.weights.hf.names import Counterpart, counterpart, names_of
+from workers.weights.shards import WeightShard, named_buffers, named_shards
 
-__all__ = ["export_hf", "hf_tensors", "load_hf", "model_config_from_hf"]
+__all__ = ["export_hf", "hf_tensors", "load_hf"]
 
 logger = logging.getLogger(__name__)
 
-_SCORE = "score.weight"
-_LM_HEAD = "lm_head.weight"
-# Tensors that old checkpoints hold and that follow from the configuration.
+_OUTPUT_LAYER = "output_layer.weight"
+# Tensors that old checkpoints contain and that follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
 
 
@@ -40,39 +37,55 @@ _DERIVED = ".rotary_emb.inv_freq"
 def load_hf(
     chunks: Sequence[torch.nn.Module], path: str | os.PathLike[str], context: MegatronContext
 ) -> frozenset[str]:
-    """Fill these model chunks from a directory of safetensors (a collective); what was left as it was.
+    """Fill model chunks from a directory of safetensors (a collective), and return the names of tensors left out.
 
-    Values are cast to the dtype of the parameters; rows that pad the vocabulary are 0. A model with a value head
-    takes it from ``score.weight``; a checkpoint without one leaves the head, and its name alone is returned.
+    The names in the files are those of the family in ``config.json``; if it has none that is registered, those of
+    ``hf_tensors``. Values are cast to the dtype of the parameters; rows that pad the vocabulary become 0. A model with
+    a value head takes it from ``score.weight``. If the checkpoint has none, the head stays as it is, and its name is
+    returned.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or not.
+        path: the directory, in a file system that every rank sees.
+        context: the layout of the chunks.
 
     Raises:
-        DataError: on every rank, before anything is copied: tensors that the model needs and the checkpoint lacks,
-            that the model does not have, or whose shapes differ; fields ``missing``, ``unexpected``, ``differing``.
+        DataError: on every rank, before anything is copied: the model needs tensors that the checkpoint lacks, or the
+            checkpoint has tensors that the model lacks, or shapes differ; fields ``missing``, ``unexpected`` and
+            ``differing``.
     """
-    places = raise_on_every_rank(lambda: _places(chunks, context))
+    family = raise_on_every_rank(lambda: family_at(path) or _family_of(chunks))
+    shards = raise_on_every_rank(lambda: _mapped_shards(chunks, context, family))
     files = raise_on_every_rank(lambda: WeightFiles(Path(path)))
-    left = _check_names(_plan(places), files, str(path))
-    for place in places:
-        if place.shard.name not in left:
-            place.shard.param.copy_(place.read(files))
+    left = _check_names(_plan(shards), files, family, str(path))
+    for each in shards:
+        if each.shard.name not in left:
+            each.shard.param.copy_(each.read(files))
     return left
 
 
 @torch.no_grad()
 def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the whole model under its Hugging Face name, the same on every rank, in the model's order.
+    """Iterate over all tensors of the whole model under their Hugging Face names, in the model's order.
 
-    A collective at every step: all ranks iterate, to the end. Tensors are on the model's device, without the
-    vocabulary's padding; tied output weights come once, as the embedding. One that no axis divides may share its
-    memory with the model: copy what is to be kept or changed.
+    Every rank gets the same tensors. Each step is a collective: all ranks iterate, and to the end. Tensors are on the
+    model's device, without the vocabulary's padding; tied output weights come once, as the embedding. A tensor that no
+    axis divides may share its memory with the model: copy what you keep or change.
+
+    The names are those of the family ``chunk.model_family``, which ``build_model`` sets to ``ModelConfig.family``. If a
+    chunk has none, they are those of the first registered family that is built like it.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or not.
+        context: the layout of the chunks.
 
     Raises:
-        DataError: on every rank, at the first step: a tensor has no counterpart in these families.
+        DataError: on every rank, at the first step: the family has no counterpart of a tensor.
     """
-    places = raise_on_every_rank(lambda: _all_places(chunks, context))
-    mine = {place.shard.name: place for place in places}
-    device = places[0].shard.param.device
-    for entry in _plan(places):
+    shards = raise_on_every_rank(lambda: _all_mapped(chunks, context, _family_of(chunks)))
+    mine = {each.shard.name: each for each in shards}
+    device = shards[0].shard.param.device
+    for entry in _plan(shards):
         if entry.name in mine:
             tensors = mine[entry.name].whole()
         else:
@@ -89,56 +102,62 @@ def export_hf(
     chunks: Sequence[torch.nn.Module],
     context: MegatronContext,
     path: str | os.PathLike[str],
-    model: ModelConfig,
+    model: ModelDescription,
     *,
     companions_from: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 4_000_000_000,
 ) -> None:
-    """Write the model as a Hugging Face directory, which appears when it is whole (a collective).
+    """Write the model as a Hugging Face directory, which becomes visible when it is complete (a collective).
 
-    The first rank that holds a tensor gathers and writes it: one rank of each pipeline stage, and of each ep
-    rank for its experts, all at the same time. Each holds up to ``max_file_bytes`` in host memory.
+    Its ``model_type`` is ``model.family``, which is that of the checkpoint that the model was loaded from; without one,
+    the first registered family that is built like the model.
+
+    The first rank that has a part of a tensor gathers and writes it: one rank of each pipeline stage, and of each ep
+    rank for its experts, all at the same time. Each keeps up to ``max_file_bytes`` in host memory.
 
     Args:
+        chunks: this rank's model chunks, wrapped or not.
+        context: the layout of the chunks.
         path: a directory that does not exist yet, or is empty, in a file system that all ranks share.
-        model: what ``config.json`` says of the model.
+        model: the ``ModelConfig`` of the model, which becomes ``config.json``.
         companions_from: a Hugging Face directory whose tokenizer and generation configuration are copied.
+        max_file_bytes: the size at which a rank starts another file.
 
     Raises:
-        DataError: there is something at ``path``; a tensor has no counterpart in these families.
+        DataError: ``path`` exists and is not empty, or the family has no counterpart of a tensor.
         ConfigError: no family is built like ``model``.
     """
     target, rank = Path(path), dist.get_rank()
-    places = raise_on_every_rank(lambda: _all_places(chunks, context))
-    mine = {place.shard.name: place for place in places}
-    plan = _plan(places)
-    config = hf_config_of(model, value_head=any(_SCORE in entry.hf_names for entry in plan))
-    raise_on_every_rank(lambda: start_writing(target) if rank == 0 else None)
+    shards = raise_on_every_rank(lambda: _all_mapped(chunks, context, family_of(model)))
+    mine = {each.shard.name: each for each in shards}
+    plan = _plan(shards)
+    config = hf_config_of(model, value_head=any(entry.is_value_head for entry in plan))
+    raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
     writer = WeightWriter(target, rank, max_file_bytes)
     for entry in plan:
-        place, owner = mine.get(entry.name), entry.holders[0]
-        if place is not None and place.is_gathered_with(owner):
-            tensors = place.whole()
-            if rank == owner:
+        own, writer_rank = mine.get(entry.name), entry.holders[0]
+        if own is not None and own.is_gathered_with(writer_rank):
+            tensors = own.whole()
+            if rank == writer_rank:
                 for name, tensor in zip(entry.hf_names, tensors, strict=True):
                     writer.add(name, tensor)
     written = [file for files in all_gather_values(writer.close()) for file in files]
     if rank == 0:
-        publish(target, config, written, Path(companions_from) if companions_from is not None else None)
+        finish_export(target, config, written, Path(companions_from) if companions_from is not None else None)
         logger.info("%d tensors in %d files at %s", sum(len(file.tensors) for file in written), len(written), target)
     dist.barrier()
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A parameter of this rank, and which parts of which Hugging Face tensors it is."""
+class _MappedShard:
+    """A parameter of this rank, and the Hugging Face tensors that it is a part of."""
 
-    shard: Shard
+    shard: WeightShard
     counterpart: Counterpart
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the whole Hugging Face tensors."""
+        """Shapes of the whole Hugging Face tensors."""
         parts = self.counterpart.split(torch.empty_like(self.shard.param, device="meta"))
         return tuple(self._whole_shape(part.shape) for part in parts)
 
@@ -151,12 +170,12 @@ class _Place:
         return tuple(shape)
 
     def read(self, files: WeightFiles) -> torch.Tensor:
-        """What the parameter is in the checkpoint: this rank's slices, joined."""
+        """Return the value of the parameter in the checkpoint: this rank's slices, joined."""
         shard, parts = self.shard, []
         for name, part in zip(self.counterpart.names, self.counterpart.split(shard.param), strict=True):
-            held = part.size(shard.dim) if shard.dim is not None else 0
-            start = shard.group.rank() * held
-            stop = start + held if shard.rows is None else min(start + held, shard.rows)
+            length = part.size(shard.dim) if shard.dim is not None else 0
+            start = shard.group.rank() * length
+            stop = start + length if shard.rows is None else min(start + length, shard.rows)
             parts.append(files.read(name, shard.dim, min(start, stop), stop))
         tensor = self.counterpart.join(parts)
         if shard.rows is not None and len(tensor) < len(shard.param):
@@ -164,7 +183,7 @@ class _Place:
         return tensor
 
     def whole(self) -> list[torch.Tensor]:
-        """The whole Hugging Face tensors, on every rank of the shard's group (a collective over it)."""
+        """Return the whole Hugging Face tensors, on every rank of the shard's group (a collective over it)."""
         shard = self.shard
         mine = shard.param.detach().contiguous()
         if shard.dim is None or shard.group.size() == 1:
@@ -182,7 +201,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of the whole Megatron model, as every rank knows it; ``holders`` are ranks, ascending."""
+    """One tensor of the whole Megatron model, known to every rank; ``holders`` are the ranks with a part, ascending."""
 
     name: str
     hf_names: tuple[str, ...]
@@ -191,45 +210,79 @@ class _Entry:
     layer: int | None
     holders: tuple[int, ...]
 
+    @property
+    def is_value_head(self) -> bool:
+        return _is_value_head(self.name, self.shapes[0])
 
-def _places(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> list[_Place]:
-    places = []
+
+def _family_of(chunks: Sequence[torch.nn.Module]) -> ModelFamily | None:
+    """The family that the chunks name; if they name none, the one that is built like them, if any is."""
+    model_type = getattr(unwrap_model(chunks[0]), "model_family", None)
+    if model_type is not None:
+        return MODEL_FAMILIES.get_or_raise(model_type, "model.family")
+    return matching_family(vars(get_model_config(chunks[0])))
+
+
+def _mapped_shards(
+    chunks: Sequence[torch.nn.Module], context: MegatronContext, family: ModelFamily | None
+) -> list[_MappedShard]:
+    mapped = []
     for chunk in chunks:
-        has_value_head = isinstance(getattr(unwrap_model(chunk), "output_layer", None), ValueHead)
+        config = get_model_config(chunk)
         for shard in named_shards([chunk], context):
-            places.append(_Place(shard, counterpart(shard.name, get_model_config(chunk), has_value_head)))
-    return places
+            value_head = _is_value_head(shard.name, shard.full_shape)
+            theirs = counterpart(shard.name, family, config, value_head)
+            if shard.pieces > 1 and len(theirs.names) != shard.pieces:
+                raise DataError(
+                    f"{shard.name} consists of {shard.pieces} tensors (gate and up), each divided over tp separately; "
+                    f"the family {family.model_type if family else None!r} names {len(theirs.names)}",
+                    tensor=shard.name,
+                )
+            mapped.append(_MappedShard(shard, theirs))
+    return mapped
 
 
-def _all_places(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> list[_Place]:
-    """As ``_places``; DataError for a model that is more than its parameters, as a learnt bias of experts is."""
+def _all_mapped(
+    chunks: Sequence[torch.nn.Module], context: MegatronContext, family: ModelFamily | None
+) -> list[_MappedShard]:
+    """As ``_mapped_shards``; DataError if buffers are part of the model, such as a learnt bias of experts."""
     for name, buffer in named_buffers(chunks, context):
         if bool(buffer.any()):
-            text = f"{name} is no parameter and not 0: it has no counterpart in a Hugging Face checkpoint"
+            text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
             raise DataError(text, tensor=name)
-    return _places(chunks, context)
+    return _mapped_shards(chunks, context, family)
 
 
-def _plan(places: Sequence[_Place]) -> list[_Entry]:
-    """Every tensor of the whole model, the same list on all ranks, in the order of the model (a collective)."""
-    mine = [(p.shard.name, p.counterpart.names, p.shapes, p.shard.param.dtype, p.counterpart.layer) for p in places]
+def _is_value_head(name: str, shape: Sequence[int]) -> bool:
+    """Whether an output layer has one output: no vocabulary is as small."""
+    return name == _OUTPUT_LAYER and shape[0] == 1
+
+
+def _plan(shards: Sequence[_MappedShard]) -> list[_Entry]:
+    """All tensors of the whole model, the same list on all ranks, in the order of the model (a collective)."""
+    mine = [
+        (each.shard.name, each.counterpart.names, each.shapes, each.shard.param.dtype, each.counterpart.layer)
+        for each in shards
+    ]
     described: dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...], torch.dtype, int | None]] = {}
     holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(all_gather_values(mine)):
-        for name, hf_names, shapes, dtype, layer in held:
+    for rank, theirs in enumerate(all_gather_values(mine)):
+        for name, hf_names, shapes, dtype, layer in theirs:
             described.setdefault(name, (hf_names, shapes, dtype, layer))
             holders.setdefault(name, []).append(rank)
     entries = [_Entry(name, *described[name], holders=tuple(holders[name])) for name in described]
     return sorted(entries, key=lambda entry: (entry.layer is None, entry.layer or 0))
 
 
-def _check_names(plan: Sequence[_Entry], files: WeightFiles, path: str) -> frozenset[str]:
-    """Raise, on all ranks alike, unless the checkpoint fits; the names of the tensors that it rightly lacks."""
+def _check_names(plan: Sequence[_Entry], files: WeightFiles, family: ModelFamily | None, path: str) -> frozenset[str]:
+    """Raise, on all ranks, unless the checkpoint fits the model; return the names of tensors that it may lack."""
     shapes = {name: shape for entry in plan for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
-    left = frozenset(entry.name for entry in plan if entry.hf_names == (_SCORE,) and _SCORE not in files.names)
-    optional = {_SCORE} if left else set()
-    missing = sorted(shapes.keys() - files.names - optional)
-    unexpected = sorted(name for name in files.names - shapes.keys() - {_LM_HEAD} if not name.endswith(_DERIVED))
+    left = [entry for entry in plan if entry.is_value_head and entry.hf_names[0] not in files.names]
+    missing = sorted(shapes.keys() - files.names - {entry.hf_names[0] for entry in left})
+    spare = names_of(family).get(
+        _OUTPUT_LAYER, ()
+    )  # in a checkpoint, and not in a model that ties it or has a value head
+    unexpected = sorted(name for name in files.names - shapes.keys() - {*spare} if not name.endswith(_DERIVED))
     differing = [
         f"{name} is {list(files.shape(name))}, the model's is {list(shapes[name])}"
         for name in sorted(shapes.keys() & files.names)
@@ -243,7 +296,7 @@ def _check_names(plan: Sequence[_Entry], files: WeightFiles, path: str) -> froze
             unexpected=unexpected,
             differing=differing,
         )
-    return left
+    return frozenset(entry.name for entry in left)
 
 
 def _some(names: Sequence[str]) -> str:

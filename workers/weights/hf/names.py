@@ -1,55 +1,32 @@
-"""Which tensors of a Hugging Face checkpoint each tensor of a Megatron GPT model holds, and how they lie in it.
-
-The names are those of Llama, Qwen2, Qwen3 and Qwen3-MoE. Rotary halves lie alike on both sides: nothing is permuted.
-"""
+"""Map tensors of a Megatron GPT model to those of a Hugging Face checkpoint that they consist of."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mcontroller.errors import DataError
+from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily
 
-__all__ = ["Counterpart", "counterpart"]
+__all__ = ["Counterpart", "counterpart", "names_of"]
 
-_OUTSIDE_LAYERS = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-_IN_LAYER = {
-    "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
-    "self_attention.linear_qkv.bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
-    "mlp.router.weight": ("mlp.gate.weight",),
-}
-_OF_EXPERT = {"1": ("gate_proj.weight", "up_proj.weight"), "2": ("down_proj.weight",)}
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
-_VALUE_HEAD = "score.weight"
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The Hugging Face tensors that lie in one tensor of Megatron's, and where in the order of the model they come.
+    """The Hugging Face tensors that one tensor of Megatron's consists of, and their position in the model.
 
-    ``split`` and ``join`` work on any rank's part as on the whole: a rank holds the same share of each of them.
+    ``split`` and ``join`` work on any rank's part as on the whole: a rank has the same share of each of them.
 
     Attributes:
-        names: one, or several that take turns along dim 0.
-        rows: how many rows of each take a turn (q, k and v of one query group); None: each has a single turn.
+        names: one name, or several whose tensors are interleaved along dim 0.
+        rows: consecutive rows of each before the next one's (q, k and v of one query group); None: all of them.
         layer: counted from 0; -1 before the layers, None after them.
     """
 
@@ -58,55 +35,61 @@ class Counterpart:
     layer: int | None
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The part of each of ``names`` that lies in ``tensor``."""
+        """Return the part of each of ``names`` in ``tensor``."""
         if len(self.names) == 1:
             return [tensor]
         rows = self.rows or (tensor.size(0) // len(self.names),) * len(self.names)
-        turns = tensor.unflatten(0, (-1, sum(rows)))
-        return [part.flatten(0, 1) for part in turns.split(rows, dim=1)]
+        blocks = tensor.unflatten(0, (-1, sum(rows)))
+        return [part.flatten(0, 1) for part in blocks.split(rows, dim=1)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Undoes ``split``."""
+        """Return the tensor that ``split`` would cut into ``parts``."""
         if len(parts) == 1:
             return parts[0]
-        turns = parts[0].size(0) // self.rows[0] if self.rows else 1
-        return torch.cat([part.unflatten(0, (turns, -1)) for part in parts], dim=1).flatten(0, 1)
+        blocks = parts[0].size(0) // self.rows[0] if self.rows else 1
+        return torch.cat([part.unflatten(0, (blocks, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-def counterpart(name: str, config: Any, value_head: bool) -> Counterpart:
-    """What the tensor called ``name`` in the whole Megatron model is in a Hugging Face checkpoint.
+def counterpart(name: str, family: ModelFamily | None, config: Any, value_head: bool) -> Counterpart:
+    """Return the Hugging Face tensors of the tensor called ``name`` in the whole Megatron model.
 
     Args:
+        name: layers and experts are counted over the whole model.
+        family: the one whose names to use; None for a model that no family matches: those of any family.
         config: the model's TransformerConfig.
-        value_head: the output layer is one: a sequence classifier's ``score`` with a single label.
+        value_head: the output layer is a value head: a sequence classifier's ``score`` with a single label.
 
     Raises:
-        DataError: these families have no such tensor.
+        DataError: the family has no such tensor.
     """
-    if name in _OUTSIDE_LAYERS:
-        is_head = value_head and name == "output_layer.weight"
-        return Counterpart(
-            names=(_VALUE_HEAD if is_head else _OUTSIDE_LAYERS[name],),
-            rows=None,
-            layer=-1 if name.startswith("embedding.") else None,
+    in_layer, of_expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
+    template = f"{of_expert[1]}{{expert}}" if of_expert else name
+    if in_layer:
+        template = _LAYER.sub(r"\1{layer}\3", template)
+    names = names_of(family).get(template, ())
+    if value_head and name == "output_layer.weight":
+        names = (family.value_head if family else ModelFamily.value_head,)
+    gated = config.gated_linear_unit or ".linear_fc1." not in name
+    if not names or (len(names) > 1 and not gated) or (in_layer and getattr(config, "attention_output_gate", False)):
+        of = family.model_type if family else ", ".join(MODEL_FAMILIES)
+        raise DataError(
+            f"{name} has no counterpart in a Hugging Face checkpoint of {of} (the built-in families have RMSNorm, "
+            "gated units, and no biases but those of q, k and v)",
+            tensor=name,
         )
-    if in_layer := _LAYER.fullmatch(name):
-        names, layer = _names_in_layer(in_layer[2]), int(in_layer[1])
-        is_gated = config.gated_linear_unit or ".linear_fc1." not in name
-        if names and is_gated and not getattr(config, "attention_output_gate", False):
-            rows = _rows_of_group(config) if ".linear_qkv." in name else None
-            return Counterpart(tuple(f"model.layers.{layer}.{of_layer}" for of_layer in names), rows, layer)
-    raise DataError(
-        f"{name} has no counterpart in a Hugging Face checkpoint of Llama, Qwen2, Qwen3 or Qwen3-MoE (RMSNorm, gated "
-        "units, no biases but those of q, k and v)",
-        tensor=name,
+    return Counterpart(
+        names=tuple(of_name.format(**numbers) for of_name in names),
+        rows=_rows_of_group(config) if ".linear_qkv." in name and len(names) > 1 else None,
+        layer=int(in_layer[2]) if in_layer else -1 if name.startswith("embedding.") else None,
     )
 
 
-def _names_in_layer(name: str) -> tuple[str, ...]:
-    if expert := _EXPERT.fullmatch(name):
-        return tuple(f"mlp.experts.{expert[2]}.{of_expert}" for of_expert in _OF_EXPERT[expert[1]])
-    return _IN_LAYER.get(name, ())
+def names_of(family: ModelFamily | None) -> Mapping[str, tuple[str, ...]]:
+    """Return the names of a family's weights (see ``ModelFamily.names``); for None those of all families together."""
+    if family is not None:
+        return family.names
+    return {name: theirs for each in reversed([*MODEL_FAMILIES.values()]) for name, theirs in each.names.items()}
 
 
 def _rows_of_group(config: Any) -> tuple[int, int, int]:

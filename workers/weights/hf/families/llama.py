@@ -1,0 +1,197 @@
+"""Llama: a dense decoder with RMSNorm, rotary positions, grouped queries, gated SiLU units and no biases.
+
+Rotary halves lie the same way in both formats: no weight is permuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mcontroller.errors import ConfigError
+from workers.weights.hf.family import ModelFamily, not_built, register_model_family
+
+__all__ = ["Llama", "names_in_layer"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def names_in_layer(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return ``names`` of one layer as names of the whole model, on both sides."""
+    return {
+        f"decoder.layers.{{layer}}.{ours}": tuple(f"model.layers.{{layer}}.{name}" for name in theirs)
+        for ours, theirs in names.items()
+    }
+
+
+@register_model_family("llama")
+class Llama(ModelFamily):
+    """Llama 2, 3, 3.1 to 3.3, and models in the same format such as SmolLM2.
+
+    Attributes:
+        defaults: what the family's configuration class in transformers supplies if ``config.json`` omits a key.
+        only_built: keys of ``config.json`` that change what is computed, and the values that are built.
+        sizes: keys of ``config.json`` that are required.
+        fixed: fields of ``ModelConfig`` that the family's ``config.json`` has no key for, and their values.
+        fixed_transformer: the same of ``ModelConfig.transformer``.
+    """
+
+    architecture = "Llama"
+    names = {
+        "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
+        "decoder.final_layernorm.weight": ("model.norm.weight",),
+        "output_layer.weight": ("lm_head.weight",),
+    } | names_in_layer(
+        {
+            "input_layernorm.weight": ("input_layernorm.weight",),
+            "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+            "self_attention.linear_qkv.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+            "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+            "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+            "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+            "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+        }
+    )
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "use_sliding_window": (False, None),
+        "attention_dropout": (0, None),
+        "quantization_config": (None,),
+        "pretraining_tp": (1, None),
+    }
+    sizes: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "max_position_embeddings",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+    )
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation": "silu",
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+    }
+    fixed_transformer: ClassVar[Mapping[str, Any]] = {
+        "activation_func_clamp_value": None,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_output_gate": False,
+        "glu_linear_offset": 0.0,
+        "layernorm_zero_centered_gamma": False,
+        "moe_apply_probs_on_input": False,
+        "moe_router_num_groups": None,
+        "moe_router_score_function": "softmax",
+        "moe_router_topk_scaling_factor": None,
+        "no_rope_freq": None,
+        "qk_l2_norm": False,
+        "rotary_interleaved": False,
+        "softmax_scale": None,
+        "softmax_type": "vanilla",
+        "use_mup": False,
+        "window_size": None,
+    }
+
+    def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``ModelConfig`` that ``config.json`` determines; see ``ModelFamily.fields_from``."""
+        source = {**self.defaults, **config}
+        missing = [key for key in self.sizes if source.get(key) is None]
+        if missing:
+            raise ConfigError(f"config.json lacks {', '.join(missing)}", key=missing[0], value=None)
+        for key, built in self.only_built.items():
+            if source.get(key) not in built:
+                raise not_built(key, source[key], built[0])
+        if "sliding_attention" in (source.get("layer_types") or ()):
+            raise not_built("layer_types", source["layer_types"], "full_attention throughout")
+        dtype = source.get("dtype") or source.get("torch_dtype") or "float32"
+        if dtype not in _DTYPES:
+            raise not_built("dtype", dtype, " or ".join(_DTYPES))
+        return {
+            "vocab_size": source["vocab_size"],
+            "max_sequence_length": source["max_position_embeddings"],
+            "num_layers": source["num_hidden_layers"],
+            "hidden_size": source["hidden_size"],
+            "num_attention_heads": source["num_attention_heads"],
+            "num_query_groups": source.get("num_key_value_heads") or source["num_attention_heads"],
+            "ffn_hidden_size": source["intermediate_size"],
+            "kv_channels": source.get("head_dim") or source["hidden_size"] // source["num_attention_heads"],
+            "layernorm_epsilon": source["rms_norm_eps"],
+            "add_qkv_bias": self.add_qkv_bias,
+            "qk_layernorm": self.qk_layernorm,
+            "tie_embeddings": source["tie_word_embeddings"],
+            "dtype": dtype,
+        } | _rope_fields(source)
+
+    def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``config.json`` of a model of this family; see ``ModelFamily.config_from``."""
+        for key, value in self.fixed.items():
+            if fields[key] != value:
+                raise self.not_expressible(f"model.{key}", fields[key], value)
+        further = fields["transformer"]
+        for key, value in self.fixed_transformer.items():
+            if further.get(key, value) != value:
+                raise self.not_expressible(f"model.transformer.{key}", further[key], value)
+        return {
+            "vocab_size": fields["vocab_size"],
+            "max_position_embeddings": fields["max_sequence_length"],
+            "num_hidden_layers": fields["num_layers"],
+            "hidden_size": fields["hidden_size"],
+            "intermediate_size": fields["ffn_hidden_size"] or 4 * fields["hidden_size"],
+            "num_attention_heads": fields["num_attention_heads"],
+            "num_key_value_heads": fields["num_query_groups"] or fields["num_attention_heads"],
+            "head_dim": fields["kv_channels"] or fields["hidden_size"] // fields["num_attention_heads"],
+            "hidden_act": "silu",
+            "rms_norm_eps": fields["layernorm_epsilon"],
+            "attention_bias": False,
+            "tie_word_embeddings": fields["tie_embeddings"],
+            "initializer_range": fields["init_method_std"],
+            "dtype": fields["dtype"],
+            "torch_dtype": fields["dtype"],
+        } | _rope_config(fields)
+
+
+def _rope_fields(source: Mapping[str, Any]) -> dict[str, Any]:
+    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    rope: dict[str, Any] = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or source.get("rope_theta") or 10000
+    if theta != int(theta):
+        raise not_built("rope_theta", theta, "a whole number")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise not_built("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+    fields: dict[str, Any] = {"rotary_base": int(theta)}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return fields
+    if kind != "llama3":
+        raise not_built("rope_type", kind, "default or llama3")
+    for key, fixed in _LLAMA3.items():
+        if rope.get(key) != fixed:
+            raise not_built(key, rope.get(key), fixed)
+    if "factor" not in rope:
+        raise not_built("factor", None, "a number")
+    return fields | {"rope_scaling_factor": float(rope["factor"])}
+
+
+def _rope_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """For transformers 5 and for those before it."""
+    theta, factor = float(fields["rotary_base"]), fields["rope_scaling_factor"]
+    scaled = None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": scaled,
+        "rope_parameters": (scaled or {"rope_type": "default"}) | {"rope_theta": theta},
+    }

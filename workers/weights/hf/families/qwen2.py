@@ -1,0 +1,28 @@
+"""Qwen2 and Qwen2.5: Llama with biases of q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.weights.hf.families.llama import Llama, names_in_layer
+from workers.weights.hf.family import register_model_family
+
+__all__ = ["Qwen2"]
+
+
+@register_model_family("qwen2")
+class Qwen2(Llama):
+    """Dense models of Qwen2 and Qwen2.5."""
+
+    architecture = "Qwen2"
+    add_qkv_bias = True
+    names = Llama.names | names_in_layer(
+        {"self_attention.linear_qkv.bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv")}
+    )
+
+    def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """As Llama's, without ``attention_bias``: the biases are always there, and their key is not."""
+        config = super().config_from(fields)
+        del config["attention_bias"]
+        return config

@@ -1,0 +1,145 @@
+"""Model families: the registry of how each ``model_type`` of Hugging Face maps to a GPT model of Megatron.
+
+A family is one file. It maps ``config.json`` to fields of ``ModelConfig`` and back, and lists the names of the weights.
+``workers.weights.hf.families`` are those that are built in. To add one, subclass the nearest (or ``ModelFamily``) and
+register it in a module that the module of your worker imports::
+
+    from workers import register_model_family
+    from workers.weights.hf.families.llama import Llama
+
+    @register_model_family("mistral")
+    class Mistral(Llama):
+        architecture = "Mistral"
+        only_built = {**Llama.only_built, "sliding_window": (None,)}
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from mcontroller.errors import ConfigError
+from mcontroller.registry import Registry
+
+__all__ = ["MODEL_FAMILIES", "ModelFamily", "family_like", "matching_family", "not_built", "register_model_family"]
+
+
+class ModelFamily(ABC):
+    """One family. All configurations are plain mappings: ``config.json`` as read, and fields of ``ModelConfig``.
+
+    Attributes:
+        model_type: the name that the family is registered under, as ``config.json`` has it.
+        architecture: prefix of the class names in transformers, as in ``LlamaForCausalLM``.
+        add_qkv_bias, qk_layernorm, has_experts: the layers that the family has. By these the family of a model is
+            found that was not read from a Hugging Face directory.
+        names: the tensors that one tensor of Megatron's GPT model consists of, stacked along dim 0, by its name.
+            ``{layer}`` and ``{expert}`` are numbers, counted from 0 over the whole model. q, k and v of
+            ``linear_qkv`` are interleaved by query group.
+        value_head: the name of the weight of a value head, ``[1, hidden_size]``.
+    """
+
+    architecture: ClassVar[str]
+    add_qkv_bias: ClassVar[bool] = False
+    qk_layernorm: ClassVar[bool] = False
+    has_experts: ClassVar[bool] = False
+    names: ClassVar[Mapping[str, tuple[str, ...]]]
+    value_head: ClassVar[str] = "score.weight"
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+
+    @abstractmethod
+    def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``ModelConfig`` that ``config.json`` determines.
+
+        Raises:
+            ConfigError: a key is missing, or has a value with which Megatron's model would compute something else;
+                ``key`` and ``value`` are those of ``config.json``.
+        """
+
+    @abstractmethod
+    def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``config.json`` of a model of this family, without ``model_type`` and ``architectures``.
+
+        Args:
+            fields: every field of ``ModelConfig``.
+
+        Raises:
+            ConfigError: ``config.json`` of the family cannot express a field; ``key`` and ``value`` are the field's.
+        """
+
+    def differences(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that keep a model from being of this family, with the values that the family has.
+
+        Args:
+            fields: those of ``ModelConfig`` or of Megatron's ``TransformerConfig``.
+        """
+        own = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
+        differing: dict[str, Any] = {name: value for name, value in own.items() if fields.get(name) != value}
+        if (fields.get("num_moe_experts") is not None) != self.has_experts:
+            differing["num_moe_experts"] = "a number" if self.has_experts else None
+        return differing
+
+    def not_expressible(self, key: str, value: Any, expressible: Any) -> ConfigError:
+        """Return the error for a field of the model that the family's ``config.json`` cannot express."""
+        return ConfigError(
+            f"{key} is {value!r}: a config.json of model_type {self.model_type!r} can express {expressible!r} only",
+            key=key,
+            value=value,
+        )
+
+
+MODEL_FAMILIES: Registry[ModelFamily] = Registry("model family", key="model_type")
+"""Every registered family by its ``model_type``."""
+
+Family = TypeVar("Family", bound=type[ModelFamily])
+
+
+def register_model_family(model_type: str) -> Callable[[Family], Family]:
+    """Return a decorator that registers a subclass of ``ModelFamily`` for a ``model_type`` of Hugging Face.
+
+    Raises:
+        ConfigError: another family is registered for this ``model_type``.
+    """
+
+    def register(family: Family) -> Family:
+        MODEL_FAMILIES.add(model_type, family(model_type))
+        return family
+
+    return register
+
+
+def matching_family(fields: Mapping[str, Any]) -> ModelFamily | None:
+    """Return the first registered family without ``differences`` from these fields, or None."""
+    return next((family for family in MODEL_FAMILIES.values() if not family.differences(fields)), None)
+
+
+def family_like(fields: Mapping[str, Any]) -> ModelFamily:
+    """Return the family that a model is built like.
+
+    Args:
+        fields: every field of ``ModelConfig``. If ``family`` is set, it is that family or none.
+
+    Raises:
+        ConfigError: ``family`` is not registered, or differs from the model, or no family is built like the model.
+    """
+    if fields["family"] is not None:
+        nearest = MODEL_FAMILIES.get_or_raise(fields["family"], "model.family")
+    elif (matching := matching_family(fields)) is not None:
+        return matching
+    else:
+        nearest = min(MODEL_FAMILIES.values(), key=lambda family: _distance(family.differences(fields)))
+    for name, value in nearest.differences(fields).items():
+        raise nearest.not_expressible(f"model.{name}", fields[name], value)
+    return nearest
+
+
+def _distance(differences: Mapping[str, Any]) -> tuple[bool, int]:
+    """A family with other experts is the last to compare a model with."""
+    return "num_moe_experts" in differences, len(differences)
+
+
+def not_built(key: str, value: Any, built: Any) -> ConfigError:
+    """Return the error for a key of ``config.json`` whose value changes what is computed, and is not built here."""
+    return ConfigError(f"config.json: {key} is {value!r}; built is {built!r} only", key=key, value=value)
