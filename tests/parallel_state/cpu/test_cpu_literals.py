@@ -102,7 +102,6 @@ def test_a_module_that_cannot_be_cached_is_imported_all_the_same(
     assert imported_device() == "cpu"
 
 
-@pytest.mark.processes
 def test_many_processes_write_the_cache_at_once_and_all_read_it_whole(package: Path) -> None:
     package.write_text("DEVICE = 'cuda'\nPADDING = '" + "x" * 1_000_000 + "'\n")
     children = []
