@@ -1,13 +1,15 @@
 """Which tests start Ray or a second process: they have the mark ``processes`` and are not in the fast tier.
 
 A test gets the mark here if it uses the fixture ``ray_cluster``, or if its code, that of its fixtures, or that of the
-functions and classes of the tests that they use names ``run_ranks`` or the module ``subprocess``. Any other test that
-starts a process needs ``@pytest.mark.processes``. A test that starts a process and has no mark fails in every tier.
+functions and classes of the tests that they use names ``run_ranks``, ``os.fork`` or the module ``subprocess``. Any
+other test that starts a process needs ``@pytest.mark.processes``. A test that starts a process and has no mark fails in
+every tier.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import pytest
 
 from tests.forking import run_ranks
 
+STARTERS = (run_ranks, os.fork, subprocess)
 STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
 
@@ -31,7 +34,12 @@ def starts_processes(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function):
         return needs_ray(item)
     fixtures = [fixture.func for overridden in item._fixtureinfo.name2fixturedefs.values() for fixture in overridden]
-    return needs_ray(item) or any(used is run_ranks or used is subprocess for used in used_by(item.function, *fixtures))
+    return needs_ray(item) or any(is_starter(used) for used in used_by(item.function, *fixtures))
+
+
+def is_starter(used: Any) -> bool:
+    """Whether this function or module starts processes."""
+    return any(used is starter for starter in STARTERS)
 
 
 def used_by(*functions: Any) -> Iterator[Any]:
@@ -49,11 +57,13 @@ def used_by(*functions: Any) -> Iterator[Any]:
         if isinstance(used, type):
             pending += [value for value in vars(used).values() if isinstance(value, FunctionType)]
         elif isinstance(used, FunctionType):
-            pending += [used.__globals__[name] for name in _names(used.__code__) if name in used.__globals__]
+            names = _names(used.__code__)
+            pending += [used.__globals__[name] for name in names if name in used.__globals__]
+            pending += [os.fork] * ({"os", "fork"} <= names)
 
 
 def _names(code: CodeType) -> set[str]:
-    """The global names that a function and the functions inside it use."""
+    """The global names and attributes that a function and the functions inside it use."""
     nested = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*nested)
 

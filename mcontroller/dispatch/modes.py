@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, get_args
 
-from mcontroller.errors import DispatchError
 from mcontroller.dispatch.names import NamedMembers
+from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
 from parallel_state.topology import Topology

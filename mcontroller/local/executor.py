@@ -11,7 +11,16 @@ from typing import Any
 
 from mcontroller.errors import GroupBroken, GroupError, WorkerError
 from mcontroller.local.copies import private_arguments, private_copy
-from mcontroller.transport import Arguments, Handle, call_context, complete, finish, reported_coordinates, resolve, row_count
+from mcontroller.transport import (
+    Arguments,
+    Handle,
+    call_context,
+    complete,
+    finish,
+    reported_coordinates,
+    resolve,
+    row_count,
+)
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
 __all__ = ["LocalCall", "LocalExecutor"]

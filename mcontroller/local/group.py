@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mcontroller.group import WorkerGroup
 from mcontroller.local.executor import LocalExecutor
 from mcontroller.worker import ClassWithInitArgs, W_co

@@ -49,7 +49,9 @@ class MockRank(Protocol):
 @pytest.fixture
 def mock_group() -> Iterator[MockGroup]:
     """Make mocked worker groups that end with the test; see ``MockGroup``."""
-    from mcontroller.testing.mocked_groups import mock_worker_group  # imported by the tests that need it: it loads torch and Megatron
+    from mcontroller.testing.mocked_groups import (
+        mock_worker_group,  # imported by the tests that need it: it loads torch and Megatron
+    )
 
     with contextlib.ExitStack() as stack:
 

@@ -20,8 +20,8 @@ from mcontroller import (
     create_colocated_worker_cls_fused,
     register,
 )
-from mcontroller.testing.pytest_plugin import MockGroup
 from mcontroller.testing import mock_worker_group
+from mcontroller.testing.pytest_plugin import MockGroup
 from parallel_state import ParallelLayout
 from tests.typing.roles import STAGES, Critic, Special
 
