@@ -1,4 +1,4 @@
-"""Round trips of a batch through 8 worker processes (TP2 x PP2 x DP2), beside bare Ray and the memory's own speed.
+"""Round trips of a batch through 8 worker processes (TP2 x PP2 x DP2), compared to bare Ray and to memory bandwidth.
 
     python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20] [--peer-python PATH ...]
 
@@ -185,14 +185,14 @@ class Nowhere:
         self.nodes = ["nowhere"] * world_size
         self.answer = answer
 
-    def place(self, coordinates: Any) -> None:
+    def set_coordinates(self, coordinates: Any) -> None:
         pass
 
     def share(self, value: Any, readers: int) -> Any:
         return value
 
-    def submit(self, method: str, calls: Any, **options: Any) -> Nowhere:
-        self.values = [self.answer for call in calls if call.ship]
+    def submit(self, method: str, arguments: Any, returning: Any, **options: Any) -> Nowhere:
+        self.values = [self.answer for _ in returning]
         return self
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:

@@ -119,7 +119,7 @@ class ResultBatch(RemoteBatch):
         lengths = fetch(self.lengths)
         if None in lengths:
             raise DispatchError(
-                f"{self.source} did not return a DataProto for shard {lengths.index(None)}, so its rows cannot be passed"
+                f"{self.source} returned no DataProto for shard {lengths.index(None)}, so its rows cannot be passed"
                 " on: return a DataProto, or call get() and pass the result",
                 source=self.source,
             )

@@ -177,6 +177,20 @@ def test_an_exception_says_who_and_where_and_keeps_the_workers_traceback() -> No
     assert traceback.extract_tb(error.__cause__.__traceback__)[-1].name == "fail_on"
 
 
+def test_a_worker_reports_its_coordinates_before_the_group_has_asked_for_them() -> None:
+    class Reporting(Plain):
+        def get_megatron_rank_info(self) -> DistRankInfo:
+            return DistRankInfo(tp_rank=int(os.environ["RANK"]), dp_rank=0, pp_rank=0)
+
+        @register(Dispatch.ONE_TO_ALL)
+        def fail(self) -> None:
+            raise ValueError("loss is nan")
+
+    group = LocalWorkerGroup(ClassWithInitArgs(Reporting), 2)
+    with pytest.raises(WorkerError, match=r"rank 0 \(tp=0 cp=0 dp=0 pp=0\) failed in fail: ValueError"):
+        group.fail()
+
+
 def test_the_first_failure_breaks_the_group() -> None:
     group = group_of(4)
     with pytest.raises(WorkerError):

@@ -220,8 +220,17 @@ def test_what_is_no_batch_cannot_be_passed_on_row_by_row() -> None:
     future = group_of(TP2_DP2).size(numbered(5))
     with pytest.raises(DispatchError, match=r"actor\.size .*: rank 0 returned int; expected a DataProto"):
         future.get()
-    with pytest.raises(WorkerError, match=r"actor\.size did not return a DataProto for shard 0"):
+    with pytest.raises(WorkerError, match=r"actor\.size returned no DataProto for shard 0"):
         group_of(DP3, "critic").compute(future).get()
+
+
+def test_explain_does_not_know_the_size_of_a_future() -> None:
+    future, consumer = group_of(TP2_DP2).compute(numbered(4)), group_of(TP2_DP2, "critic")
+    alone = str(consumer.compute.explain(future))
+    assert "not known yet read by all ranks" in alone and " 0 B" not in alone.partition("read by all")[0]
+    both = consumer.compute.explain(future, numbered(4))
+    assert both.ranks[0].unknown_bytes and both.ranks[0].bytes > 0
+    assert " + not known yet" in str(both)
 
 
 def test_futures_of_another_transport_are_fetched_first() -> None:

@@ -191,7 +191,7 @@ class Neighbour(Worker):
         return sibling(role).value, self.fused_worker_dict[role] is sibling(role)
 
 
-class Standing(Worker):
+class Reporting(Worker):
     """Reports the coordinates of a layout, as a Megatron worker does of its own."""
 
     def __init__(self, layout: ParallelLayout) -> None:
@@ -209,8 +209,14 @@ class Standing(Worker):
     def echo(self, value: Any) -> Any:
         return value
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ValueError("no such thing")
+        block()
 
-class Crowded(Standing):
+
+class Crowded(Reporting):
     """Every rank says that it stands where rank 0 does."""
 
     def get_megatron_rank_info(self) -> DistRankInfo:

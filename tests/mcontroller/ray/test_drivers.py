@@ -15,8 +15,9 @@ import ray
 from ray.util import placement_group_table
 
 from mcontroller.errors import CallTimeout, ResourceError
-from mcontroller.ray import RayWorkerGroup
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.control import query
+from tests.mcontroller.ray.roles import Plain
 
 PRELUDE = """
 import ray
@@ -148,6 +149,16 @@ def test_a_detached_group_that_is_busy_is_ended_at_once(ray_cluster: None) -> No
 def test_processes_that_are_not_there_are_named(ray_cluster: None) -> None:
     with pytest.raises(ResourceError, match="has no detached process named nobody/1234/0"):
         RayWorkerGroup.from_detached(worker_names=["nobody/1234/0"])
+
+
+def test_a_live_group_that_is_not_detached_is_named_with_the_fix(ray_cluster: None) -> None:
+    with (
+        RayResourcePool([1], use_gpu=False) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="attached") as group,
+    ):
+        for find in ({"worker_names": group.worker_names}, {"name_prefix": "attached"}):
+            with pytest.raises(ResourceError, match=r"Group 'attached' of this driver was started without detached"):
+                RayWorkerGroup.from_detached(**find)
 
 
 def test_two_jobs_with_groups_of_one_name_do_not_collide(ray_cluster: None) -> None:

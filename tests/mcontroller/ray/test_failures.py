@@ -19,7 +19,8 @@ from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
 from mcontroller.ray.executor import RayCall
 from mcontroller.ray.failures import LOG_BYTES, is_follower
-from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit
+from parallel_state import ParallelLayout
+from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit, Reporting
 
 Start = Callable[..., RayWorkerGroup]
 
@@ -60,6 +61,13 @@ def test_coordinates_are_told_once_they_are_known(start: Start) -> None:
     with pytest.raises(WorkerError, match=r"actor rank 1 \(tp=1 pp=0\)") as caught:
         group.fail_on({1: "x"})
     assert caught.value.coordinates == {"tp": 1, "pp": 0}
+
+
+def test_a_worker_reports_its_coordinates_before_the_group_has_asked_for_them(start: Start) -> None:
+    group = start("actor", Reporting, ParallelLayout(2, tp=2))
+    with pytest.raises(WorkerError, match=r"actor rank 1 \(tp=1 cp=0 dp=0 pp=0\) on .* failed in fail_on") as caught:
+        group.fail_on(1)
+    assert caught.value.coordinates == {"tp": 1, "cp": 0, "dp": 0, "pp": 0}
 
 
 def test_the_cause_comes_first_and_its_followers_are_counted(start: Start) -> None:

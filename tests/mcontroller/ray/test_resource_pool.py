@@ -14,6 +14,7 @@ from mcontroller.ray import (
     RayWorkerGroup,
     extract_pg_from_exist,
     merge_resource_pool,
+    reservation,
 )
 from mcontroller.ray.reservation import NodeShape, by_address, fits
 from tests.mcontroller.ray.roles import Plain
@@ -102,6 +103,12 @@ def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(ray_cluster
         RayResourcePool([3]).reserve()
 
 
+def test_a_gpu_pool_on_a_cluster_without_gpus_names_use_gpu(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservation, "_nodes", lambda: [{"CPU": 16.0}])
+    with pytest.raises(ResourceError, match=r"No node has a GPU: pass use_gpu=False to RayResourcePool"):
+        RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Plain))
+
+
 def test_a_pool_of_one_kind_of_gpu_takes_only_nodes_that_have_it(ray_cluster: None) -> None:
     with RayResourcePool([2], accelerator_type="H200").reserve() as pool:
         places = pool.get_placement_groups()[0].bundle_specs
@@ -125,6 +132,11 @@ def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(ray_c
 def test_a_pool_needs_positive_counts() -> None:
     with pytest.raises(ResourceError, match=r"process_on_nodes=\[2, 0\]"):
         RayResourcePool([2, 0])
+
+
+def test_a_pool_given_a_number_asks_for_a_list() -> None:
+    with pytest.raises(ResourceError, match=r"process_on_nodes is 4; expected a list .*: RayResourcePool\(\[4\]\)"):
+        RayResourcePool(4)  # type: ignore[arg-type]
 
 
 def test_addresses_are_ordered_as_numbers() -> None:

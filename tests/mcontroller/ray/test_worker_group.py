@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import ray
 
-from mcontroller.errors import ConfigError, GroupError, TopologyError, WorkerError
+from mcontroller import ClassWithInitArgs
+from mcontroller.errors import ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
 from tests.mcontroller.ray.roles import Crowded, Finishes, Plain
@@ -140,6 +142,28 @@ def test_a_group_of_workers_that_know_no_megatron_is_refused(pool: RayResourcePo
     with pytest.raises(ConfigError, match="Plain has no get_megatron_rank_info"):
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Plain))
     assert pool.holders == []
+
+
+def test_a_bare_class_is_rejected_with_the_class_to_wrap_it_in(pool: RayResourcePool) -> None:
+    for bare in (Plain, ray.remote(Plain), ClassWithInitArgs(Plain)):
+        with pytest.raises(ConfigError, match=r"expected RayClassWithInitArgs\(Plain\), with the init arguments"):
+            RayWorkerGroup(pool, bare)  # type: ignore[arg-type]
+
+
+def test_an_init_argument_that_cannot_be_pickled_is_named(pool: RayResourcePool) -> None:
+    with pytest.raises(ConfigError, match=r"argument 0 of Plain, lock, cannot be sent .*: TypeError: cannot pickle"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain, threading.Lock()))
+    with pytest.raises(ConfigError, match=r"argument 'value' of Plain, list, cannot be sent to the worker processes"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain, value=[threading.Lock()]))
+    assert pool.holders == []
+
+
+def test_a_signature_in_an_error_has_no_parameters_of_ray(pool: RayResourcePool) -> None:
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Plain)), name_prefix="remote") as group,
+        pytest.raises(DispatchError, match=r"too many positional arguments; it takes \(value\)$"),
+    ):
+        group.first(1, 2, 3)
 
 
 def test_what_is_under_way_is_finished_before_the_processes_end(pool: RayResourcePool, tmp_path: Path) -> None:
