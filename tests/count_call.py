@@ -5,8 +5,8 @@
 A real Ray group of one rank runs ``compute_log_prob`` on a tiny Megatron model. The frames are those on the stack of
 the controller when it calls Ray, and those on the stack of the worker process when ``GPTModel.forward`` is called. The
 types are the classes of this project that are instantiated meanwhile: in the controller during the whole call, in
-the process until ``GPTModel.forward``. Batches and their columns, and the partition of their rows, are the payload of
-the call and not counted.
+the process until ``GPTModel.forward``. The call's payload is listed, but not counted: batches in all their forms,
+how their rows are split, and how values are serialized.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from workers import ActorConfig, ActorRolloutRefWorker
 from workers.config import load_config
 
 PACKAGES = ("parallel_state", "mcontroller", "workers")
-PAYLOAD = ("mcontroller.data", "mcontroller.partition")
+PAYLOAD = (
+    "mcontroller.data.",
+    "mcontroller.partition.",
+    "mcontroller.ray.wire.",
+    "workers.train.batches.",
+    "workers.train.micro_batches.",
+)
 
 
 class Count(NamedTuple):
@@ -31,6 +37,7 @@ class Count(NamedTuple):
     controller: list[str]
     process: list[str]
     types: list[str]
+    payload: list[str]
 
 
 class Recorder:
@@ -102,7 +109,10 @@ def count_call() -> Count:
         group.compute_log_prob(batch)
         controller.stop()
         [(frames, types)] = group.get_count()
-    return Count(controller.frames, frames, list(dict.fromkeys([*controller.types, *types])))
+    created = list(dict.fromkeys([*controller.types, *types]))
+    carriers = [name for name in created if not name.startswith(PAYLOAD)]
+    payload = [name for name in created if name.startswith(PAYLOAD)]
+    return Count(controller.frames, frames, carriers, payload)
 
 
 def _is_ours(module: str) -> bool:
@@ -121,7 +131,7 @@ def _project_frames(frame: FrameType) -> list[str]:
 
 
 def _created_type(frame: FrameType) -> str | None:
-    """The class that a constructor's frame creates, unless it is payload or not of this project."""
+    """The class that a constructor's frame creates; None for other frames, and for classes of other projects."""
     code = frame.f_code
     if code.co_name not in ("__init__", "__new__", "<lambda>") or not code.co_argcount:
         return None
@@ -129,9 +139,7 @@ def _created_type(frame: FrameType) -> str | None:
     if code.co_name == "<lambda>" and code.co_varnames[0] != "_cls":  # the constructor of a NamedTuple
         return None
     cls = first if isinstance(first, type) else type(first)
-    if not _is_ours(cls.__module__) or cls.__module__.startswith(PAYLOAD):
-        return None
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}" if _is_ours(cls.__module__) else None
 
 
 def main() -> None:
@@ -146,6 +154,7 @@ def main() -> None:
     lines += [f"  {frame}" for frame in count.controller]
     lines += ["worker process:", *(f"  {frame}" for frame in count.process)]
     lines += [f"{len(count.types)} types", *(f"  {name}" for name in count.types)]
+    lines += ["payload, not counted:", *(f"  {name}" for name in count.payload)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
