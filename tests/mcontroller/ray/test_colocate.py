@@ -88,7 +88,7 @@ def test_roles_of_one_process_may_have_different_layouts(pool: RayResourcePool) 
         assert group.critic.echo(["a", "b"]) == ["a", "b"]
 
 
-def test_roles_that_want_different_options_for_one_process_are_refused() -> None:
+def test_roles_with_different_options_for_one_process_are_rejected() -> None:
     actor = RayClassWithInitArgs(Plain).update_options({"memory": 1})
     critic = RayClassWithInitArgs(Plain).update_options({"memory": 2})
     with pytest.raises(
@@ -97,6 +97,6 @@ def test_roles_that_want_different_options_for_one_process_are_refused() -> None
         create_colocated_worker_cls({"actor": actor, "critic": critic})
 
 
-def test_no_role_at_all_is_refused() -> None:
+def test_a_class_without_roles_is_rejected() -> None:
     with pytest.raises(ConfigError, match="name at least one role"):
         create_colocated_worker_cls({})
