@@ -12,7 +12,7 @@ from mcontroller import ClassWithInitArgs
 from mcontroller.errors import ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
-from tests.mcontroller.ray.roles import SameCoordinates, Finishes, Plain
+from tests.mcontroller.ray.roles import Finishes, Plain, SameCoordinates
 
 Start = Callable[..., RayWorkerGroup]
 
