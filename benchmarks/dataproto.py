@@ -1,9 +1,9 @@
-"""DataProto beside what it is made of: chunk + concat beside bare torch, pickling beside a copy of the memory.
+"""Compare DataProto with what it is made of: chunk + concat with bare torch, pickling with a copy of the memory.
 
     python -m benchmarks.dataproto [--megabytes 0.2 1 5 15 120] [--parts 8] [--repeats 21]
 
 Columns as a trainer sends them: int64 ids, mask and positions and one float32 column, each ``[batch, seq]``. The
-alternatives of a row are measured in turn, round by round, so that a busy machine slows them alike.
+alternatives of a row are measured alternately in every round, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BYTES_PER_TOKEN = 3 * 8 + 4
 
 
 def make_batch(megabytes: float, parts: int) -> DataProto:
-    """Rows divide by the parts: ``torch.chunk`` makes fewer parts where they do not, and torch joins them slower."""
+    """Make a batch whose rows the parts divide; otherwise ``torch.chunk`` makes fewer parts, joined more slowly."""
     rows = max(1, round(megabytes * 1e6 / (SEQUENCE * BYTES_PER_TOKEN * parts))) * parts
     ids = torch.randint(0, 32_000, (rows, SEQUENCE))
     tensors = {
@@ -40,7 +40,7 @@ def make_batch(megabytes: float, parts: int) -> DataProto:
 
 
 def medians(alternatives: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Median seconds of each, after one round that does not count; ``repeats`` rounds, and for SECONDS at least."""
+    """Return the median seconds of each: one warm-up round, then ``repeats`` rounds, for SECONDS at least."""
     taken: list[list[float]] = [[] for _ in alternatives]
     end = time.perf_counter() + SECONDS
     while len(taken[0]) <= repeats or time.perf_counter() < end:
@@ -70,7 +70,7 @@ def chunk_and_concat(batch: DataProto, parts: int, repeats: int) -> list[str]:
 
 
 def _arrived(part: DataProto) -> DataProto:
-    """The part as its receiver has it: it shares nothing with the others."""
+    """Return the part as its receiver has it: it shares nothing with the others."""
     stream, buffers = _dump(part)
     return pickle.loads(stream, buffers=[bytearray(buffer.raw()) for buffer in buffers])
 
@@ -104,7 +104,7 @@ def _dump(batch: DataProto) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 
 def _with_torch(batch: DataProto) -> object:
-    """The round trip of tensors as torch pickles them, inside the stream."""
+    """Pickle and unpickle the tensors as torch does, inside the stream."""
     return pickle.loads(pickle.dumps(batch.tensors(), protocol=5))
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     console.print(
         table(
             "pickle, protocol 5, out of band; the receiver's copy is private",
-            ["batch", "dumps", "loads", "GB/s", "memcpy GB/s", "beside memcpy", "torch's own pickling GB/s"],
+            ["batch", "dumps", "loads", "GB/s", "memcpy GB/s", "time / memcpy", "torch's own pickling GB/s"],
             [pickling(batch, options.repeats) for batch in batches],
         )
     )

@@ -1,10 +1,10 @@
-"""Share weighted items out over bins so that the heaviest bin is as light as can be: number partitioning.
+"""Distribute weighted items over bins so that the heaviest bin is as light as possible (number partitioning).
 
-Constructions, then refinement. Longest-processing-time-first (Graham 1969) is fast and good when bins hold many items;
-the largest differencing method (Karmarkar and Karp 1982) is better when they hold few; with ``equal_count`` its
-balanced form (Yakir 1996) keeps the number of items per bin within one of each other. Each is refined by moving and
-exchanging items between the heaviest bin and lighter ones; where none comes close to what is possible, a few shuffled
-deals are refined as well.
+A partition is constructed, then refined. Longest-processing-time-first (Graham 1969) is fast, and good for many items
+per bin; the largest differencing method (Karmarkar and Karp 1982) is better for few. With ``equal_count``, the balanced
+form of the latter (Yakir 1996) keeps the numbers of items per bin within one of each other. Refinement moves and
+exchanges items between the heaviest bin and lighter ones. If no result is close to the lower bound, a few random
+partitions are refined too.
 """
 
 from __future__ import annotations
@@ -15,24 +15,34 @@ from heapq import heapify, heappop, heappush, heapreplace
 from random import Random
 from typing import Any
 
-# Steps of Python (items looked at) that one construction, or one refinement, may take.
+__all__ = ["Bins", "balance"]
+
+# The number of items that one construction, or one refinement, may visit.
 _DIFFERENCING_STEPS = 300_000
 _REFINEMENT_STEPS = 2_000_000
-# Shuffled deals: at most so many, of so many items in all.
-_SHUFFLED_DEALS = 16
-_SHUFFLED_ITEMS = 4_096
-# How far over the bound a partition is good enough, and how far refinement tries to take it.
+# The largest number of random partitions, and of their items in all.
+_RANDOM_PARTITIONS = 16
+_RANDOM_ITEMS = 4_096
+# The ratios to the lower bound at which the search ends, and at which a refinement ends.
 _CLOSE = 1.005
 _CLOSE_IN_REFINEMENT = 1.001
 
 Bins = list[list[int]]
+"""Indices of the items in every bin."""
 
 
 def balance(weights: Sequence[int], bins: int, equal_count: bool = False) -> Bins:
-    """The indices of ``weights`` in ``bins`` lists, the largest sum of weights being nearly as small as possible.
+    """Distribute items over bins so that the largest sum of weights is nearly as small as possible.
 
-    With ``equal_count`` no list is longer than another by more than one. Deterministic; where consecutive items are
-    balanced as they stand, they stay together.
+    Deterministic. If consecutive items are balanced already, they stay together.
+
+    Args:
+        weights: Weight of every item, each at least 0.
+        bins: Number of bins, at least 1.
+        equal_count: Whether the numbers of items of two bins may differ by at most one.
+
+    Returns:
+        The indices of the items in every bin.
     """
     bound = _bound(weights, bins, equal_count)
     best = [list(range(i * len(weights) // bins, (i + 1) * len(weights) // bins)) for i in range(bins)]
@@ -50,9 +60,9 @@ def balance(weights: Sequence[int], bins: int, equal_count: bool = False) -> Bin
 
 
 def _bound(weights: Sequence[int], bins: int, equal_count: bool) -> float:
-    """What no partition can be better than: the mean, and the heaviest item with the company it must have."""
-    company = len(weights) // bins - 1 if equal_count else 0
-    return max(sum(weights) / bins, max(weights, default=0) + sum(sorted(weights)[: max(company, 0)]))
+    """Return a lower bound of the heaviest bin: the mean, or the heaviest item and the lightest ones next to it."""
+    others = len(weights) // bins - 1 if equal_count else 0
+    return max(sum(weights) / bins, max(weights, default=0) + sum(sorted(weights)[: max(others, 0)]))
 
 
 def _heaviest(bins: Bins, weights: Sequence[int]) -> int:
@@ -66,7 +76,7 @@ def _starts(weights: Sequence[int], bins: int, equal_count: bool) -> Iterator[Bi
         yield _greedy(weights, bins)
     yield _balanced_differencing(weights, bins)
     shuffled, random = list(range(len(weights))), Random(0)
-    for _ in range(min(_SHUFFLED_DEALS, _SHUFFLED_ITEMS // max(len(weights), 1))):
+    for _ in range(min(_RANDOM_PARTITIONS, _RANDOM_ITEMS // max(len(weights), 1))):
         random.shuffle(shuffled)
         yield [shuffled[first::bins] for first in range(bins)]
 
@@ -85,8 +95,8 @@ def _greedy(weights: Sequence[int], bins: int) -> Bins:
     return filled
 
 
-# A node of the differencing method is a partial solution: ``bins`` pairs (sum, tree of items), heaviest first.
 _Node = list[tuple[int, Any]]
+"""A partial solution of the differencing method: one pair (sum, tree of items) per bin, heaviest first."""
 
 
 def _differencing(weights: Sequence[int], bins: int) -> Bins:
@@ -142,7 +152,7 @@ def _items(tree: Any) -> list[int]:
 
 
 def _refine(bins: Bins, weights: Sequence[int], may_move: bool) -> Bins:
-    """Moves or exchanges items out of the heaviest bin for as long as that makes it lighter."""
+    """Move or exchange items out of the heaviest bin while that makes it lighter."""
     content = [sorted((weights[item], item) for item in items) for items in bins]
     sums = sorted((sum(weight for weight, _ in items), position) for position, items in enumerate(content))
     goal = sum(weights) / len(bins) * _CLOSE_IN_REFINEMENT
@@ -164,30 +174,31 @@ def _refine(bins: Bins, weights: Sequence[int], may_move: bool) -> Bins:
 
 
 _Entry = tuple[int, int]
+"""Weight and index of an item."""
 
 
 def _best_shift(
     heavy: list[_Entry], light: list[_Entry], gap: int, may_move: bool
 ) -> tuple[_Entry, _Entry | None] | None:
-    """The item to give and the item to take back (or none) whose difference is nearest to half of the gap."""
+    """Return the item to move to the lighter bin and the one to move back (or None), nearest to half of the gap."""
     best: tuple[_Entry, _Entry | None] | None = None
     best_miss = gap / 2
-    for give in heavy:
-        if may_move and give[0] > 0 and abs(give[0] - gap / 2) < best_miss:
-            best, best_miss = (give, None), abs(give[0] - gap / 2)
-        nearest = bisect_left(light, (give[0] - gap // 2, -1))
-        for take in light[max(nearest - 1, 0) : nearest + 1]:
-            if abs(give[0] - take[0] - gap / 2) < best_miss:
-                best, best_miss = (give, take), abs(give[0] - take[0] - gap / 2)
+    for out in heavy:
+        if may_move and out[0] > 0 and abs(out[0] - gap / 2) < best_miss:
+            best, best_miss = (out, None), abs(out[0] - gap / 2)
+        nearest = bisect_left(light, (out[0] - gap // 2, -1))
+        for back in light[max(nearest - 1, 0) : nearest + 1]:
+            if abs(out[0] - back[0] - gap / 2) < best_miss:
+                best, best_miss = (out, back), abs(out[0] - back[0] - gap / 2)
     return best
 
 
 def _apply(shift: tuple[_Entry, _Entry | None], heavy: list[_Entry], light: list[_Entry]) -> int:
-    give, take = shift
-    del heavy[bisect_left(heavy, give)]
-    insort(light, give)
-    if take is None:
-        return give[0]
-    del light[bisect_left(light, take)]
-    insort(heavy, take)
-    return give[0] - take[0]
+    out, back = shift
+    del heavy[bisect_left(heavy, out)]
+    insort(light, out)
+    if back is None:
+        return out[0]
+    del light[bisect_left(light, back)]
+    insort(heavy, back)
+    return out[0] - back[0]

@@ -1,9 +1,8 @@
-"""Split n rows over k shards, always restorable: contiguous, padded, or balanced by the length of the rows.
+"""Split n rows over k shards so that results can be restored: contiguous, padded, or balanced by row length.
 
-Pure arithmetic on row numbers; who gets which shard is decided elsewhere. Shard ``i`` of a contiguous partition starts
-at row ``i * n // k``: no two shards differ by more than one row, and the last one is never the shorter. A shard that
-needs one row more than its own, because its length is to equal the others' or because it would be empty, takes the row
-that follows: it stays a range, which is a view of the batch and not a copy.
+Pure arithmetic on row numbers; the dispatch plan assigns shards to ranks. Shard ``i`` of a contiguous partition starts
+at row ``i * n // k``: shards differ by at most one row, and the last one is never the shorter. A shard that needs one
+padding row takes the row that follows its last one. It stays a range, so it is a view of the batch and not a copy.
 """
 
 from __future__ import annotations
@@ -17,14 +16,21 @@ from typing import Literal, NamedTuple, get_args
 from mcontroller.balance import balance
 from mcontroller.errors import DataError
 
+__all__ = ["Padding", "Partition", "Restoration", "Shard", "balanced", "contiguous", "padded", "split_rows"]
+
 Shard = range | tuple[int, ...]
+"""Row numbers of one shard: a range if they are consecutive."""
+
 Padding = Literal["spread", "repeat", "zero_loss", "none"]
+"""How to pad shards; see ``split_rows``."""
 
 
 class Restoration(NamedTuple):
-    """How to put results back: the leading rows to keep of every shard's result, then the order of what is joined.
+    """How to restore the caller's rows from the results of the shards.
 
-    ``order`` lists rows of the joined result in the caller's order; None: they are in it already.
+    Attributes:
+        keep: Number of leading rows to keep of every shard's result; the rest is padding.
+        order: Rows of the joined result in the caller's order; None if they are in that order already.
     """
 
     keep: tuple[int, ...]
@@ -33,11 +39,14 @@ class Restoration(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """Which of the caller's ``size`` rows stand in which shard.
+    """Assignment of the caller's rows to shards.
 
-    ``shards[i]`` holds row numbers, a ``range`` where they are consecutive; the last ``pads[i]`` of them are padding:
-    rows that stand in some shard for themselves already, and whose results are dropped. ``zero_loss`` says that padding
-    rows must not count in a loss.
+    Attributes:
+        size: Number of the caller's rows.
+        shards: Row numbers of every shard, a ``range`` if they are consecutive.
+        pads: How many rows at the end of every shard are padding: repeats of rows that are in some shard already,
+            whose results are dropped.
+        zero_loss: Whether padding rows must not count in a loss.
     """
 
     size: int
@@ -46,16 +55,17 @@ class Partition:
     zero_loss: bool = False
 
     def rows(self, shard: int) -> Shard:
-        """The caller's rows in a shard, padding last."""
+        """Return the caller's rows in a shard, padding last."""
         return self.shards[shard]
 
-    def own(self, shard: int) -> Shard:
-        """The caller's rows in a shard, without padding; over all shards every row stands exactly once."""
+    def unpadded_rows(self, shard: int) -> Shard:
+        """Return the caller's rows in a shard without padding; every row is in exactly one shard."""
         rows = self.shards[shard]
         return rows[: len(rows) - self.pads[shard]]
 
     @cached_property
     def is_padded(self) -> bool:
+        """Whether some shard has padding rows."""
         return any(self.pads)
 
     @cached_property
@@ -65,61 +75,67 @@ class Partition:
 
     @cached_property
     def order(self) -> tuple[int, ...] | None:
-        """For every row of the caller its place among the joined own rows; None where that is its own number."""
+        """Position of each of the caller's rows in the joined shards without padding; None if they are in order."""
         if self._is_ordered():
             return None
-        places = [0] * self.size
-        for place, row in enumerate(chain.from_iterable(map(self.own, range(len(self.shards))))):
-            places[row] = place
-        return tuple(places)
+        positions = [0] * self.size
+        for position, row in enumerate(chain.from_iterable(map(self.unpadded_rows, range(len(self.shards))))):
+            positions[row] = position
+        return tuple(positions)
 
     def _is_ordered(self) -> bool:
         expected = 0
         for shard in range(len(self.shards)):
-            rows = self.own(shard)
+            rows = self.unpadded_rows(shard)
             if len(rows) and rows != range(expected, expected + len(rows)) and not _is_run(rows, expected):
                 return False
             expected += len(rows)
         return True
 
     def restore(self, lengths: Sequence[int]) -> Restoration:
-        """How to put together the caller's result from results of ``lengths[i]`` rows for shard ``i``.
+        """Return how to restore the caller's rows from the results of the shards.
 
-        Every row given to a shard must come back as the same number of rows, next to each other: one, none, or several
-        (as when a prompt is answered n times). Raises DataError naming the shard where padding or order cannot be
-        undone; without padding and in the caller's order any lengths will do.
+        Every row sent to a shard must come back as the same number of rows, next to each other: one, none, or several
+        (such as n answers to a prompt). Without padding, and if the shards are in the caller's order, any lengths are
+        accepted.
+
+        Args:
+            lengths: Number of rows of every shard's result.
+
+        Raises:
+            DataError: If there is not one length per shard, or padding or order cannot be undone; names the shard.
         """
         if len(lengths) != len(self.shards):
             raise DataError(
-                f"{len(lengths)} results for {len(self.shards)} shards: give one length for every shard",
+                f"{len(lengths)} results for {len(self.shards)} shards: expected one length per shard",
                 lengths=tuple(lengths),
                 shards=len(self.shards),
             )
         if self.order is None and not self.is_padded:
             return Restoration(tuple(lengths), None)
         times = [self._rows_per_row(shard, length) for shard, length in enumerate(lengths)]
-        keep = tuple(count * len(self.own(shard)) for shard, count in enumerate(times))
+        keep = tuple(count * len(self.unpadded_rows(shard)) for shard, count in enumerate(times))
         if self.order is None or not any(keep):
             return Restoration(keep, None)
         if all(count == 1 for shard, count in enumerate(times) if self.shards[shard]):
             return Restoration(keep, self.order)
         blocks: list[range] = [range(0)] * self.size
-        place = 0
+        position = 0
         for shard, count in enumerate(times):
-            for row in self.own(shard):
-                blocks[row] = range(place, place + count)
-                place += count
+            for row in self.unpadded_rows(shard):
+                blocks[row] = range(position, position + count)
+                position += count
         return Restoration(keep, tuple(chain.from_iterable(blocks)))
 
     def _rows_per_row(self, shard: int, length: int) -> int:
-        given, pad = len(self.shards[shard]), self.pads[shard]
-        times, rest = divmod(length, given) if given else (0, length)
+        sent, pad = len(self.shards[shard]), self.pads[shard]
+        times, rest = divmod(length, sent) if sent else (0, length)
         if rest:
             raise DataError(
-                f"shard {shard} was given {given} rows, {pad} of them padding, and returned {length}: its rows cannot "
-                f"be told apart; return a multiple of {given} rows, or call without padding and balance",
+                f"shard {shard} got {sent} rows, {pad} of them padding, and returned {length}: "
+                f"return a multiple of {sent} rows, or call without padding and balance",
                 shard=shard,
-                given=given,
+                sent=sent,
                 padding=pad,
                 returned=length,
             )
@@ -131,12 +147,29 @@ def _is_run(rows: Shard, start: int) -> bool:
 
 
 def contiguous(n: int, k: int) -> Partition:
-    """Consecutive shards that differ by at most one row; where n < k some are empty."""
+    """Return consecutive shards that differ by at most one row; some are empty if n < k.
+
+    Args:
+        n: Number of rows.
+        k: Number of shards.
+
+    Raises:
+        DataError: If ``n`` is negative, or ``k`` less than 1.
+    """
     return _ranges(n, k, 0)
 
 
 def padded(n: int, k: int, *, zero_loss: bool = False) -> Partition:
-    """Consecutive shards of ``ceil(n / k)`` rows each, at most one of them padding; n == 0 gives empty shards."""
+    """Return consecutive shards of ``ceil(n / k)`` rows each, at most one of them padding; all empty if n == 0.
+
+    Args:
+        n: Number of rows.
+        k: Number of shards.
+        zero_loss: Whether padding rows must not count in a loss.
+
+    Raises:
+        DataError: If ``n`` is negative, or ``k`` less than 1.
+    """
     return _ranges(n, k, -(-n // max(k, 1)), zero_loss)
 
 
@@ -144,10 +177,10 @@ def padded(n: int, k: int, *, zero_loss: bool = False) -> Partition:
 def _ranges(n: int, k: int, least: int, zero_loss: bool = False) -> Partition:
     _check_counts(n, k)
     bounds = [i * n // k for i in range(k + 1)]
-    own = [stop - start for start, stop in pairwise(bounds)]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     least = min(least, n)
-    shards = tuple(range(start, start + max(rows, least)) for start, rows in zip(bounds, own, strict=False))
-    return Partition(n, shards, tuple(max(least - rows, 0) for rows in own), zero_loss)
+    shards = tuple(range(start, start + max(rows, least)) for start, rows in zip(bounds, sizes, strict=False))
+    return Partition(n, shards, tuple(max(least - rows, 0) for rows in sizes), zero_loss)
 
 
 def balanced(
@@ -158,18 +191,25 @@ def balanced(
     equal_size: bool = False,
     padding: Padding = "spread",
 ) -> Partition:
-    """Shards whose sums of ``lengths`` are nearly equal, each with its rows in the caller's order.
+    """Return shards whose sums of ``lengths`` are nearly equal, each with its rows in the caller's order.
 
-    ``groups`` gives every row a label (a prompt's id, say): rows of one label stay in one shard. ``equal_size``: no
-    shard has more rows than another by more than one; with groups, which must then be of one size, by more than one
-    group. ``padding`` as in ``split_rows``; padding rows repeat the shortest row. Raises DataError on a negative length
-    or when the numbers of lengths and groups differ.
+    Args:
+        lengths: Length of every row, such as its number of tokens.
+        k: Number of shards.
+        groups: A label per row, such as the id of its prompt. Rows with the same label stay in one shard.
+        equal_size: Whether the numbers of rows of two shards may differ by at most one row; with ``groups``, which
+            must then be of equal size, by at most one group.
+        padding: As in ``split_rows``; padding rows repeat the shortest row.
+
+    Raises:
+        DataError: If a length is negative, the numbers of lengths and labels differ, or groups of different sizes are
+            to be split with ``equal_size``.
     """
     n, lengths = len(lengths), list(map(int, lengths))
     _check_counts(n, k)
     if n and min(lengths) < 0:
         row = next(row for row, length in enumerate(lengths) if length < 0)
-        raise DataError(f"row {row} has length {lengths[row]}: give 0 or more", row=row, length=lengths[row])
+        raise DataError(f"row {row} has length {lengths[row]}: expected at least 0", row=row, length=lengths[row])
     units = [[row] for row in range(n)] if groups is None else _grouped(groups, n, equal_size)
     weights = [sum(lengths[row] for row in unit) for unit in units]
     chosen = [tuple(sorted(row for unit in items for row in units[unit])) for items in balance(weights, k, equal_size)]
@@ -183,15 +223,15 @@ def balanced(
 
 def _grouped(groups: Sequence[Hashable], n: int, equal_size: bool) -> list[list[int]]:
     if len(groups) != n:
-        raise DataError(f"{len(groups)} group labels for {n} rows: give one for every row", groups=len(groups), rows=n)
+        raise DataError(f"{len(groups)} group labels for {n} rows: expected one per row", groups=len(groups), rows=n)
     members: dict[Hashable, list[int]] = {}
     for row, label in enumerate(groups):
         members.setdefault(label, []).append(row)
     sizes = {len(rows) for rows in members.values()}
     if equal_size and len(sizes) > 1:
         raise DataError(
-            f"groups of {min(sizes)} to {max(sizes)} rows cannot be kept whole in shards of equal size: "
-            "give groups of one size, or equal_size=False",
+            f"groups of {min(sizes)} to {max(sizes)} rows do not fit into shards of equal size: "
+            "expected groups of one size, or equal_size=False",
             sizes=sorted(sizes),
         )
     return list(members.values())
@@ -213,21 +253,28 @@ def split_rows(
     groups: Sequence[Hashable] | None = None,
     equal_size: bool = False,
 ) -> Partition:
-    """The partition of n rows over k shards that a call asks for; never changes or needs the rows themselves.
+    """Partition n rows over k shards as a call requests it.
 
-    ``padding``: "spread" (the default, also None) repeats a row for a shard that would have none, so that none is
-    missing from a collective computation, and adds nothing else; "repeat" makes all shards equally long by repeating
-    rows; "zero_loss" does the same and marks the padding rows as not to be counted in a loss; "none" leaves shards
-    empty when n < k. With n == 0 there is no row to repeat: every shard is empty, whatever the padding.
+    Args:
+        n: Number of rows. With 0, every shard is empty, whatever the padding.
+        k: Number of shards.
+        padding: "spread" (same as None) adds one row to each shard that would be empty, so that no rank is missing
+            from a collective, and nothing else. "repeat" repeats rows until all shards have the same length.
+            "zero_loss" does the same and marks the padding rows as not counting in a loss. "none" leaves shards empty
+            if n < k.
+        lengths: Length of every row, such as its number of tokens; balances their sums.
+        groups: A label per row; rows with the same label stay in one shard.
+        equal_size: Whether to balance at equal numbers of rows.
 
-    ``lengths`` (tokens per row) balances the sums of lengths; ``groups`` keeps rows of one label together;
-    ``equal_size`` balances at equal numbers of rows. Raises DataError on numbers that do not fit together.
+    Raises:
+        DataError: If ``padding`` is unknown, ``n`` or ``k`` is out of range, or the numbers of rows, lengths and
+            labels differ.
     """
     padding = "spread" if padding is None else padding
     if padding not in get_args(Padding):
-        raise DataError(f"padding {padding!r}: give one of {', '.join(get_args(Padding))}", padding=padding)
+        raise DataError(f"padding is {padding!r}: expected one of {', '.join(get_args(Padding))}", padding=padding)
     if lengths is not None and len(lengths) != n:
-        raise DataError(f"{len(lengths)} lengths for {n} rows: give one for every row", lengths=len(lengths), rows=n)
+        raise DataError(f"{len(lengths)} lengths for {n} rows: expected one per row", lengths=len(lengths), rows=n)
     if lengths is not None or groups is not None:
         return balanced([1] * n if lengths is None else lengths, k, groups, equal_size=equal_size, padding=padding)
     if padding in ("repeat", "zero_loss"):
@@ -237,4 +284,4 @@ def split_rows(
 
 def _check_counts(n: int, k: int) -> None:
     if n < 0 or k < 1:
-        raise DataError(f"{n} rows over {k} shards: give 0 or more rows and 1 or more shards", rows=n, shards=k)
+        raise DataError(f"{n} rows over {k} shards: expected at least 0 rows and 1 shard", rows=n, shards=k)

@@ -1,4 +1,4 @@
-"""Checks of the columns, keys and row numbers that a batch is given; all raise DataError with the numbers."""
+"""Check columns, keys and row numbers; every check raises DataError with the names and the numbers."""
 
 from __future__ import annotations
 

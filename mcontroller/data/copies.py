@@ -9,16 +9,19 @@ instead of 33.6 ms; up to 30 MB there is no difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["INTEGER_OF_SIZE", "concat_tensors", "index_select"]
+__all__ = ["INTEGER_OF_SIZE", "Concat", "concat_on_one_thread", "concat_tensors", "index_select"]
+
+Concat = Callable[[Sequence[Tensor]], Tensor]
+"""Concatenates tensors along dim 0."""
 
 LARGE_BYTES = 4 << 20
-"""From this size on, a result is allocated in huge pages."""
+"""From this size on, a result is allocated in huge pages, and torch copies with several threads."""
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each element size in bytes. Every operation supports it; some do not support every dtype."""
@@ -36,6 +39,33 @@ def concat_tensors(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shape = list(tensors[0].shape)
     shape[dim] = sum([tensor.shape[dim] for tensor in tensors])
     return torch.cat(tensors, dim=dim, out=_huge_pages(tensors, shape))  # type: ignore[arg-type]
+
+
+def concat_on_one_thread(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along dim 0 without torch's threads, for a process whose node is busy.
+
+    The threads of ``torch.cat`` wait for each other, and spin for milliseconds after it. Measured on 2 cores, medians,
+    four columns in 8 parts: while other processes keep the cores busy, joining 15 MB takes 4.2 ms on one thread and
+    109 ms with torch's, 120 MB 27 ms and 189 ms. On idle cores it takes longer: 2.6 ms and 1.7 ms, 27.6 ms and 18.9 ms.
+    Below ``LARGE_BYTES``, torch is as fast or faster in both cases.
+    """
+    size = tensors[0].nbytes * len(tensors)
+    if size < LARGE_BYTES or not all(map(_is_plain_memory, tensors)):
+        return concat_tensors(tensors)
+    dtype, shape = tensors[0].dtype, list(tensors[0].shape)
+    shape[0] = sum([tensor.shape[0] for tensor in tensors])
+    parts = [tensor.view(INTEGER_OF_SIZE[dtype.itemsize]).numpy() for tensor in tensors]
+    return torch.from_numpy(np.concatenate(parts, out=np.empty(shape, parts[0].dtype))).view(dtype)
+
+
+def _is_plain_memory(tensor: Tensor) -> bool:
+    """Return whether numpy can copy the tensor as integers, without losing anything."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype.itemsize in INTEGER_OF_SIZE
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from mcontroller.data import checks, meta
 from mcontroller.data.batch_data import BatchData, DataProtoConfig
 from mcontroller.data.checks import Index, Keys, RowIndexError
 from mcontroller.data.columns import columns_like, columns_to, leaf_tensors, make_columns, shallow_copy
+from mcontroller.data.copies import Concat, concat_tensors
 from mcontroller.data.row_ops import join_rows, reshape_rows, slice_rows, split_columns, take_rows
 from mcontroller.data.serialization import OutOfBand
 from mcontroller.data.union import union_columns, union_numpy_dict
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from mcontroller.data.columns import Batch
 
-__all__ = ["DataProto", "DataProtoConfig", "DataProtoItem", "RowIndexError"]
+__all__ = ["DataProto", "DataProtoConfig", "DataProtoItem", "RowIndexError", "concat_batches"]
 
 AnyDataProto = TypeVar("AnyDataProto", bound="DataProto")
 
@@ -198,16 +199,7 @@ class DataProto(BatchData):
         Raises:
             DataError: If parts differ in columns, dtypes, shapes or ``meta_info``; names the column or key.
         """
-        _check_parts(data)
-        first = data[0]
-        info = meta.merge_concat([part.meta_info for part in data])
-        if len(data) == 1:
-            return first.derive(shallow_copy(first.stored_batch), dict(first.non_tensor_batch), info)
-        checks.check_same_columns([(part.stored_batch, part.non_tensor_batch) for part in data])
-        stored: list[Any] = [part.stored_batch for part in data]
-        batch = None if first.stored_batch is None else join_rows(stored)
-        arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
-        return first.derive(batch, arrays, info)
+        return concat_batches(data)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeat every row, as a copy.
@@ -495,6 +487,28 @@ class DataProto(BatchData):
         options: dict[str, Any] = {"generator": generator, "collate_fn": _identity, **(dataloader_kwargs or {})}
         loader: Any = torch.utils.data.DataLoader(self, batch_size=mini_batch_size, **options)  # type: ignore[arg-type]
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
+
+
+def concat_batches(data: Sequence[AnyDataProto], concat: Concat = concat_tensors) -> AnyDataProto:
+    """Low level: concatenate the rows of several batches as ``DataProto.concat`` does.
+
+    Args:
+        data: At least one batch.
+        concat: How to concatenate ordinary tensors.
+
+    Raises:
+        DataError: As ``DataProto.concat``.
+    """
+    _check_parts(data)
+    first = data[0]
+    info = meta.merge_concat([part.meta_info for part in data])
+    if len(data) == 1:
+        return first.derive(shallow_copy(first.stored_batch), dict(first.non_tensor_batch), info)
+    checks.check_same_columns([(part.stored_batch, part.non_tensor_batch) for part in data])
+    stored: list[Any] = [part.stored_batch for part in data]
+    batch = None if first.stored_batch is None else join_rows(stored, concat=concat)
+    arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
+    return first.derive(batch, arrays, info)
 
 
 def _check_parts(data: Any) -> None:

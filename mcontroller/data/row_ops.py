@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcontroller.data.column_info import column_kind, describe_column
 from mcontroller.data.columns import PLAIN, Columns, Schema, Unread, column_names, columns_like, read_columns
-from mcontroller.data.copies import concat_tensors, index_select
+from mcontroller.data.copies import Concat, concat_tensors, index_select
 from mcontroller.data.jagged import OffsetsMemo, is_jagged, join_jagged, slice_jagged, take_jagged
 from mcontroller.data.tensordicts import is_tensordict, make_tensordict
 from mcontroller.errors import DataError
@@ -73,13 +73,16 @@ def take_rows(batch: Batch, index: Tensor, memo: OffsetsMemo | None = None) -> C
     return columns_like(batch, {key: _take(value, index, memo) for key, value in batch.items()}, len(index))
 
 
-def join_rows(parts: Sequence[Batch], name: str = "", memo: OffsetsMemo | None = None) -> Columns:
+def join_rows(
+    parts: Sequence[Batch], name: str = "", memo: OffsetsMemo | None = None, concat: Concat = concat_tensors
+) -> Columns:
     """Concatenate the rows of all parts, as a copy.
 
     Args:
         parts: At least one batch; all must have the same columns, which may differ in dim 0 only.
         name: Name of the parts in error messages, if they are nested in a column.
         memo: Shared offsets of jagged columns, see ``mcontroller.data.jagged``.
+        concat: How to concatenate ordinary tensors.
 
     Raises:
         DataError: If parts differ in columns, dtypes or shapes; names the column and the part.
@@ -89,7 +92,7 @@ def join_rows(parts: Sequence[Batch], name: str = "", memo: OffsetsMemo | None =
         schema = first.schema
         if all([type(part) is Columns and part.schema is schema for part in parts]):
             with suppress(RuntimeError, ValueError):  # such as parts on different devices: reported below
-                return _join_same_schema(parts)
+                return _join_same_schema(parts, concat)
     memo = {} if memo is None else memo
     names = column_names(first)
     if any([column_names(part) != names for part in parts]):
@@ -99,7 +102,7 @@ def join_rows(parts: Sequence[Batch], name: str = "", memo: OffsetsMemo | None =
     check = 0 in rows  # torch.cat accepts an empty column of any shape
     columns: Any = zip(*[part.unread if type(part) is Columns else part.values() for part in parts], strict=True)
     prefix = f"{name}." if name else ""
-    joined = [_join(column, prefix + key, memo, check) for key, column in zip(names, columns, strict=False)]
+    joined = [_join(column, prefix + key, memo, check, concat) for key, column in zip(names, columns, strict=False)]
     return columns_like(first, dict(zip(names, joined, strict=True)), sum(rows))
 
 
@@ -172,26 +175,29 @@ def _take(column: Any, index: Tensor, memo: OffsetsMemo) -> Any:
     return index_select(column, 0, index)
 
 
-def _join_same_schema(parts: Sequence[Any]) -> Columns:
+def _join_same_schema(parts: Sequence[Any], concat: Concat) -> Columns:
     """Join parts of one plain schema, whose columns need not be compared."""
     columns = zip(*[part.unread for part in parts], strict=True)
-    join = _join_unread if any([part.has_unread for part in parts]) else concat_tensors
-    return Columns(parts[0].schema, tuple(map(join, columns)), sum([part.rows for part in parts]))
+    if any([part.has_unread for part in parts]):
+        joined = tuple([_join_unread(column, concat) for column in columns])
+    else:
+        joined = tuple(map(concat, columns))
+    return Columns(parts[0].schema, joined, sum([part.rows for part in parts]))
 
 
-def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo, check: bool) -> Any:
+def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo, check: bool, concat: Concat) -> Any:
     if Unread in set(map(type, columns)):
         if _are_joinable_unread(columns):
-            return _join_unread(columns)
+            return _join_unread(columns, concat)
         columns = read_columns(columns)
     if check or not _are_plain(columns):
         _check_same_kind(columns, name)
         if is_tensordict(columns[0]):
-            return join_rows(columns, name, memo).tensordict()
+            return join_rows(columns, name, memo, concat).tensordict()
         if is_jagged(columns[0]):
             return join_jagged(columns, memo)
     try:
-        return concat_tensors(columns)
+        return concat(columns)
     except (RuntimeError, ValueError):
         _check_same_kind(columns, name)
         raise
@@ -206,10 +212,10 @@ def _are_joinable_unread(columns: Sequence[Any]) -> bool:
     )
 
 
-def _join_unread(columns: Sequence[Any]) -> Tensor:
+def _join_unread(columns: Sequence[Any], concat: Concat) -> Tensor:
     """Join columns that agree, straight from the shared memory if none of them has been read."""
     if set(map(type, columns)) != {Unread}:
-        return concat_tensors(read_columns(columns))
+        return concat(read_columns(columns))
     parts = [column.array for column in columns]
     joined = np.concatenate(parts, out=np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype))
     return torch.from_numpy(joined).view(columns[0].dtype)

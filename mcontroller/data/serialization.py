@@ -53,7 +53,7 @@ def pack_tensors(value: Any) -> Any:
 
     Raises:
         DataError: If a tensor cannot be sent (sparse, quantized, on the meta device, or of a wrapper type such as
-            DTensor); the message and the field ``location`` say which.
+            DTensor); the message and the field ``location`` name it.
     """
     return _Packer().pack(value)
 

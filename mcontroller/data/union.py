@@ -1,4 +1,4 @@
-"""Unite the columns of two batches; a column of both must hold the same values."""
+"""Unite the columns of two batches; a column of both must have the same values."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.copies import concat_on_one_thread
+from mcontroller.data.protocol import DataProto, concat_batches
 from mcontroller.dispatch.future import DataProtoFuture, Future
 from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule
 from mcontroller.dispatch.remote_batch import ResultBatch, Split
@@ -115,7 +116,7 @@ class PreparedCall:
 
     def _concat(self, values: Sequence[DataProto]) -> DataProto:
         try:
-            return DataProto.concat(values)
+            return concat_batches(values, concat_on_one_thread)  # the workers need the cores for their next call
         except DataError as error:
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
             fields = {**error.fields, "ranks": self.plan.collected}

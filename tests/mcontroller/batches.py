@@ -1,4 +1,4 @@
-"""Batches with a column of every kind that a DataProto can hold, for tests of what happens to their rows."""
+"""Batches with a column of every kind that a DataProto supports, for tests of row operations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ row_counts = st.integers(0, 17)
 
 
 def jagged(lengths: list[int], trailing: int = 0) -> Tensor:
-    """A jagged column ``[batch, *]`` (or ``[batch, *, trailing]``) whose elements count from 0."""
+    """Make a jagged column ``[batch, *]`` (or ``[batch, *, trailing]``) whose elements count from 0."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     values = torch.arange(float(sum(lengths) * max(trailing, 1)))
     return torch.nested.nested_tensor_from_jagged(values.reshape(-1, trailing) if trailing else values, offsets)
 
 
 def every_kind(rows: int) -> DataProto:
-    """``rows`` rows, every one different in every column that can hold a number."""
+    """Make ``rows`` rows that differ from each other in every column of numbers."""
     number = torch.arange(rows)
     tensors = {
         "ids": (number[:, None] * 10 + torch.arange(4)),
@@ -45,13 +45,13 @@ def every_kind(rows: int) -> DataProto:
 
 
 def numbered(rows: int, **meta_info: object) -> DataProto:
-    """``rows`` rows that hold nothing but their number, as ``n`` and as ``name``."""
+    """Make ``rows`` rows whose only columns are their number, as ``n`` and as ``name``."""
     tensors = {"n": torch.arange(rows)}
     return DataProto.from_dict(tensors, {"name": [str(row) for row in range(rows)]}, meta_info)
 
 
 def numbers(batch: DataProto) -> list[int]:
-    """The numbers of ``numbered`` rows, checked against their names."""
+    """Return the numbers of ``numbered`` rows, and check them against their names."""
     found = batch.batch["n"].tolist()
     assert batch.non_tensor_batch["name"].tolist() == [str(row) for row in found]
     return found

@@ -1,4 +1,4 @@
-"""Partitions: every row stands somewhere once, shards are as long as promised, and results come back in order."""
+"""Partitions: every row is in one shard, shards have the promised length, and results come back in order."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ shard_counts = st.integers(1, 12)
 row_lengths = st.lists(st.integers(0, 500), max_size=60)
 
 
-def own_rows(partition: Partition) -> list[int]:
-    return [row for shard in range(len(partition.shards)) for row in partition.own(shard)]
+def all_rows(partition: Partition) -> list[int]:
+    return [row for shard in range(len(partition.shards)) for row in partition.unpadded_rows(shard)]
 
 
 def collected(partition: Partition, times: int = 1) -> list[tuple[int, int]]:
-    """What a caller gets whose method returns, for every row, ``times`` results (row, number)."""
+    """Return the caller's result of a method that returns ``times`` entries (row, number) for every row."""
     results = [[(row, number) for row in rows for number in range(times)] for rows in partition.shards]
     keep, order = partition.restore([len(result) for result in results])
     joined = [entry for result, kept in zip(results, keep, strict=True) for entry in result[:kept]]
-    return joined if order is None else [joined[place] for place in order]
+    return joined if order is None else [joined[position] for position in order]
 
 
 @unhurried
@@ -50,7 +50,7 @@ def test_padded_shards_have_equal_length_and_at_most_one_row_of_padding(n: int, 
     partition = padded(n, k)
     assert {len(rows) for rows in partition.shards} == {-(-n // k)}
     assert max(partition.pads) <= 1
-    assert own_rows(partition) == list(range(n))
+    assert all_rows(partition) == list(range(n))
     assert partition.is_contiguous
     assert all(0 <= row < n for rows in partition.shards for row in rows)
 
@@ -61,7 +61,7 @@ def test_by_default_no_shard_is_empty_and_rows_are_repeated_only_for_that(n: int
     partition = split_rows(n, k)
     assert all(partition.shards)
     assert sum(partition.pads) == max(k - n, 0)
-    assert own_rows(partition) == list(range(n))
+    assert all_rows(partition) == list(range(n))
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -91,7 +91,7 @@ def test_results_come_back_in_the_callers_order_without_padding(
         lengths=lengths if by_length else None,
         equal_size=equal_size,
     )
-    assert sorted(own_rows(partition)) == list(range(n))
+    assert sorted(all_rows(partition)) == list(range(n))
     assert collected(partition, times) == [(row, number) for row in range(n) for number in range(times)]
 
 
@@ -102,7 +102,7 @@ def test_padding_is_at_the_end_of_a_shard_and_repeats_a_row_of_the_batch(
 ) -> None:
     partition = balanced(lengths, k, padding=padding)
     for shard, rows in enumerate(partition.shards):
-        assert len(rows) == len(partition.own(shard)) + partition.pads[shard]
+        assert len(rows) == len(partition.unpadded_rows(shard)) + partition.pads[shard]
         assert set(rows) <= set(range(len(lengths)))
     if lengths and padding != "none":
         assert all(partition.shards)
@@ -122,11 +122,11 @@ def test_equal_size_balances_at_equal_numbers_of_rows(lengths: list[int], k: int
 def test_rows_of_one_group_stay_in_one_shard(rows: list[tuple[int, str]], k: int) -> None:
     labels = [label for _, label in rows]
     partition = balanced([length for length, _ in rows], k, labels)
-    homes: dict[str, set[int]] = {}
+    shards_of: dict[str, set[int]] = {}
     for shard in range(k):
-        for row in partition.own(shard):
-            homes.setdefault(labels[row], set()).add(shard)
-    assert all(len(shards) == 1 for shards in homes.values())
+        for row in partition.unpadded_rows(shard):
+            shards_of.setdefault(labels[row], set()).add(shard)
+    assert all(len(shards) == 1 for shards in shards_of.values())
     assert collected(partition) == [(row, 0) for row in range(len(rows))]
 
 
@@ -148,10 +148,10 @@ def realistic(kind: str, n: int, seed: int) -> list[int]:
 
 
 def overweight(partition: Partition, lengths: Sequence[int], equal_size: bool) -> float:
-    """By how much the heaviest shard is over the mean, or over what the shard of the longest row must weigh."""
-    shards = [[lengths[row] for row in partition.own(shard)] for shard in range(len(partition.shards))]
-    company = len(lengths) // len(shards) - 1 if equal_size else 0
-    unavoidable = max(lengths) + sum(sorted(lengths)[:company])
+    """Return by how much the heaviest shard exceeds the mean, or the least weight of the shard of the longest row."""
+    shards = [[lengths[row] for row in partition.unpadded_rows(shard)] for shard in range(len(partition.shards))]
+    others = len(lengths) // len(shards) - 1 if equal_size else 0
+    unavoidable = max(lengths) + sum(sorted(lengths)[:others])
     return max(map(sum, shards)) / max(sum(lengths) / len(shards), unavoidable) - 1
 
 
@@ -167,7 +167,7 @@ def test_the_heaviest_shard_is_at_most_two_percent_over_the_mean(kind: str, n: i
 def test_few_rows_per_shard_are_balanced_as_well_as_any_partition_can_be() -> None:
     lengths = [8, 7, 6, 5, 4]  # 8 + 7 against 6 + 5 + 4: the greedy choice would end at 17
     partition = balanced(lengths, 2)
-    assert sorted(sum(lengths[row] for row in partition.own(shard)) for shard in range(2)) == [15, 15]
+    assert sorted(sum(lengths[row] for row in partition.unpadded_rows(shard)) for shard in range(2)) == [15, 15]
 
 
 def test_each_shard_keeps_its_rows_in_the_callers_order_and_the_choice_is_repeatable() -> None:
@@ -177,14 +177,14 @@ def test_each_shard_keeps_its_rows_in_the_callers_order_and_the_choice_is_repeat
     assert partition == balanced(lengths, 8)
 
 
-def test_results_of_another_length_pass_where_nothing_has_to_be_undone() -> None:
+def test_results_of_any_length_are_accepted_without_padding_and_in_order() -> None:
     assert contiguous(5, 2).restore([7, 1]) == ((7, 1), None)
 
 
-def test_results_that_cannot_be_told_apart_name_the_shard_and_the_numbers() -> None:
-    with pytest.raises(DataError, match="shard 0 was given 3 rows, 1 of them padding, and returned 2") as raised:
+def test_results_that_cannot_be_restored_are_rejected_with_the_shard_and_the_numbers() -> None:
+    with pytest.raises(DataError, match="shard 0 got 3 rows, 1 of them padding, and returned 2") as raised:
         split_rows(5, 2, padding="repeat").restore([2, 3])
-    assert (raised.value.shard, raised.value.given, raised.value.returned) == (0, 3, 2)
+    assert (raised.value.shard, raised.value.sent, raised.value.returned) == (0, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_results_that_cannot_be_told_apart_name_the_shard_and_the_numbers() -> N
         ({"n": -1, "k": 2}, "-1 rows over 2 shards"),
         ({"n": 4, "k": 0}, "4 rows over 0 shards"),
         ({"n": 4, "k": 0, "padding": "repeat"}, "4 rows over 0 shards"),
-        ({"n": 4, "k": 2, "padding": "wrap"}, "padding 'wrap': give one of spread, repeat, zero_loss, none"),
+        ({"n": 4, "k": 2, "padding": "wrap"}, "padding is 'wrap': expected one of spread, repeat, zero_loss, none"),
         ({"n": 4, "k": 2, "lengths": [1, 2, 3]}, "3 lengths for 4 rows"),
         ({"n": 3, "k": 2, "lengths": [1, -2, 3]}, "row 1 has length -2"),
         ({"n": 3, "k": 2, "groups": ["a", "b"]}, "2 group labels for 3 rows"),
         ({"n": 3, "k": 2, "groups": ["a", "b", "b"], "equal_size": True}, "groups of 1 to 2 rows"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(arguments: dict, message: str) -> None:
+def test_numbers_that_do_not_agree_are_rejected(arguments: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         split_rows(**arguments)
     with pytest.raises(DataError, match="3 results for 2 shards"):

@@ -186,14 +186,14 @@ def test_wrong_classes_and_layouts_are_rejected() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: numbered(2)["n"], r"rows are named by number, columns by batch\.batch\['n'\]"),
-        (lambda: DataProto.concat(numbered(2)), "concat of a DataProto: give a list"),
-        (lambda: DataProto.concat([numbered(2), None]), "concat of a NoneType: give a list"),
+        (lambda: numbered(2)["n"], r"rows are selected by number; a column is batch\.batch\['n'\]"),
+        (lambda: DataProto.concat(numbered(2)), "concat of a DataProto: expected a list"),
+        (lambda: DataProto.concat([numbered(2), None]), "concat of a list that contains a NoneType"),
         (
             lambda: DataProto.from_dict({"a": torch.ones(2)}, {"b": "ab"}),
-            "non-tensor column is str: give",
+            "is str: expected a numpy array or a list",
         ),
-        (lambda: DataProto.from_dict({"a": torch.ones(2)}, {"b": 3}), "non-tensor column is int: give"),
+        (lambda: DataProto.from_dict({"a": torch.ones(2)}, {"b": 3}), "is int: expected a numpy array or a list"),
     ],
 )
 def test_wrong_uses_of_a_batch_are_rejected(make: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""meta_info: kept where all agree, metrics gathered from every part, all else a conflict that is told."""
+"""meta_info: equal values are kept, metrics are gathered from every part, other differences are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def joined(*infos: dict[str, Any]) -> dict[str, Any]:
     return DataProto.concat([numbered(1, **info) for info in infos]).meta_info
 
 
-def test_keys_that_agree_wherever_they_stand_are_kept() -> None:
+def test_keys_whose_values_agree_in_all_parts_are_kept() -> None:
     table = {"t": torch.arange(3), "a": [np.ones(2), float("nan")]}
     again = {"t": torch.arange(3), "a": [np.ones(2), float("nan")]}
     merged = joined({"x": 1, "table": table}, {"y": "only here"}, {"x": 1, "table": again})
@@ -36,7 +36,7 @@ def test_metrics_become_flat_lists_of_what_every_part_has() -> None:
     assert merged == {"metrics": {"loss": [1.0, 2.0, 3.0], "acc": [0.1, 0.2], "grad_norm": [5]}}
 
 
-def test_batches_that_hold_only_metrics_are_joined() -> None:
+def test_batches_of_metrics_only_are_joined() -> None:
     parts = [DataProto(meta_info={"metrics": {"loss": rank}}) for rank in range(3)]
     assert DataProto.concat(parts).meta_info == {"metrics": {"loss": [0, 1, 2]}}
 
@@ -45,11 +45,11 @@ def test_a_conflict_names_the_key_the_parts_and_the_values() -> None:
     with pytest.raises(DataError, match=r"meta_info\['step'\] differs in concat: 1 in part 1, 2 in part 2") as raised:
         joined({}, {"step": 1}, {"step": 2})
     assert (raised.value.key, raised.value.values) == ("step", (1, 2))
-    with pytest.raises(DataError, match=r"'metrics'.* is 3 in part 0, a dict in others"):
+    with pytest.raises(DataError, match=r"'metrics'.* is 3 in part 0 and a dict in others"):
         joined({"metrics": 3}, {"metrics": {"loss": 1}})
 
 
-def test_union_unites_metrics_by_name_and_refuses_two_values() -> None:
+def test_union_merges_metrics_by_name_and_rejects_two_values() -> None:
     first, second = numbered(1, metrics={"actor": 1.0}), numbered(1, metrics={"critic": 2.0})
     assert first.union(second).meta_info == {"metrics": {"actor": 1.0, "critic": 2.0}}
     with pytest.raises(DataError, match=r"meta_info\['actor'\] differs in union: 1.0 in part 0, 3.0 in part 1"):
@@ -64,7 +64,7 @@ def test_merging_changes_no_part_and_shares_no_container_with_any() -> None:
     assert [part.meta_info for part in parts] == [{"names": ["a"], "metrics": {"loss": [1]}}] * 2
 
 
-def test_a_copy_has_containers_of_its_own_and_shares_tensors() -> None:
+def test_a_copy_has_new_containers_and_shares_tensors() -> None:
     info = {"list": [{"deep": [1]}], "tuple": ([1],), "set": {1}, "tensor": torch.zeros(1)}
     copied = copy_meta(info)
     copied["list"][0]["deep"].append(2)

@@ -1,4 +1,4 @@
-"""DataProto: what it is made of, what its operations give, and what it refuses."""
+"""DataProto: its fields, its operations and its errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from mcontroller.data.protocol import (
-    DataProto,
-    DataProtoConfig,
-    DataProtoItem,
-    RowIndexError,
-    collate_fn,
-    pad_dataproto_to_divisor,
-    union_numpy_dict,
-    union_tensor_dict,
-)
+from mcontroller.data.batch_ops import collate_fn, pad_dataproto_to_divisor
+from mcontroller.data.copies import concat_on_one_thread, concat_tensors
+from mcontroller.data.protocol import DataProto, DataProtoConfig, DataProtoItem, RowIndexError, concat_batches
+from mcontroller.data.union import union_numpy_dict, union_tensor_dict
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
 
@@ -43,7 +37,7 @@ def test_a_batch_of_plain_columns_never_loads_tensordict() -> None:
     assert printed == "{'a': tensor([5, 0]), 'c': tensor([6, 1])} False TensorDict\n"
 
 
-def test_from_single_dict_tells_tensors_from_arrays_and_keeps_numeric_arrays() -> None:
+def test_from_single_dict_separates_tensors_from_arrays_and_keeps_numeric_arrays() -> None:
     batch = DataProto.from_single_dict(
         {"a": torch.arange(3), "n": np.arange(3), "s": ["x", "y", "z"]}, meta_info={"step": 1}, auto_padding=True
     )
@@ -59,7 +53,7 @@ def test_auto_padding_for_the_whole_process_is_off_until_it_is_set(monkeypatch: 
     assert numbered(2).is_padding_enabled()
 
 
-def test_from_tensordict_sorts_stacks_and_single_values_out() -> None:
+def test_from_tensordict_moves_non_tensor_data_to_the_other_fields() -> None:
     source = TensorDict({"a": torch.arange(2)}, [2])
     source["uid"] = NonTensorStack("x", "y")
     source["temperature"] = NonTensorData(0.7, batch_size=[2])
@@ -85,24 +79,39 @@ def test_the_number_of_rows_is_that_of_the_columns() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), r"'b'.* \[3\], .*'a'.* \[2\]"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"u": ["x"]}), r"'u'.* shape \(1,\): .* 2 rows"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(())}), "'a'.* 0 dims: give at least 1"),
-        (lambda: DataProto.from_dict({"a": [1, 2]}), "'a'.* is list: give a torch.Tensor"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), "num_batch_dims=0"),
+        (
+            lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}),
+            r"tensors\['b'\] has 3 rows, tensors\['a'\] has 2 rows",
+        ),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"u": ["x"]}), r"'u'\] has 1 rows, the batch has 2"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(())}), "'a'.* 0 dims: expected at least 1"),
+        (lambda: DataProto.from_dict({"a": ["x", "y"]}), r"'a'\] is a list of str: .*non_tensors=\{'a': \.\.\.\}"),
+        (lambda: DataProto.from_dict({"a": [1, 2]}), "a list of numbers: .*torch.tensor, or .*non_tensors="),
+        (lambda: DataProto.from_dict({"a": np.array(["x"])}), "a numpy array of <U1: .*non_tensors="),
+        (lambda: DataProto.from_dict({"a": np.arange(2)}), "of int64: .*torch.from_numpy, or .*non_tensors="),
+        (lambda: DataProto.from_dict({"a": 3}), r"'a'\] is int: .*meta_info=\{'a'"),
+        (
+            lambda: DataProto.from_dict({}, {"u": "text"}),
+            r"non_tensors\['u'\] is str: expected a numpy array or a list",
+        ),
+        (lambda: DataProto.from_dict({}, {"u": torch.ones(2)}), r"non_tensors\['u'\] is Tensor: .* tensors="),
+        (lambda: DataProto.from_dict([torch.ones(2)]), "tensors is list: expected a dict"),
+        (lambda: DataProto.from_dict({"a": torch.ones(2)}, meta_info=3), "meta_info is int: expected a dict"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, num_batch_dims=2), "batch dims"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), "num_batch_dims is 0"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, {"u": [1, 2]}, None, 2), "with 1 non-tensor columns"),
-        (lambda: DataProto.from_single_dict({"a": "text"}), "'a' is str"),
+        (lambda: DataProto.from_single_dict({"a": "text"}), "'a' is str: .*meta_info="),
         (lambda: DataProto(batch={"a": torch.zeros(2)}), "batch is dict"),
         (
             lambda: DataProto(batch=TensorDict({"a": torch.zeros(2)}, [])),
             r"TensorDict of batch dims \[\]: .* one batch dim",
         ),
-        (lambda: DataProto(non_tensor_batch={"u": ["x"]}), "'u'.* is list: give a numpy array"),
+        (lambda: DataProto(non_tensor_batch={"u": ["x"]}), "'u'.* is list: expected a numpy array"),
         (lambda: DataProto.from_dict({"s": torch.eye(2).to_sparse()}), "'s'.* layout torch.sparse_coo"),
         (lambda: DataProto(TensorDict({"a": NonTensorData(1, batch_size=[2])}, [2])), "'a'.* into non_tensor_batch"),
     ],
 )
-def test_what_is_no_batch_is_refused_with_its_column_and_numbers(make, message: str) -> None:
+def test_invalid_columns_are_rejected_with_their_name_numbers_and_the_fix(make, message: str) -> None:
     with pytest.raises(DataError, match=message):
         make()
 
@@ -117,8 +126,8 @@ def test_an_item_is_one_row_without_its_row_dim() -> None:
 
 
 @pytest.mark.parametrize("wrong", [5, -6, [0, 5], torch.tensor([-6])])
-def test_a_row_that_is_not_there_is_an_index_error_with_the_numbers(wrong) -> None:
-    with pytest.raises(RowIndexError, match="of a batch of 5 rows") as raised:
+def test_a_row_that_does_not_exist_is_an_index_error_with_the_numbers(wrong) -> None:
+    with pytest.raises(RowIndexError, match="does not exist in a batch of 5 rows") as raised:
         numbered(5)[wrong]
     assert isinstance(raised.value, IndexError) and raised.value.rows == 5
     assert [item.batch["n"].item() for item in numbered(5)] == [0, 1, 2, 3, 4]
@@ -126,9 +135,14 @@ def test_a_row_that_is_not_there_is_an_index_error_with_the_numbers(wrong) -> No
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [([True], r"mask of shape \(1,\) for 5 rows"), ([0.5], "float64"), ([[0]], r"\(1, 1\)"), ("ab", "named by number")],
+    [
+        ([True], r"mask of shape \(1,\) for 5 rows"),
+        ([0.5], "float64"),
+        ([[0]], r"\(1, 1\)"),
+        ("ab", "selected by number"),
+    ],
 )
-def test_what_does_not_name_rows_is_refused(wrong, message: str) -> None:
+def test_an_invalid_index_is_rejected(wrong, message: str) -> None:
     with pytest.raises(DataError, match=message):
         numbered(5).select_idxs(wrong)
 
@@ -158,49 +172,49 @@ def test_select_takes_names_or_lists_and_shares_or_copies_memory() -> None:
     assert batch.batch["n"][0] == 9
 
 
-def test_pop_takes_columns_out_of_the_batch_and_of_no_other() -> None:
+def test_pop_removes_columns_from_the_batch_and_from_no_other() -> None:
     batch = numbered(3, a=1)
     other = batch.select()
     popped = batch.pop(batch_keys=["n"], non_tensor_batch_keys="name", meta_info_keys=["a"])
     assert numbers(popped) == [0, 1, 2] and popped.meta_info == {"a": 1}
-    assert (batch._column_keys(), batch.meta_info, len(batch)) == ([], {}, 3)
+    assert (batch.column_names(), batch.meta_info, len(batch)) == ([], {}, 3)
     assert numbers(other) == [0, 1, 2]
 
 
-def test_rename_keeps_the_order_of_columns_and_gives_the_batch_itself() -> None:
+def test_rename_keeps_the_order_of_columns_and_returns_the_batch_itself() -> None:
     batch = DataProto.from_dict({"a": torch.zeros(1), "b": torch.ones(1)}, {"u": ["x"]})
     assert batch.rename(["a", "u"], ["c", "v"]) is batch
-    assert batch._column_keys() == ["c", "b", "v"]
+    assert batch.column_names() == ["c", "b", "v"]
     assert batch.rename("b", "a").batch["a"].item() == 1
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda batch: batch.select("x"), r"no batch column \['x'\]; there are \['n'\]"),
-        (lambda batch: batch.select(non_tensor_batch_keys="x"), r"no non-tensor column \['x'\]; there are \['name'\]"),
-        (lambda batch: batch.pop(meta_info_keys=["x"]), r"no meta_info key \['x'\]; there are \[\]"),
-        (lambda batch: batch.rename("x", "y"), r"no column \['x'\]; there are \['n', 'name'\]"),
-        (lambda batch: batch.rename("n", "name"), "one new name that no other column has"),
+        (lambda batch: batch.select("x"), r"no batch column \['x'\]; existing: \['n'\]"),
+        (lambda batch: batch.select(non_tensor_batch_keys="x"), r"no non-tensor column \['x'\]; existing: \['name'\]"),
+        (lambda batch: batch.pop(meta_info_keys=["x"]), r"no meta_info key \['x'\]; existing: \[\]"),
+        (lambda batch: batch.rename("x", "y"), r"no column \['x'\]; existing: \['n', 'name'\]"),
+        (lambda batch: batch.rename("n", "name"), "one new name per old name that no other column has"),
         (lambda batch: batch.rename(["n", "name"], "a"), "one new name"),
         (lambda batch: batch.row_lengths("x"), r"no tensor column \['x'\]"),
         (lambda batch: batch.chunk(0), "5 rows over 0 shards"),
-        (lambda batch: batch.split(0), "split_size 0"),
-        (lambda batch: batch.repeat(-1), "repeat_times -1"),
+        (lambda batch: batch.split(0), "split_size is 0"),
+        (lambda batch: batch.repeat(-1), "repeat_times is -1"),
         (lambda batch: batch.sample_level_repeat([1, 2]), r"shape \(2,\) for 5 rows"),
-        (lambda batch: batch.reorder([0, 0, 1, 2, 3]), "5 rows .* 5 indices, 4 of them different"),
-        (lambda batch: batch.reorder([0, 1]), "5 rows .* 2 indices"),
-        (lambda batch: batch.padding(1, "middle"), "give 'first' or 'last'"),
-        (lambda batch: batch.select_idxs([]).padding(1), "1 rows of padding for a batch of 0 rows"),
-        (lambda batch: batch.unpad(6), "6 rows of padding in a batch of 5 rows"),
-        (lambda batch: batch.fold_batch_dim(2), "5 rows do not fold into 2"),
+        (lambda batch: batch.reorder([0, 0, 1, 2, 3]), "5 rows by 5 indices, 4 of them distinct"),
+        (lambda batch: batch.reorder([0, 1]), "5 rows by 2 indices"),
+        (lambda batch: batch.padding(1, "middle"), "expected 'first' or 'last'"),
+        (lambda batch: batch.select_idxs([]).padding(1), "padding_size is 1 for a batch of 0 rows"),
+        (lambda batch: batch.unpad(6), "pad_size is 6 for a batch of 5 rows"),
+        (lambda batch: batch.fold_batch_dim(2), "new_batch_size is 2 for a batch of 5 rows"),
         (lambda batch: batch.unfold_batch_dim(2), "first 2 dims"),
-        (lambda batch: batch.make_iterator(0, 1), "mini_batch_size 0"),
-        (lambda batch: batch.union(numbered(4)), "5 rows with 4"),
-        (lambda batch: pad_dataproto_to_divisor(batch, 0), "size_divisor 0"),
+        (lambda batch: batch.make_iterator(0, 1), "mini_batch_size is 0"),
+        (lambda batch: batch.union(numbered(4)), "5 rows with 4 rows"),
+        (lambda batch: pad_dataproto_to_divisor(batch, 0), "size_divisor is 0"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_changes_nothing(call, message: str) -> None:
+def test_invalid_arguments_are_rejected_and_change_nothing(call, message: str) -> None:
     batch = numbered(5)
     with pytest.raises(DataError, match=message):
         call(batch)
@@ -211,16 +225,16 @@ def test_union_adds_columns_and_takes_equal_ones_once() -> None:
     batch = numbered(2, a=1)
     other = DataProto.from_dict({"n": torch.arange(2), "m": torch.ones(2)}, {"v": ["x", "y"]}, {"b": 2})
     united = batch.union(other)
-    assert united._column_keys() == ["n", "m", "name", "v"]
+    assert united.column_names() == ["n", "m", "name", "v"]
     assert united.meta_info == {"a": 1, "b": 2}
     assert batch == numbered(2, a=1)
     assert batch.union(DataProto(meta_info={"b": 2})) == numbered(2, a=1, b=2)
     assert DataProto().union(batch) == batch
 
 
-def test_union_refuses_a_column_or_key_with_two_values() -> None:
+def test_union_rejects_a_column_or_key_with_two_values() -> None:
     left = TensorDict({"a": torch.zeros(2)}, [2])
-    with pytest.raises(DataError, match="column 'a' is in both and differs") as raised:
+    with pytest.raises(DataError, match="column 'a' is in both batches and differs") as raised:
         union_tensor_dict(left, TensorDict({"a": torch.ones(2)}, [2]))
     assert raised.value.column == "a"
     with pytest.raises(DataError, match=r"batch dims \[2\] and \[3\]"):
@@ -231,7 +245,7 @@ def test_union_refuses_a_column_or_key_with_two_values() -> None:
         numbered(2, a=1).union(numbered(2, a=2))
 
 
-def test_concat_refuses_parts_that_differ_in_columns_shape_or_dtype() -> None:
+def test_concat_rejects_parts_that_differ_in_columns_shape_or_dtype() -> None:
     part = DataProto.from_dict({"a": torch.zeros(2, 3)}, {"u": [1, 2]})
     with pytest.raises(DataError, match=r"batch of part 1 has columns \['b'\], of part 0 \['a'\]"):
         DataProto.concat([part, DataProto.from_dict({"b": torch.zeros(2, 3)}, {"u": [1, 2]})])
@@ -241,8 +255,12 @@ def test_concat_refuses_parts_that_differ_in_columns_shape_or_dtype() -> None:
         DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 4)}, {"u": [1, 2]})])
     with pytest.raises(DataError, match=r"column 'a' of part 1 is int64\[2, 3\]"):
         DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 3, dtype=torch.int64)}, {"u": [1, 2]})])
-    with pytest.raises(DataError, match="no parts"):
+    with pytest.raises(DataError, match="concat of an empty list"):
         DataProto.concat([])
+    with pytest.raises(DataError, match="concat of a DataProto: expected a list"):
+        DataProto.concat(part)
+    with pytest.raises(DataError, match="a list that contains a dict"):
+        DataProto.concat([part, {}])
 
 
 def test_jagged_columns_that_shared_their_offsets_still_do_after_rows_have_moved() -> None:
@@ -272,7 +290,8 @@ def test_large_columns_are_joined_and_chosen_as_small_ones_are() -> None:
     batch = DataProto.from_dict(
         {"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]}
     )
-    assert DataProto.concat(batch.chunk(5)) == batch
+    for concat in (concat_tensors, concat_on_one_thread):
+        assert concat_batches(batch.chunk(5), concat) == batch
     order = torch.randperm(len(column), generator=torch.Generator().manual_seed(0))
     assert torch.equal(batch[order].batch["ids"], column[order])
 
@@ -313,8 +332,19 @@ def test_items_of_different_shapes_are_not_collated() -> None:
     items = [DataProtoItem(TensorDict({"a": torch.zeros(n)}, [])) for n in (2, 3)]
     with pytest.raises(DataError, match=r"column 'a' of row 1 is float32\[3\], of row 0 float32\[2\]"):
         collate_fn(items)
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(DataError, match="got no rows"):
         collate_fn([])
+
+
+def test_with_tensors_adds_and_replaces_tensors_and_shares_the_rest() -> None:
+    batch = numbered(2, a=1)
+    changed = batch.with_tensors({"n": torch.tensor([5, 6]), "m": torch.ones(2)})
+    assert changed.column_names() == ["n", "m", "name"]
+    assert (changed.batch["n"].tolist(), changed.meta_info) == ([5, 6], {"a": 1})
+    assert numbers(batch) == [0, 1]
+    assert DataProto(meta_info={"a": 1}).with_tensors({"n": torch.ones(3)}).batch["n"].shape == (3,)
+    with pytest.raises(DataError, match=r"tensors \['n'\] have batch dims \[3\], the batch has \[2\]"):
+        batch.with_tensors({"n": torch.ones(3)})
 
 
 def test_to_moves_tensors_and_leaves_the_batch_where_it_was() -> None:
@@ -325,7 +355,7 @@ def test_to_moves_tensors_and_leaves_the_batch_where_it_was() -> None:
     assert numbers(batch) == [0, 1]
 
 
-def test_equality_is_of_values_dtypes_keys_and_meta_info_and_the_difference_is_told() -> None:
+def test_equality_compares_values_dtypes_keys_and_meta_info_and_reports_the_difference() -> None:
     batch = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
     same = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
     assert batch == same
@@ -340,7 +370,7 @@ def test_equality_is_of_values_dtypes_keys_and_meta_info_and_the_difference_is_t
     assert batch.difference(same) == "meta_info['t'] differs: 1 and 2"
 
 
-def test_the_summary_and_the_printed_size_tell_shapes_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_and_the_printed_size_show_shapes_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     batch = DataProto.from_dict({"ids": torch.zeros(8, 16), "j": jagged([1] * 8)}, {"uid": list("abcdefgh")}, {"t": 1})
     assert repr(batch) == (
         "DataProto(8 rows, batch {ids: float32[8, 16], j: float32[8, *]}, non_tensor_batch {uid: object[8]}, "

@@ -1,4 +1,4 @@
-"""Pickling: what travels comes back as it was, in memory of its own, and only its own elements travel."""
+"""Pickling: values arrive as they were sent, in private memory, and only their own elements are sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensordict import MemoryMappedTensor, TensorDict
 
 from mcontroller.data import meta
 from mcontroller.data.protocol import DataProto
-from mcontroller.data.serialization import pack, reduce
+from mcontroller.data.serialization import local_device, pack_tensors, reduce
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, row_counts
 from tests.parallel_state.layouts import unhurried
@@ -27,14 +27,14 @@ DTYPES = [
 
 
 def sent(value: Any) -> tuple[bytes, list[memoryview]]:
-    """A value as Ray takes it: the pickle stream, and its buffers beside it."""
+    """Pickle a value as Ray does: the pickle stream, and its buffers out of band."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return stream, [buffer.raw() for buffer in buffers]
 
 
 def received(value: Any) -> Any:
-    """A value as it comes out of Ray's shared memory: its buffers can be read only."""
+    """Send a value and load it as from Ray's shared memory, with read-only buffers."""
     stream, buffers = sent(value)
     return pickle.loads(stream, buffers=[bytes(buffer) for buffer in buffers])
 
@@ -57,7 +57,7 @@ def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, shape: tuple[i
     count = int(np.prod(shape)) * dtype.itemsize
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
     tensor = bits.view(dtype).reshape(shape)
-    back = received(pack([tensor]))[0]
+    back = received(pack_tensors([tensor]))[0]
     assert (back.dtype, back.shape) == (dtype, shape)
     assert torch.equal(back.reshape(-1).view(torch.uint8), bits)
 
@@ -74,10 +74,10 @@ def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, shape: tuple[i
     ],
 )
 def test_views_that_are_not_contiguous_keep_their_values(view: torch.Tensor) -> None:
-    assert received(pack((view,)))[0].tolist() == view.tolist()
+    assert received(pack_tensors((view,)))[0].tolist() == view.tolist()
 
 
-def test_a_sliced_view_brings_its_own_rows_and_nothing_of_the_rest() -> None:
+def test_a_sliced_view_sends_only_its_own_rows() -> None:
     batch = DataProto.from_dict({"ids": torch.zeros(100_000, 8, dtype=torch.int64)}, {"level": np.arange(100_000)})
     stream, buffers = sent(batch[10:20])
     assert sorted(buffer.nbytes for buffer in buffers) == [80, 640]
@@ -88,12 +88,12 @@ def test_a_sliced_view_brings_its_own_rows_and_nothing_of_the_rest() -> None:
 
 def test_a_contiguous_tensor_is_handed_out_without_a_copy() -> None:
     column = torch.arange(1000)
-    _, (buffer,) = sent(pack(column))
+    _, (buffer,) = sent(pack_tensors(column))
     column[0] = 5
     assert np.frombuffer(buffer, np.int64)[0] == 5
 
 
-def test_what_comes_back_can_be_written_and_is_seen_by_nobody_else() -> None:
+def test_a_received_batch_is_writable_and_private() -> None:
     batch = DataProto.from_dict(
         {"n": torch.arange(3)}, {"level": np.arange(3), "px": [np.zeros(2), None, torch.zeros(2)]}
     )
@@ -110,15 +110,15 @@ def test_what_comes_back_can_be_written_and_is_seen_by_nobody_else() -> None:
     assert batch.batch["n"].tolist() == [0, 1, 2]
 
 
-def test_columns_that_arrive_read_only_are_joined_as_they_lie_and_copied_when_they_are_asked_for() -> None:
+def test_read_only_columns_are_joined_without_a_copy_and_copied_at_the_first_access() -> None:
     batch = DataProto.from_dict(
         {"n": torch.arange(12).view(6, 2), "flag": torch.arange(6) > 2, "half": torch.ones(6, 2, dtype=torch.bfloat16)},
         {"level": np.arange(6)},
     )
     parts = [received(part) for part in batch.split(4)]
-    assert [part._batch.has_unread for part in parts] == [True, True]
+    assert [part.stored_batch.has_unread for part in parts] == [True, True]
     joined = DataProto.concat(parts)
-    assert [part._batch.has_unread for part in parts] == [True, True]
+    assert [part.stored_batch.has_unread for part in parts] == [True, True]
     assert joined == batch
     joined.batch["n"][0] = 9
     parts[0].batch["n"][0] = 7
@@ -127,19 +127,18 @@ def test_columns_that_arrive_read_only_are_joined_as_they_lie_and_copied_when_th
     assert parts[1].select_idxs([1]).batch["n"].tolist() == [[10, 11]]
 
 
-def test_a_part_that_has_been_written_is_joined_with_parts_that_nobody_has_read() -> None:
+def test_a_part_that_was_written_is_joined_with_unread_parts() -> None:
     batch = DataProto.from_dict({"n": torch.arange(12).view(6, 2), "flag": torch.arange(6) > 2})
     parts = [received(part) for part in batch.split(2)]
     parts[1].tensors()["n"][0] = 9
-    assert [part._batch.has_unread for part in parts] == [True, False, True]
-    assert len({id(part._batch.schema) for part in parts}) == 1
-    for spare_cores in (False, True):
-        joined = DataProto.concat(parts, spare_cores=spare_cores)
-        assert joined.tensors()["n"][:, 0].tolist() == [0, 2, 9, 6, 8, 10]
-        assert joined.tensors()["flag"].tolist() == (torch.arange(6) > 2).tolist()
+    assert [part.stored_batch.has_unread for part in parts] == [True, False, True]
+    assert len({id(part.stored_batch.schema) for part in parts}) == 1
+    joined = DataProto.concat(parts)
+    assert joined.tensors()["n"][:, 0].tolist() == [0, 2, 9, 6, 8, 10]
+    assert joined.tensors()["flag"].tolist() == (torch.arange(6) > 2).tolist()
 
 
-def test_columns_that_arrive_read_only_and_do_not_fit_are_refused_by_name() -> None:
+def test_read_only_columns_that_differ_are_rejected_with_an_error_that_names_the_column() -> None:
     wide, narrow = (received(DataProto.from_dict({"n": torch.zeros(2, width)})) for width in (3, 4))
     with pytest.raises(DataError, match=r"column 'n' of part 1 is float32\[2, 4\], of part 0 float32\[2, 3\]"):
         DataProto.concat([wide, narrow])
@@ -157,8 +156,8 @@ def test_a_tensor_under_two_names_travels_once_and_stays_one() -> None:
     assert back.batch["b"][0] == 7
 
 
-def test_writable_buffers_are_adopted_without_another_copy() -> None:
-    stream, (buffer,) = sent(pack(torch.arange(4)))
+def test_writable_buffers_are_used_without_a_copy() -> None:
+    stream, (buffer,) = sent(pack_tensors(torch.arange(4)))
     private = bytearray(buffer)
     tensor = pickle.loads(stream, buffers=[private])
     tensor[0] = 9
@@ -185,18 +184,18 @@ def test_tensors_in_meta_info_and_deep_in_objects_travel_out_of_band() -> None:
     assert received(batch).difference(batch) is None
 
 
-def test_a_value_met_twice_is_sent_once_and_is_one_again() -> None:
+def test_a_value_that_occurs_twice_is_sent_once_and_stays_one() -> None:
     column = torch.arange(1000)
-    stream, buffers = sent(pack({"a": column, "b": [column]}))
+    stream, buffers = sent(pack_tensors({"a": column, "b": [column]}))
     assert len(buffers) == 1
     back = pickle.loads(stream, buffers=[bytes(buffers[0])])
     assert back["a"] is back["b"][0]
 
 
-def test_a_container_that_holds_itself_comes_back() -> None:
+def test_a_container_that_contains_itself_comes_back() -> None:
     loop: dict[str, Any] = {"x": 1}
     loop["self"] = loop
-    assert received(pack(loop))["self"]["self"]["x"] == 1
+    assert received(pack_tensors(loop))["self"]["self"]["x"] == 1
 
 
 def test_arrays_of_strings_dates_and_records_come_back() -> None:
@@ -205,22 +204,22 @@ def test_arrays_of_strings_dates_and_records_come_back() -> None:
         np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(10)[::3], np.zeros((2, 0)), np.array(3.5),
         np.array([], dtype=object), np.array([["x", None]], dtype=object),
     ]  # fmt: skip
-    for array, back in zip(arrays, received(pack(arrays)), strict=True):
+    for array, back in zip(arrays, received(pack_tensors(arrays)), strict=True):
         assert (back.dtype, back.shape, back.tolist()) == (array.dtype, array.shape, array.tolist())
         assert back.flags.writeable
 
 
-def test_gradients_stay_behind_and_parameters_stay_parameters() -> None:
+def test_gradients_are_not_sent_and_parameters_stay_parameters() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     leaf = torch.ones(2, requires_grad=True)
-    back = received(pack([parameter, leaf, leaf * 2]))
+    back = received(pack_tensors([parameter, leaf, leaf * 2]))
     assert isinstance(back[0], torch.nn.Parameter) and back[0].requires_grad
     assert back[1].requires_grad and back[1].is_leaf
     assert not back[2].requires_grad and back[2].tolist() == [2.0, 2.0]
 
 
 def test_a_memory_mapped_tensor_arrives_as_a_tensor() -> None:
-    back = received(pack(MemoryMappedTensor.from_tensor(torch.arange(3))))
+    back = received(pack_tensors(MemoryMappedTensor.from_tensor(torch.arange(3))))
     assert type(back) is torch.Tensor and back.tolist() == [0, 1, 2]
 
 
@@ -239,15 +238,15 @@ class Wrapper(torch.Tensor):
     ],
     ids=["sparse", "meta", "strided nested", "subclass", "quantized"],
 )
-def test_a_tensor_that_cannot_travel_is_named_with_its_place(tensor: torch.Tensor, kind: str) -> None:
+def test_a_tensor_that_cannot_be_sent_is_reported_with_its_location(tensor: torch.Tensor, kind: str) -> None:
     with pytest.raises(DataError, match=kind) as raised:
-        pack({"args": [1, {"x": tensor}]})
-    assert raised.value.place == "value['args'][1]['x']"
+        pack_tensors({"args": [1, {"x": tensor}]})
+    assert raised.value.location == "value['args'][1]['x']"
     with pytest.raises(DataError, match=kind):
         pickle.dumps(DataProto(meta_info={"x": tensor}))
 
 
-def test_a_reduction_can_serve_a_picklers_override() -> None:
+def test_reduce_works_as_a_reducer_override() -> None:
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
             return reduce(value) if isinstance(value, torch.Tensor | TensorDict) else NotImplemented
@@ -265,7 +264,7 @@ def test_copies_share_memory_and_deep_copies_do_not() -> None:
     shallow, deep = copy.copy(batch), copy.deepcopy(batch)
     assert shallow == batch and deep == batch
     shallow.batch["new"] = torch.zeros(4)
-    assert "new" not in batch._column_keys()
+    assert "new" not in batch.column_names()
     deep.batch["ids"][0] = -1
     deep.non_tensor_batch["turns"][1].clear()
     assert batch == every_kind(4)
@@ -283,14 +282,12 @@ def test_cuda_tensors_come_back_on_a_cuda_device() -> None:
 
 
 def test_a_device_the_receiver_does_not_have_becomes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcontroller.data import serialization
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert serialization._here("cuda") == torch.device("cpu")
-    assert serialization._here("cpu") == torch.device("cpu")
+    assert local_device("cuda") == torch.device("cpu")
+    assert local_device("cpu") == torch.device("cpu")
 
 
-def test_subclasses_keep_their_type_and_their_own_attributes() -> None:
+def test_subclasses_keep_their_type_and_added_attributes() -> None:
     batch = Labelled.from_dict({"n": torch.arange(2)})
     batch.label = "x"
     assert (type(batch[:1]), batch[:1].label) == (Labelled, "x")
