@@ -21,7 +21,7 @@ from mypy.checker import TypeChecker
 from mypy.errorcodes import ATTR_DEFINED
 from mypy.maptype import map_instance_to_supertype
 from mypy.nodes import ARG_NAMED, ARG_NAMED_OPT, ARG_OPT, ARG_POS, ARG_STAR, ARG_STAR2, Decorator, TypeInfo
-from mypy.plugin import AttributeContext, FunctionContext, FunctionSigContext, MethodContext, Plugin
+from mypy.plugin import AttributeContext, FunctionContext, FunctionSigContext, MethodContext, MethodSigContext, Plugin
 from mypy.typeops import make_simplified_union
 from mypy.types import (
     AnyType,
@@ -46,6 +46,7 @@ RAY_GROUP = "mcontroller.ray.worker_group.RayWorkerGroup"
 GROUP = "mcontroller.group.WorkerGroup"
 GROUP_METHOD = "mcontroller.group.GroupMethod"
 MOCK_GROUP = "mcontroller.testing.mock_worker_group"
+MOCK_FIXTURE = "mcontroller.pytest_plugin.MockGroup.__call__"
 CLASS_WITH_INIT_ARGS = "mcontroller.worker.ClassWithInitArgs"
 SEVERAL_ROLES = "mcontroller.ray.colocate.Roles"
 FUTURE = f"{DISPATCH}.future.Future"
@@ -85,6 +86,10 @@ class ControllerPlugin(Plugin):
     def get_function_signature_hook(self, fullname: str) -> Callable[[FunctionSigContext], FunctionLike] | None:
         """Add the parameters of a worker's ``__init__`` to those of ``mock_worker_group``."""
         return _mock_signature if fullname == MOCK_GROUP else None
+
+    def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
+        """Add the parameters of a worker's ``__init__`` to those of the fixture ``mock_group``."""
+        return _mock_signature if fullname == MOCK_FIXTURE else None
 
 
 def plugin(version: str) -> type[Plugin]:
@@ -243,7 +248,7 @@ def _awaited(returned: Type) -> Type:
 # ---- mock_worker_group ---------------------------------------------------------------------------------------------
 
 
-def _mock_signature(context: FunctionSigContext) -> FunctionLike:
+def _mock_signature(context: FunctionSigContext | MethodSigContext) -> FunctionLike:
     """``(worker, layout, <parameters of the worker's __init__>, *, name, failures, timeout)``."""
     signature = context.default_signature
     checker = context.api

@@ -7,18 +7,48 @@ shuts them down after the test. ``mock_rank(layout, rank)`` runs the rest of the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
-    from mcontroller.testing import MockWorkerGroup
+    from mcontroller.testing import InjectedFailure, MockWorkerGroup
+    from mcontroller.worker import ClassWithInitArgs
+    from parallel_state.layout import ParallelLayout
+    from parallel_state.topology import Topology
+
+__all__ = ["MockGroup", "MockRank", "mock_group", "mock_rank"]
+
+W = TypeVar("W")
+
+
+class MockGroup(Protocol):
+    """The type of the fixture ``mock_group``, for annotations of tests."""
+
+    def __call__(
+        self,
+        worker: type[W] | ClassWithInitArgs[W],
+        layout: int | ParallelLayout | Topology,
+        *args: Any,
+        name: str = "mock",
+        failures: Mapping[int, InjectedFailure] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> MockWorkerGroup[W]:
+        """Make a mocked worker group; the arguments are those of ``mcontroller.testing.mock_worker_group``."""
+
+
+class MockRank(Protocol):
+    """The type of the fixture ``mock_rank``, for annotations of tests."""
+
+    def __call__(self, layout: int | ParallelLayout | Topology, rank: int) -> dict[str, int]:
+        """Run the rest of the test as this rank; return its coordinates."""
 
 
 @pytest.fixture
-def mock_group() -> Iterator[Callable[..., MockWorkerGroup[Any]]]:
-    """Make mocked worker groups that end with the test; takes the arguments of ``mock_worker_group``."""
+def mock_group() -> Iterator[MockGroup]:
+    """Make mocked worker groups that end with the test; see ``MockGroup``."""
     from mcontroller.testing import mock_worker_group  # imported by the tests that need it: it loads torch and Megatron
 
     with contextlib.ExitStack() as stack:
@@ -30,13 +60,13 @@ def mock_group() -> Iterator[Callable[..., MockWorkerGroup[Any]]]:
 
 
 @pytest.fixture
-def mock_rank() -> Iterator[Callable[..., dict[str, int]]]:
-    """Run the rest of the test as one rank of a layout; takes the arguments of ``mocked_rank``."""
+def mock_rank() -> Iterator[MockRank]:
+    """Run the rest of the test as one rank of a layout; see ``MockRank``."""
     from mcontroller.testing import mocked_rank
 
     with contextlib.ExitStack() as stack:
 
-        def enter(*args: Any, **kwargs: Any) -> dict[str, int]:
-            return stack.enter_context(mocked_rank(*args, **kwargs))
+        def enter(layout: int | ParallelLayout | Topology, rank: int) -> dict[str, int]:
+            return stack.enter_context(mocked_rank(layout, rank))
 
         yield enter

@@ -79,7 +79,14 @@ def is_late(seconds: float, *, method: str | None = None) -> InjectedFailure:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One run of a method on one rank: its arguments as they were at the call, and its result."""
+    """One run of a method on one rank.
+
+    Attributes:
+        method: the method's name.
+        args: copies of the positional arguments as they were at the call.
+        kwargs: copies of the keyword arguments as they were at the call.
+        result: a copy of the result.
+    """
 
     method: str
     args: tuple[Any, ...]

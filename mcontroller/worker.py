@@ -26,6 +26,14 @@ class RankEnvironment:
 
     A group sets them before it constructs the worker. The defaults are rank 0 of 1, for a process that no group
     started.
+
+    Attributes:
+        rank: the rank in the group.
+        world_size: the number of ranks of the group.
+        local_rank: the index among the group's ranks on the node.
+        local_world_size: the number of the group's ranks on the node.
+        master_addr: the address of the rendezvous, on the node of rank 0.
+        master_port: the port of the rendezvous.
     """
 
     rank: int = 0

@@ -38,6 +38,14 @@ Mode = DispatchSpec[Any, Any] | Mapping[str, Callable[..., Any]]
 class Registration:
     """The arguments of ``register``, checked.
 
+    Attributes:
+        dispatch_mode: the mode, also for a dict of functions.
+        execute_mode: which ranks run.
+        blocking: whether a call waits for its result.
+        materialize_futures: whether the method receives a DataProto for a DataProtoFuture.
+        rows: how rows are split.
+        timeout: seconds after which a call fails with CallTimeout; None uses the group's timeout.
+
     Raises:
         DispatchError: a flag is not a bool, or ``timeout`` is not a positive number.
     """
@@ -64,6 +72,9 @@ class Registering(Generic[A_co, R_co, Blocking_co]):
 
     The type parameters (the mode's rules for arguments and results, and whether a call blocks) are set by
     ``mcontroller.mypy_plugin``, which computes from them the type of ``group.method``.
+
+    Attributes:
+        registration: what is recorded for the function.
     """
 
     registration: Registration

@@ -15,6 +15,7 @@ from mcontroller import (
     Worker,
     register,
 )
+from mcontroller.pytest_plugin import MockGroup
 from mcontroller.testing import mock_worker_group
 from workers import CriticConfig, CriticWorker, ParallelConfig
 from workers import NoSuchWorker  # error: has no attribute "NoSuchWorker"
@@ -68,4 +69,10 @@ mock_worker_group(Model, 2, nonsense=3)  # error: Unexpected keyword argument "n
 mock_worker_group(Model, 2, "3")  # error: Argument 3 to "mock_worker_group" has incompatible type "str"
 mock_worker_group(Model, 2, failures={1: ValueError()})  # error: Dict entry 0 has incompatible type "int": "ValueError"
 mock_worker_group(ClassWithInitArgs(Model), 2, scale=3)  # error: Unexpected keyword argument "scale"
+
+
+def test_with_the_fixture(mock_group: MockGroup) -> None:
+    mock_group(Model, 2, nonsense=3)  # error: Unexpected keyword argument "nonsense"
+
+
 mock_worker_group(Model, 2).compuet(batch)  # error: The group of Model has no method "compuet"

@@ -20,6 +20,7 @@ from mcontroller import (
     create_colocated_worker_cls_fused,
     register,
 )
+from mcontroller.pytest_plugin import MockGroup
 from mcontroller.testing import mock_worker_group
 from parallel_state import ParallelLayout
 from tests.typing.roles import STAGES, Critic, Special
@@ -76,6 +77,10 @@ reveal_type(role.save("path"))  # list[int]
 
 def untyped(group: WorkerGroup, method: Callable[..., Future]) -> Any:
     reveal_type(group.anything)  # GroupMethod[..., Any, Any]
+
+
+def test_with_the_fixture(mock_group: MockGroup) -> None:
+    reveal_type(mock_group(Critic, layout, config={}).save("path"))  # list[int]
 
 
 def above() -> None:
