@@ -119,8 +119,8 @@ class ResultBatch(RemoteBatch):
         lengths = fetch(self.lengths)
         if None in lengths:
             raise DispatchError(
-                f"{self.source} did not return a DataProto for shard {lengths.index(None)}, so its rows cannot be "
-                "passed on: return a DataProto, or call get() and pass the result",
+                f"{self.source} returned no DataProto for shard {lengths.index(None)}, so its rows cannot be passed"
+                " on: return a DataProto, or call get() and pass the result",
                 source=self.source,
             )
         origin = self.origin.partition(fetch) if isinstance(self.origin, Split) else self.origin

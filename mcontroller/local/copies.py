@@ -1,4 +1,4 @@
-"""Private copies: what crosses from the caller to a rank, or back, in one process as it would between processes."""
+"""Private copies of values that go from the caller to a rank or back, as if they were separate processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 def private_copy(value: Any) -> Any:
-    """A copy that shares no memory with ``value``; a tensor that is a view is copied alone, without its storage.
+    """Return a copy that shares no memory with ``value``; of a view, only the visible part of its storage is copied.
 
-    Deferred values stay as they are: they are resolved to private copies. Raises what ``copy.deepcopy`` raises for
-    objects that cannot be copied, which could not be sent to another process either.
+    A Deferred is returned unchanged, because it resolves to a private copy. Objects that cannot be copied raise what
+    ``copy.deepcopy`` raises; they could not be sent to another process either.
     """
     if isinstance(value, (*_IMMUTABLE, Deferred)):
         return value
@@ -33,5 +33,5 @@ def private_copy(value: Any) -> Any:
 
 
 def private_arguments(arguments: Arguments) -> Arguments:
-    """The arguments of one rank, as its own."""
+    """Return a private copy of the arguments for one rank."""
     return Arguments(private_copy(tuple(arguments.args)), private_copy(dict(arguments.kwargs)))

@@ -12,11 +12,20 @@ __all__ = ["LocalWorkerGroup"]
 
 
 class LocalWorkerGroup(WorkerGroup[W_co]):
-    """A group to step through with a debugger: the ranks run in this thread, one after another.
+    """A group for debuggers: the ranks run one after another in the caller's thread.
 
-    ``layout`` is the number of ranks, or a ParallelLayout whose coordinates they are taken to have. Workers that
-    report their own coordinates are asked for them. Ranks that meet in collectives cannot run one after another: such
-    workers need a group of one rank, or ``mcontroller.testing``, or Ray.
+    Ranks that communicate cannot run one after another: such workers need a group of one rank, or
+    ``mcontroller.testing``, or Ray.
+
+    Args:
+        cls_with_init: the worker class, or a ClassWithInitArgs with its init arguments.
+        layout: the number of ranks, or a ParallelLayout, which sets the coordinates of the ranks. Workers that report
+            their own coordinates are asked for them, and these must fit the layout.
+        name_prefix: the role, as error messages name it.
+        timeout: accepted as by other groups; calls in the caller's thread have no deadline.
+
+    Raises:
+        WorkerError: a worker's constructor raised.
     """
 
     executor: LocalExecutor
@@ -29,13 +38,13 @@ class LocalWorkerGroup(WorkerGroup[W_co]):
         name_prefix: str = "local",
         timeout: float | None = None,
     ) -> None:
-        made = cls_with_init if isinstance(cls_with_init, ClassWithInitArgs) else ClassWithInitArgs(cls_with_init)
+        init = cls_with_init if isinstance(cls_with_init, ClassWithInitArgs) else ClassWithInitArgs(cls_with_init)
         declared = layout if isinstance(layout, ParallelLayout) else None
         world_size = layout.world_size if isinstance(layout, ParallelLayout) else layout
-        executor = LocalExecutor(made, world_size, name_prefix)
-        reports = hasattr(made.cls, "get_megatron_rank_info")
+        executor = LocalExecutor(init, world_size, name_prefix)
+        reports = hasattr(init.cls, "get_megatron_rank_info")
         topology = Topology.from_layout(declared, executor.nodes) if declared and not reports else None
-        super().__init__(made.cls, executor, name_prefix, timeout=timeout, topology=topology, declared=declared)
+        super().__init__(init.cls, executor, name_prefix, timeout=timeout, topology=topology, declared=declared)
 
     @property
     def workers(self) -> list[W_co]:

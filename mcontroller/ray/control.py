@@ -1,8 +1,9 @@
 """The control server of a worker process: answers queries while one of its calls is running.
 
-Calls run on the main thread, as the same code does under torchrun, and Ray gives a process nothing else meanwhile.
-So out-of-band queries (where is the call, is the process idle, cancel a call) come to a server on a thread, one query
-a connection: a line of JSON each way. Each query carries the secret that the process sent to its controller over Ray.
+Calls run on the main thread, as the same code does under torchrun, and Ray sends a process nothing else meanwhile. So
+out-of-band queries (the stack of a call, whether the process is idle, the cancellation of a call) go to a server that
+answers on threads. One connection carries one query: a line of JSON each way. Each query contains a secret, which the
+process sent to its controller over Ray.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def start_control_server(host: str, handlers: Mapping[str, Callable[..., Any]]) 
         host: the address of this machine, as other machines know it.
         handlers: a function for each query. Its arguments and its result are JSON; it runs on a thread of the server.
     """
-    server = _ControlServer(host, handlers)
+    server = ControlServer(host, handlers)
     threading.Thread(target=server.serve_forever, args=(None,), name="control server", daemon=True).start()
     return ControlAddress(host, server.server_address[1], server.secret)
 
@@ -87,7 +88,9 @@ def _request_all(
         return list(threads.map(send, addresses))
 
 
-class _ControlServer(ThreadingTCPServer):
+class ControlServer(ThreadingTCPServer):
+    """The server of a process; ``start_control_server`` starts it."""
+
     daemon_threads = True
     request_queue_size = 128
 
@@ -102,7 +105,7 @@ class _ControlServer(ThreadingTCPServer):
 
 
 class _Request(StreamRequestHandler):
-    server: _ControlServer
+    server: ControlServer
     timeout = REQUEST_SECONDS
 
     def handle(self) -> None:

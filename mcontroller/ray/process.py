@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ class WorkerProcess:
         self._running: str | None = None
         self._cancellation = Cancellation()
         node = ray.util.get_node_ip_address()
-        handlers = {
+        handlers: dict[str, Callable[..., Any]] = {
             "stack": self._stack,
             "idle": lambda: self._running is None,
             "prepare": self._cancellation.prepare,

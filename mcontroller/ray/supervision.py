@@ -356,7 +356,7 @@ class GroupProcesses:
         if self._broken is not None:
             self._raise_broken(call.role)
         raise GroupError(
-            f"group {call.role} was shut down before the answer of {call.method} was asked for, or had come",
+            f"group {call.role} was shut down before {call.method} was complete, or before its result was read",
             role=call.role,
         )
 

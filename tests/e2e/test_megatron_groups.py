@@ -47,7 +47,7 @@ def critic(pool: RayResourcePool) -> Iterator[MegatronRayWorkerGroup]:
         yield group
 
 
-def test_each_group_stands_where_megatron_says(
+def test_each_group_has_the_coordinates_that_megatron_reports(
     pool: RayResourcePool, actor: MegatronRayWorkerGroup, critic: MegatronRayWorkerGroup
 ) -> None:
     assert (actor.tp_size, actor.pp_size, actor.dp_size) == (2, 2, 1)
@@ -94,7 +94,7 @@ def test_a_rank_killed_while_its_peers_are_in_a_collective_is_named_and_nothing_
         actor.compute_log_prob(prompts(8, SAMPLED))
 
 
-def test_ranks_that_wait_in_a_collective_are_shown_beside_the_one_they_wait_for(critic: MegatronRayWorkerGroup) -> None:
+def test_a_timeout_shows_waiting_ranks_and_the_rank_that_they_wait_for(critic: MegatronRayWorkerGroup) -> None:
     with pytest.raises(CallTimeout) as caught:
         critic.reduce_without.options(timeout=3)(1)
     assert caught.value.ranks == (0, 1, 2, 3)
@@ -102,7 +102,7 @@ def test_ranks_that_wait_in_a_collective_are_shown_beside_the_one_they_wait_for(
     assert all("all_reduce" in caught.value.stacks[rank] for rank in (0, 2, 3))
 
 
-def test_a_checkpoint_under_way_is_in_its_place_when_the_group_has_ended(pool: RayResourcePool, tmp_path: Path) -> None:
+def test_a_checkpoint_in_progress_is_complete_when_the_group_has_ended(pool: RayResourcePool, tmp_path: Path) -> None:
     config = load_config(CriticConfig, TRAINING | {"parallel": {"tp": 2}})
     with MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Critic, config), name_prefix="saves") as group:
         group.init_model()

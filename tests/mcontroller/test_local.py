@@ -120,7 +120,7 @@ def test_a_worker_made_without_a_group_is_rank_zero_of_one() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2), [torch.zeros(2)]])
-def test_what_a_worker_writes_into_its_arguments_nobody_else_sees(value: Any) -> None:
+def test_what_a_worker_writes_into_its_arguments_is_private(value: Any) -> None:
     result = group_of(3).spoil(value)
     assert np.asarray(value).sum() == 0
     assert [float(np.asarray(item).sum()) for item in result] == [2, 2, 2]
@@ -146,13 +146,13 @@ def test_writing_into_a_result_does_not_reach_the_worker() -> None:
     assert group.get_weights()[0].tolist() == [1.0, 1.0]
 
 
-def test_a_layout_gives_the_ranks_their_coordinates() -> None:
+def test_a_layout_sets_the_coordinates_of_the_ranks() -> None:
     group = group_of(ParallelLayout(8, tp=2, pp=2))
     assert group.topology.coordinates(6) == {"tp": 0, "cp": 0, "dp": 1, "pp": 1, "etp": 0, "ep": 0, "edp": 1}
     assert group.compute(every_kind(5)) == every_kind(5)
 
 
-def test_workers_that_report_their_place_are_asked_and_held_to_the_layout() -> None:
+def test_workers_that_report_their_coordinates_must_fit_the_layout() -> None:
     class Reporting(Plain):
         def get_megatron_rank_info(self) -> DistRankInfo:
             return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0)
@@ -165,7 +165,7 @@ def test_workers_that_report_their_place_are_asked_and_held_to_the_layout() -> N
         _ = LocalWorkerGroup(ClassWithInitArgs(Reporting), ParallelLayout(1, extra={"island": 1})).topology
 
 
-def test_an_exception_says_who_and_where_and_keeps_the_workers_traceback() -> None:
+def test_an_exception_names_the_rank_and_keeps_the_workers_traceback() -> None:
     group = group_of(ParallelLayout(4, tp=2))
     with pytest.raises(WorkerError, match=r"actor rank 2 .*dp=1.* failed in fail_on: ValueError: loss") as raised:
         group.fail_on(2)
@@ -177,6 +177,20 @@ def test_an_exception_says_who_and_where_and_keeps_the_workers_traceback() -> No
     assert traceback.extract_tb(error.__cause__.__traceback__)[-1].name == "fail_on"
 
 
+def test_a_worker_reports_its_coordinates_before_the_group_has_asked_for_them() -> None:
+    class Reporting(Plain):
+        def get_megatron_rank_info(self) -> DistRankInfo:
+            return DistRankInfo(tp_rank=int(os.environ["RANK"]), dp_rank=0, pp_rank=0)
+
+        @register(Dispatch.ONE_TO_ALL)
+        def fail(self) -> None:
+            raise ValueError("loss is nan")
+
+    group = LocalWorkerGroup(ClassWithInitArgs(Reporting), 2)
+    with pytest.raises(WorkerError, match=r"rank 0 \(tp=0 cp=0 dp=0 pp=0\) failed in fail: ValueError"):
+        group.fail()
+
+
 def test_the_first_failure_breaks_the_group() -> None:
     group = group_of(4)
     with pytest.raises(WorkerError):
@@ -186,7 +200,7 @@ def test_the_first_failure_breaks_the_group() -> None:
     assert raised.value.first_cause.rank == 1  # type: ignore[attr-defined]
 
 
-def test_a_constructor_that_raises_is_told_with_its_rank() -> None:
+def test_a_constructor_that_raises_is_reported_with_its_rank() -> None:
     class Refusing(Worker):
         def __init__(self) -> None:
             if self.rank == 1:

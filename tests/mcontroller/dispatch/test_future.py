@@ -95,7 +95,7 @@ DP4 = topology_of(4)
 DP3 = topology_of(3)
 
 
-def test_a_call_that_is_not_waited_for_gives_a_future_of_its_result() -> None:
+def test_a_call_that_is_not_waited_for_returns_a_future_of_its_result() -> None:
     future = group_of(TP2_DP2).compute(numbered(5))
     assert isinstance(future, DataProtoFuture)
     assert future.done() and future.ready() and future.wait(0)
@@ -172,7 +172,7 @@ def test_a_balanced_order_is_undone_at_the_end_of_a_chain() -> None:
     assert [numbers(worker.received) for worker in other.executor.workers] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_batch_beside_a_future_must_have_its_rows() -> None:
+def test_a_batch_next_to_a_future_must_have_its_rows() -> None:
     future = group_of(TP2_DP2).compute(numbered(4))
     assert numbers(group_of(TP2_DP2, "critic").compute(future, numbered(4)).get()) == [0, 1, 2, 3]
     for topology in (TP2_DP2, DP3):
@@ -180,7 +180,7 @@ def test_a_batch_beside_a_future_must_have_its_rows() -> None:
             group_of(topology, "critic").compute(future, numbered(5)).get()
 
 
-def test_futures_beside_each_other_must_have_the_same_rows() -> None:
+def test_futures_of_one_call_must_have_the_same_rows() -> None:
     producer = group_of(TP2_DP2)
     short, long = producer.compute(numbered(4)), producer.expand(numbered(4))
     for topology in (TP2_DP2, DP3):
@@ -220,8 +220,17 @@ def test_what_is_no_batch_cannot_be_passed_on_row_by_row() -> None:
     future = group_of(TP2_DP2).size(numbered(5))
     with pytest.raises(DispatchError, match=r"actor\.size .*: rank 0 returned int; expected a DataProto"):
         future.get()
-    with pytest.raises(WorkerError, match=r"actor\.size did not return a DataProto for shard 0"):
+    with pytest.raises(WorkerError, match=r"actor\.size returned no DataProto for shard 0"):
         group_of(DP3, "critic").compute(future).get()
+
+
+def test_explain_does_not_know_the_size_of_a_future() -> None:
+    future, consumer = group_of(TP2_DP2).compute(numbered(4)), group_of(TP2_DP2, "critic")
+    alone = str(consumer.compute.explain(future))
+    assert "not known yet read by all ranks" in alone and " 0 B" not in alone.partition("read by all")[0]
+    both = consumer.compute.explain(future, numbered(4))
+    assert both.ranks[0].unknown_bytes and both.ranks[0].bytes > 0
+    assert " + not known yet" in str(both)
 
 
 def test_futures_of_another_transport_are_fetched_first() -> None:
@@ -252,13 +261,13 @@ def test_chunks_of_a_failed_call_raise_its_failure() -> None:
         joined.chunk(2)[0].get()
 
 
-def test_a_future_inside_another_value_is_refused() -> None:
+def test_a_future_inside_another_value_is_rejected() -> None:
     future = group_of(TP2_DP2).compute(numbered(4))
     with pytest.raises(DispatchError, match="pass it as an argument by itself"):
         pickle.dumps({"batch": future})
 
 
 @pytest.mark.parametrize("operation", [lambda future: future.chunk(0), lambda future: future.concat([])])
-def test_no_chunks_and_no_parts_are_refused(operation: Any) -> None:
+def test_no_chunks_and_no_parts_are_rejected(operation: Any) -> None:
     with pytest.raises(DispatchError, match="at least"):
         operation(group_of(TP2_DP2).compute(numbered(4)))

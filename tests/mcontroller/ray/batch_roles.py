@@ -74,7 +74,7 @@ class Batches(Worker):
 
 
 class Chained(Worker):
-    """Takes and gives batches without coordinates."""
+    """Takes and returns batches; reports no coordinates."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int:

@@ -12,7 +12,7 @@ from tests.mcontroller.ray.roles import Plain
 
 @pytest.fixture
 def pool(ray_cluster: None) -> Iterator[RayResourcePool]:
-    """Two places of two slots each."""
+    """Two bundles of two slots each."""
     with RayResourcePool([2], use_gpu=False, name_prefix="two", max_colocate_count=2) as pool:
         yield pool
 

@@ -150,7 +150,7 @@ class Numbered(Worker):
 
 
 class Finishes(Plain):
-    """Has something under way that a shutdown waits for."""
+    """Has something in progress that a shutdown waits for."""
 
     def before_shutdown(self) -> None:
         if not self.value:
@@ -174,7 +174,7 @@ class DiesInInit(Worker):
 
 
 class Neighbour(Worker):
-    """Stands beside ``Plain`` in one process."""
+    """Another role in the process of a ``Plain``."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get(self) -> str:
@@ -191,7 +191,7 @@ class Neighbour(Worker):
         return sibling(role).value, self.fused_worker_dict[role] is sibling(role)
 
 
-class Standing(Worker):
+class Reporting(Worker):
     """Reports the coordinates of a layout, as a Megatron worker does of its own."""
 
     def __init__(self, layout: ParallelLayout) -> None:
@@ -209,9 +209,15 @@ class Standing(Worker):
     def echo(self, value: Any) -> Any:
         return value
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ValueError("no such thing")
+        block()
 
-class Crowded(Standing):
-    """Every rank says that it stands where rank 0 does."""
+
+class SameCoordinates(Reporting):
+    """Every rank reports the coordinates of rank 0."""
 
     def get_megatron_rank_info(self) -> DistRankInfo:
         return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0, cp_rank=0)

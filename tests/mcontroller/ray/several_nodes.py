@@ -1,4 +1,4 @@
-"""A driver on a cluster of three nodes on this machine, each with an address of its own; writes what it saw as JSON."""
+"""A driver on a cluster of three nodes on this machine, each with its own address; writes what it saw as JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mcontroller.errors import ResourceError, WorkerDied
 NODES = ("127.0.0.10", "127.0.0.9")
 """In the order in which they join; as text, and as they joined, the tenth would come first."""
 
-PLACES = 3
-"""CPUs of each: two parts of a pool that are more together land on two nodes."""
+CPUS = 3
+"""CPUs of each node: two parts of a pool that need more together are on two nodes."""
 
 
 class Resident(Worker):
@@ -73,7 +73,7 @@ def died(call: Any) -> dict[str, Any]:
 def main() -> None:
     small = {"object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-    nodes = [cluster.add_node(num_cpus=PLACES, node_ip_address=address, **small) for address in NODES]
+    nodes = [cluster.add_node(num_cpus=CPUS, node_ip_address=address, **small) for address in NODES]
     ray.init(address=cluster.address, log_to_driver=False)
     batch = DataProto.from_dict({"ids": torch.arange(600_000).view(6, -1)})
     seen: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def main() -> None:
     try:
         group([4], "too_large")
     except ResourceError as error:
-        seen["refused"] = str(error)
+        seen["rejected"] = str(error)
     pair = group([2, 2], "pair")[1]
     waiting = pair.wait()
     cluster.remove_node(nodes[0], allow_graceful=False)

@@ -14,7 +14,7 @@ from mcontroller.ray import (
     create_colocated_worker_cls_fused,
 )
 from parallel_state import ParallelLayout
-from tests.mcontroller.ray.roles import Neighbour, Plain, Standing
+from tests.mcontroller.ray.roles import Neighbour, Plain, Reporting
 
 CLASSES = {
     "actor": RayClassWithInitArgs(Plain, "of the actor"),
@@ -78,8 +78,8 @@ def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> No
 
 def test_roles_of_one_process_may_have_different_layouts(pool: RayResourcePool) -> None:
     classes = {
-        "actor": RayClassWithInitArgs(Standing, ParallelLayout(2, tp=2)),
-        "critic": RayClassWithInitArgs(Standing, ParallelLayout(2)),
+        "actor": RayClassWithInitArgs(Reporting, ParallelLayout(2, tp=2)),
+        "critic": RayClassWithInitArgs(Reporting, ParallelLayout(2)),
     }
     with MegatronRayWorkerGroup(pool, create_colocated_worker_cls_fused(classes)) as group:
         assert (group.actor.tp_size, group.actor.dp_size) == (2, 1)
@@ -88,7 +88,7 @@ def test_roles_of_one_process_may_have_different_layouts(pool: RayResourcePool) 
         assert group.critic.echo(["a", "b"]) == ["a", "b"]
 
 
-def test_roles_that_want_different_options_for_one_process_are_refused() -> None:
+def test_roles_with_different_options_for_one_process_are_rejected() -> None:
     actor = RayClassWithInitArgs(Plain).update_options({"memory": 1})
     critic = RayClassWithInitArgs(Plain).update_options({"memory": 2})
     with pytest.raises(
@@ -97,6 +97,6 @@ def test_roles_that_want_different_options_for_one_process_are_refused() -> None
         create_colocated_worker_cls({"actor": actor, "critic": critic})
 
 
-def test_no_role_at_all_is_refused() -> None:
+def test_a_class_without_roles_is_rejected() -> None:
     with pytest.raises(ConfigError, match="name at least one role"):
         create_colocated_worker_cls({})

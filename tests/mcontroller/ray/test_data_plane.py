@@ -1,4 +1,4 @@
-"""What is sent to whom, how often, and what stays where it was made.
+"""What is sent to which rank, how often, and what stays on the workers.
 
 Ranks 0, 1 and 2, 3 of ``wide`` are replicas (tp=2, dp=2); ``other`` splits a batch over 2 ranks, ``third`` over 3.
 """
@@ -46,7 +46,7 @@ def wide(groups: dict[str, RayWorkerGroup]) -> RayWorkerGroup:
 
 @pytest.fixture
 def puts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Everything that the controller puts into the object store."""
+    """All values that the controller puts into the object store."""
     stored: list[Any] = []
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: (stored.append(value), put(value))[1])
@@ -78,7 +78,7 @@ def test_one_argument_for_all_ranks_is_stored_once(wide: RayWorkerGroup, puts: l
     assert len(puts) == 1
 
 
-def test_a_plain_argument_beside_a_batch_is_stored_once_and_private_to_each_rank(
+def test_a_plain_argument_next_to_a_batch_is_stored_once_and_private_to_each_rank(
     wide: RayWorkerGroup, puts: list[Any]
 ) -> None:
     plain = torch.ones(LARGE)
@@ -161,7 +161,7 @@ def test_groups_on_different_pools_run_at_the_same_time(groups: dict[str, RayWor
     assert all(first.get() + second.get())
 
 
-def test_a_consumer_of_a_failed_future_is_told_the_producers_failure_and_stays_whole(
+def test_a_consumer_of_a_failed_future_raises_the_producers_error_and_stays_intact(
     groups: dict[str, RayWorkerGroup],
 ) -> None:
     with RayResourcePool([1], use_gpu=False, name_prefix="lone") as pool:
@@ -178,7 +178,7 @@ def test_a_consumer_of_a_failed_future_is_told_the_producers_failure_and_stays_w
 
 
 @pytest.mark.parametrize(("reader", "dies"), [("reader", True), ("maker", False)])
-def test_an_argument_that_was_not_made_is_told_of_its_makers_rank_also_where_groups_share_a_name(
+def test_a_lost_argument_raises_the_error_of_the_producing_rank_even_if_groups_share_a_name(
     start: Callable[..., RayWorkerGroup], reader: str, dies: bool
 ) -> None:
     making, reading = start("maker", Chained), start(reader, Chained)

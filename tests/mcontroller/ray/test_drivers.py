@@ -1,4 +1,4 @@
-"""What happens between drivers: the end of one, and what another finds."""
+"""Several drivers: the end of one, and the groups that another finds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import ray
 from ray.util import placement_group_table
 
 from mcontroller.errors import CallTimeout, ResourceError
-from mcontroller.ray import RayWorkerGroup
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.control import query
+from tests.mcontroller.ray.roles import Plain
 
 PRELUDE = """
 import ray
@@ -30,7 +31,7 @@ print(*group.pid(), flush=True)
 
 
 def driver(then: str, name: str = "other", detached: bool = False) -> subprocess.Popen[str]:
-    """Another driver on the same cluster, which starts a group, says its pids, and does what ``then`` says."""
+    """Another driver on the same cluster, which starts a group, prints its pids, and does what ``then`` says."""
     prelude = PRELUDE.format(address=ray.get_runtime_context().gcs_address, name=name, detached=detached)
     command = [sys.executable, "-c", prelude + textwrap.dedent(then)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -96,7 +97,7 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(ray_cluster: 
         RayWorkerGroup.from_detached("lasting")
 
 
-def test_a_detached_group_whose_driver_died_during_its_start_is_ended_by_whoever_looks_for_it(
+def test_a_detached_group_whose_driver_died_during_its_start_is_ended_by_the_next_driver(
     ray_cluster: None,
 ) -> None:
     process = driver(
@@ -118,9 +119,9 @@ def test_a_detached_group_whose_driver_died_during_its_start_is_ended_by_whoever
     assert "is still starting group halfway/" in found()
     process.kill()
     process.wait(120)
-    while "is still starting group halfway/" in (told := found()):
+    while "is still starting group halfway/" in (text := found()):
         time.sleep(0.05)
-    assert "ended before the group's start was complete: its processes have been ended" in told
+    assert "ended before the group's start was complete: its processes have been ended" in text
     while "no detached group named" not in found():
         time.sleep(0.05)
     assert not any(entry["state"] == "CREATED" for entry in placement_group_table().values())
@@ -145,9 +146,19 @@ def test_a_detached_group_that_is_busy_is_ended_at_once(ray_cluster: None) -> No
     assert process.wait(120) != 0
 
 
-def test_processes_that_are_not_there_are_named(ray_cluster: None) -> None:
+def test_processes_that_do_not_exist_are_named(ray_cluster: None) -> None:
     with pytest.raises(ResourceError, match="has no detached process named nobody/1234/0"):
         RayWorkerGroup.from_detached(worker_names=["nobody/1234/0"])
+
+
+def test_a_live_group_that_is_not_detached_is_named_with_the_fix(ray_cluster: None) -> None:
+    with (
+        RayResourcePool([1], use_gpu=False) as pool,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="attached") as group,
+    ):
+        for find in ({"worker_names": group.worker_names}, {"name_prefix": "attached"}):
+            with pytest.raises(ResourceError, match=r"Group 'attached' of this driver was started without detached"):
+                RayWorkerGroup.from_detached(**find)
 
 
 def test_two_jobs_with_groups_of_one_name_do_not_collide(ray_cluster: None) -> None:

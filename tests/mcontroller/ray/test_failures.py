@@ -19,7 +19,8 @@ from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
 from mcontroller.ray.executor import RayCall
 from mcontroller.ray.failures import LOG_BYTES, is_follower
-from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit
+from parallel_state import ParallelLayout
+from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit, Reporting
 
 Start = Callable[..., RayWorkerGroup]
 
@@ -37,7 +38,7 @@ def runs(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-def test_an_exception_arrives_at_once_and_says_who_and_where(start: Start) -> None:
+def test_an_exception_arrives_at_once_and_names_rank_node_and_pid(start: Start) -> None:
     group = start("actor")
     pids = group.pid()
     began = time.monotonic()
@@ -54,12 +55,19 @@ def test_an_exception_arrives_at_once_and_says_who_and_where(start: Start) -> No
     assert error.followers == 0
 
 
-def test_coordinates_are_told_once_they_are_known(start: Start) -> None:
+def test_errors_contain_coordinates_once_they_are_known(start: Start) -> None:
     group = start("actor")
     group.executor.set_coordinates([{"tp": 0, "pp": 0}, {"tp": 1, "pp": 0}])
     with pytest.raises(WorkerError, match=r"actor rank 1 \(tp=1 pp=0\)") as caught:
         group.fail_on({1: "x"})
     assert caught.value.coordinates == {"tp": 1, "pp": 0}
+
+
+def test_a_worker_reports_its_coordinates_before_the_group_has_asked_for_them(start: Start) -> None:
+    group = start("actor", Reporting, ParallelLayout(2, tp=2))
+    with pytest.raises(WorkerError, match=r"actor rank 1 \(tp=1 cp=0 dp=0 pp=0\) on .* failed in fail_on") as caught:
+        group.fail_on(1)
+    assert caught.value.coordinates == {"tp": 1, "cp": 0, "dp": 0, "pp": 0}
 
 
 def test_the_cause_comes_first_and_its_followers_are_counted(start: Start) -> None:
@@ -69,14 +77,14 @@ def test_the_cause_comes_first_and_its_followers_are_counted(start: Start) -> No
     assert (caught.value.rank, caught.value.cause, caught.value.followers) == (1, "ValueError: out of memory", 1)
 
 
-def test_what_a_lost_peer_makes_a_rank_say_is_known() -> None:
+def test_errors_after_the_loss_of_a_peer_are_recognised() -> None:
     assert is_follower("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
     assert is_follower("DistBackendError: NCCL error: remote process exited or there was a network error")
     assert not is_follower("ValueError: the batch has no column 'values'")
 
 
 @pytest.mark.parametrize("how", ["exit", "kill"])
-def test_a_process_that_dies_is_told_with_the_last_lines_of_its_log(start: Start, how: str) -> None:
+def test_the_error_of_a_dead_process_has_the_last_lines_of_its_log(start: Start, how: str) -> None:
     group = start("critic")
     pids = group.pid()
     began = time.monotonic()
@@ -90,22 +98,20 @@ def test_a_process_that_dies_is_told_with_the_last_lines_of_its_log(start: Start
     assert error.log_tail.splitlines()[-1] == "the last words of a rank"
 
 
-def test_an_exception_without_a_text_is_told_with_its_type_and_traceback(start: Start) -> None:
+def test_an_exception_without_a_text_is_reported_with_its_type_and_traceback(start: Start) -> None:
     with pytest.raises(WorkerError) as caught:
         start().execute_all_sync("fail_without_text")
     assert caught.value.cause == "Mute: (RuntimeError in its __str__)"
     assert "raise Mute" in caught.value.worker_traceback
 
 
-def test_a_method_that_exits_the_interpreter_is_told_as_its_failure(start: Start) -> None:
+def test_a_method_that_exits_the_interpreter_is_reported_as_its_failure(start: Start) -> None:
     with pytest.raises(WorkerError) as caught:
         start().die_on(0, "sys.exit")
     assert caught.value.cause == "SystemExit: 3"
 
 
-def test_the_first_failure_stops_the_peers_and_later_calls_are_told_the_cause(
-    pool: RayResourcePool, start: Start
-) -> None:
+def test_the_first_failure_stops_the_peers_and_later_calls_raise_its_cause(pool: RayResourcePool, start: Start) -> None:
     group = start("actor")
     pids = group.pid()
     with pytest.raises(WorkerError) as first:
@@ -117,7 +123,7 @@ def test_the_first_failure_stops_the_peers_and_later_calls_are_told_the_cause(
     assert pool.holders == []
 
 
-def test_a_failure_nobody_waited_for_breaks_the_next_call(start: Start) -> None:
+def test_a_failure_that_was_not_waited_for_breaks_the_next_call(start: Start) -> None:
     group = start()
     future = group.fail_later_on({1: "unseen"})
     assert future.wait(60)
@@ -136,7 +142,7 @@ def test_a_call_behind_a_failed_one_does_not_wait_for_ever(start: Start) -> None
     assert time.monotonic() - began < SOON
 
 
-def test_a_call_cut_off_while_it_is_sent_ends_the_group_and_nobody_waits_for_a_rank_without_it(
+def test_a_call_interrupted_while_it_is_sent_ends_the_group_and_no_rank_waits_for_another(
     pool: RayResourcePool, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = start("actor")
@@ -190,7 +196,7 @@ def test_a_detached_group_whose_class_cannot_travel_takes_no_slot(lasting_pool: 
     assert lasting_pool.holders == []
 
 
-def test_a_detached_group_is_refused_on_a_pool_that_ends_with_its_driver(pool: RayResourcePool, start: Start) -> None:
+def test_a_detached_group_is_rejected_on_a_pool_that_ends_with_its_driver(pool: RayResourcePool, start: Start) -> None:
     with pytest.raises(ResourceError, match="group 'actor' has detached=True, but pool 'two' ends with its driver"):
         start("actor", detached=True)
     assert pool.holders == []
@@ -253,7 +259,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(
     assert list_named_actors(all_namespaces=True) == []
 
 
-def test_a_late_call_names_the_ranks_and_shows_where_they_stand(start: Start) -> None:
+def test_a_late_call_names_the_ranks_and_shows_their_stacks(start: Start) -> None:
     group = start("actor")
     group.pid()
     with pytest.raises(CallTimeout, match=r"actor.late_on had no answer in 2 s from 1 of 2 ranks, 1:") as caught:
@@ -276,7 +282,9 @@ def test_deadlines_are_of_the_call_before_the_method_before_the_group(start: Sta
     assert caught.value.timeout == 0.2
 
 
-def test_a_constructor_that_raises_is_told_in_seconds_and_leaves_nothing(pool: RayResourcePool, start: Start) -> None:
+def test_a_constructor_that_raises_is_reported_in_seconds_and_leaves_nothing(
+    pool: RayResourcePool, start: Start
+) -> None:
     with pytest.raises(
         WorkerError, match=r"rank 1 .*failed in __init__: RuntimeError: rank 1 cannot be made"
     ) as caught:
@@ -285,14 +293,14 @@ def test_a_constructor_that_raises_is_told_in_seconds_and_leaves_nothing(pool: R
     assert pool.holders == []
 
 
-def test_a_rank_that_dies_before_the_rendezvous_is_told(pool: RayResourcePool, start: Start) -> None:
+def test_a_rank_that_dies_before_the_rendezvous_is_reported(pool: RayResourcePool, start: Start) -> None:
     with pytest.raises(WorkerDied) as caught:
         start("actor", DiesInInit)
     assert (caught.value.rank, caught.value.method) == (0, "__init__")
     assert pool.holders == []
 
 
-def test_an_import_that_fails_on_the_worker_is_told(start: Start) -> None:
+def test_an_import_that_fails_on_the_worker_is_reported(start: Start) -> None:
     class Local(Plain):
         def __reduce__(self) -> tuple[object, ...]:
             return __import__, ("no_such_module",)
@@ -302,7 +310,7 @@ def test_an_import_that_fails_on_the_worker_is_told(start: Start) -> None:
     assert caught.value.cause == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
-def test_a_start_past_its_deadline_is_told(start: Start) -> None:
+def test_a_start_past_its_deadline_is_reported(start: Start) -> None:
     class NeverReady(Plain):
         def __init__(self) -> None:
             while True:
@@ -329,21 +337,21 @@ def test_however_a_group_ends_nothing_of_it_is_left(pool: RayResourcePool, start
     assert pool.holders == []
 
 
-def test_a_group_that_was_shut_down_says_so(start: Start) -> None:
+def test_a_call_of_a_group_that_was_shut_down_raises(start: Start) -> None:
     group = start("actor")
     group.shutdown()
     with pytest.raises(GroupError, match="group actor has been shut down"):
         group.pid()
 
 
-def test_a_group_of_a_ray_that_was_shut_down_says_so_and_starts_no_other() -> None:
+def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray() -> None:
     """In a process of its own, as the tests share one cluster."""
     answers = subprocess.run(
         [sys.executable, "-c", AFTER_RAY], capture_output=True, text=True, timeout=120, check=False
     )
     assert answers.stdout.splitlines() == [
         "group old has been shut down, together with the Ray cluster that it ran on: start it again to call it",
-        "group old was shut down before the answer of later was asked for, or had come",
+        "group old was shut down before later was complete, or before its result was read",
         "False",
         "[7] ['new']",
     ], answers.stderr

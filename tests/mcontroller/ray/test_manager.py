@@ -18,19 +18,19 @@ def test_a_pool_has_a_slot_for_every_role_in_it(ray_cluster: None) -> None:
     assert manager.get_n_gpus() == 3
 
 
-def test_pools_that_do_not_fit_together_are_refused_before_launch(ray_cluster: None) -> None:
+def test_pools_that_do_not_fit_together_are_rejected_before_launch(ray_cluster: None) -> None:
     mapping = {Role.Actor: "left", Role.Critic: "right"}
     manager = ResourcePoolManager({"left": [10], "right": [10]}, mapping, use_gpu=False)
     with pytest.raises(ResourceError, match="'left, right' asks for 10 CPU on one node; 10 CPU on one node"):
         manager.create_resource_pool()
 
 
-def test_a_role_on_an_unknown_pool_is_refused() -> None:
+def test_a_role_on_an_unknown_pool_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"Role\.Critic is mapped to pool 'other'; the pools are main"):
         ResourcePoolManager({"main": [2]}, {Role.Critic: "other"})
 
 
-def test_a_role_without_a_pool_and_pools_not_made_are_told() -> None:
+def test_a_role_without_a_pool_and_pools_not_created_raise() -> None:
     manager = ResourcePoolManager({"main": [2]}, {Role.Critic: "main"})
     with pytest.raises(ConfigError, match=r"Role\.Actor is mapped to no pool"):
         manager.get_resource_pool(Role.Actor)

@@ -33,7 +33,7 @@ def test_a_buffer_of_the_store_is_mapped_again_and_written_without_a_trace(store
     assert (stored == 7).all()
 
 
-def test_where_the_stores_file_is_barred_the_buffer_is_copied(
+def test_without_access_to_the_stores_file_the_buffer_is_copied(
     stored: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "_store_file", lambda inode: None)
@@ -41,7 +41,7 @@ def test_where_the_stores_file_is_barred_the_buffer_is_copied(
     assert (stored == 7).all()
 
 
-def test_where_no_store_is_mapped_the_buffer_is_copied(stored: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mapped_store_the_buffer_is_copied(stored: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_store", lambda: None)
     assert isinstance(base_of(written(stored)), bytearray)
     assert (stored == 7).all()

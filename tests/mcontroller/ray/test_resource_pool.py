@@ -14,6 +14,7 @@ from mcontroller.ray import (
     RayWorkerGroup,
     extract_pg_from_exist,
     merge_resource_pool,
+    reservation,
 )
 from mcontroller.ray.reservation import NodeShape, by_address, fits
 from tests.mcontroller.ray.roles import Plain
@@ -25,12 +26,12 @@ def held() -> int:
     return sum(entry["state"] == "CREATED" for entry in placement_group_table().values())
 
 
-def test_a_place_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:
+def test_a_bundle_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:
     pool.reserve()
     assert [group.bundle_specs for group in pool.get_placement_groups()] == [[{"CPU": 2.0}, {"CPU": 2.0}]]
 
 
-def test_several_groups_live_on_one_pool_and_the_table_says_where(pool: RayResourcePool, start: Start) -> None:
+def test_several_groups_share_one_pool_and_the_table_shows_their_slots(pool: RayResourcePool, start: Start) -> None:
     assert pool.describe() == "pool two: 2 CPU bundle(s) x 2 slot(s), not reserved yet"
     pids = [pid for name in ("actor", "critic") for pid in start(name).pid()]
     assert len(set(pids)) == 4
@@ -38,7 +39,7 @@ def test_several_groups_live_on_one_pool_and_the_table_says_where(pool: RayResou
     assert [(row[0], *row[3:]) for row in rows] == [("0", "actor", "critic"), ("1", "actor", "critic")]
 
 
-def test_one_group_too_many_is_told_at_once_who_sits_there(start: Start) -> None:
+def test_one_group_too_many_raises_at_once_with_the_holders_of_the_slots(start: Start) -> None:
     start("actor"), start("critic")
     began = time.monotonic()
     with pytest.raises(ResourceError, match="taken by actor, critic") as error:
@@ -54,7 +55,7 @@ def test_a_released_slot_is_taken_again(pool: RayResourcePool, start: Start) -> 
     assert pool.holders == ["actor", "reward"]
 
 
-def test_the_last_group_to_leave_gives_the_places_back(pool: RayResourcePool, start: Start) -> None:
+def test_the_end_of_the_last_group_releases_the_bundles(pool: RayResourcePool, start: Start) -> None:
     before = held()
     first, second = start("actor"), start("critic")
     assert held() == before + 1
@@ -65,7 +66,7 @@ def test_the_last_group_to_leave_gives_the_places_back(pool: RayResourcePool, st
     assert "not reserved" in pool.describe()
 
 
-def test_a_pool_reserved_by_name_is_kept_when_its_groups_leave(pool: RayResourcePool, start: Start) -> None:
+def test_a_reserved_pool_is_kept_when_its_groups_end(pool: RayResourcePool, start: Start) -> None:
     before = held()
     pool.reserve()
     start("actor").shutdown()
@@ -86,7 +87,7 @@ def test_a_pool_larger_than_the_cluster_fails_at_once_with_the_numbers(ray_clust
     assert error.value.exists == [{"CPU": 16}]
 
 
-def test_a_pool_whose_places_others_hold_says_who(ray_cluster: None) -> None:
+def test_a_pool_whose_resources_are_taken_names_the_holders(ray_cluster: None) -> None:
     with RayResourcePool([14], use_gpu=False, name_prefix="holder").reserve():
         pool = RayResourcePool([8], use_gpu=False, name_prefix="second")
         with pytest.raises(ResourceError, match=r"did not become free within 0.5 s.*by .*holder") as error:
@@ -97,15 +98,21 @@ def test_a_pool_whose_places_others_hold_says_who(ray_cluster: None) -> None:
     )
 
 
-def test_more_gpus_than_the_cluster_has_are_refused_with_the_numbers(ray_cluster: None) -> None:
+def test_more_gpus_than_the_cluster_has_are_rejected_with_the_numbers(ray_cluster: None) -> None:
     with pytest.raises(ResourceError, match=r"3 CPU \+ 3 GPU on one node, and the cluster does not have it: .* 2 GPU"):
         RayResourcePool([3]).reserve()
 
 
+def test_a_gpu_pool_on_a_cluster_without_gpus_names_use_gpu(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservation, "_nodes", lambda: [{"CPU": 16.0}])
+    with pytest.raises(ResourceError, match=r"No node has a GPU: pass use_gpu=False to RayResourcePool"):
+        RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Plain))
+
+
 def test_a_pool_of_one_kind_of_gpu_takes_only_nodes_that_have_it(ray_cluster: None) -> None:
     with RayResourcePool([2], accelerator_type="H200").reserve() as pool:
-        places = pool.get_placement_groups()[0].bundle_specs
-    assert [place["accelerator_type:H200"] for place in places] == [0.001, 0.001]
+        bundles = pool.get_placement_groups()[0].bundle_specs
+    assert [bundle["accelerator_type:H200"] for bundle in bundles] == [0.001, 0.001]
     with pytest.raises(ResourceError, match="accelerator_type:B300"):
         RayResourcePool([2], accelerator_type="B300").reserve()
 
@@ -125,6 +132,11 @@ def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(ray_c
 def test_a_pool_needs_positive_counts() -> None:
     with pytest.raises(ResourceError, match=r"process_on_nodes=\[2, 0\]"):
         RayResourcePool([2, 0])
+
+
+def test_a_pool_of_a_number_is_rejected_with_the_list_to_pass() -> None:
+    with pytest.raises(ResourceError, match=r"process_on_nodes is 4; expected a list .*: RayResourcePool\(\[4\]\)"):
+        RayResourcePool(4)  # type: ignore[arg-type]
 
 
 def test_addresses_are_ordered_as_numbers() -> None:

@@ -1,4 +1,4 @@
-"""Several nodes: where ranks sit, how they meet, what is told of a death on another node, and of a node's own."""
+"""Several nodes: the order of ranks, their rendezvous, and errors about a process or a node that died."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def test_ranks_of_two_nodes_meet_and_batches_pass_between_them(seen: dict[str, A
     assert seen["same"]
 
 
-def test_a_death_on_another_node_is_told_with_the_last_lines_of_its_log(seen: dict[str, Any]) -> None:
+def test_a_death_on_another_node_is_reported_with_the_last_lines_of_its_log(seen: dict[str, Any]) -> None:
     death = seen["death"]
     assert (death["rank"], death["node"], death["method"]) == (3, "127.0.0.10", "die_on")
     assert death["log_tail"].endswith("the last words of a rank")
 
 
-def test_a_pool_larger_than_any_node_is_refused_with_what_there_is(seen: dict[str, Any]) -> None:
-    assert "asks for 4 CPU on one node" in seen["refused"]
-    assert "3 CPU; 3 CPU" in seen["refused"]
+def test_a_pool_larger_than_any_node_is_rejected_with_the_existing_resources(seen: dict[str, Any]) -> None:
+    assert "asks for 4 CPU on one node" in seen["rejected"]
+    assert "3 CPU; 3 CPU" in seen["rejected"]
 
 
-def test_the_death_of_a_node_is_told_as_that_of_a_rank_on_it(seen: dict[str, Any]) -> None:
+def test_the_death_of_a_node_is_reported_as_that_of_a_rank_on_it(seen: dict[str, Any]) -> None:
     death = seen["node_death"]
     assert (death["node"], death["method"]) == ("127.0.0.10", "wait")
     assert death["rank"] in (2, 3)

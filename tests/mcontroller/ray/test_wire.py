@@ -55,7 +55,7 @@ def test_strings_objects_and_arrays_arrive_unchanged() -> None:
     assert got[3:] == ("ü", datetime.date(2020, 1, 1))
 
 
-def test_large_memory_travels_beside_the_pickle_and_is_not_copied_into_it() -> None:
+def test_large_memory_travels_out_of_band_and_is_not_copied_into_the_pickle() -> None:
     batch = DataProto.from_dict({"ids": torch.zeros(1_000, 100, dtype=torch.int64)})
     packed = pack({"batch": batch, "array": np.zeros(50_000), "bare": torch.zeros(50_000)})
     assert isinstance(packed, Packed)
@@ -78,6 +78,6 @@ def test_object_references_and_actors_inside_a_value_stay_handles(ray_cluster: N
     assert ray.get(travelled({"list": [ref]})["list"][0]) == 41
 
 
-def test_a_tensor_that_cannot_travel_is_refused_before_it_is_sent() -> None:
+def test_a_tensor_that_cannot_travel_is_rejected_before_it_is_sent() -> None:
     with pytest.raises(DataError, match="sparse_coo"):
         pack({"batch": [torch.ones(3).to_sparse()]})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 import ray
 
-from mcontroller.errors import ConfigError, GroupError, TopologyError, WorkerError
+from mcontroller import ClassWithInitArgs
+from mcontroller.errors import ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
-from tests.mcontroller.ray.roles import Crowded, Finishes, Plain
+from tests.mcontroller.ray.roles import Finishes, Plain, SameCoordinates
 
 Start = Callable[..., RayWorkerGroup]
 
@@ -93,7 +95,7 @@ def test_execute_all_and_rank_zero_reach_methods_that_are_not_registered(steady:
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_a_worker_writes_into_what_it_receives_and_nobody_else_sees_it(steady: RayWorkerGroup, size: int) -> None:
+def test_a_worker_writes_into_what_it_receives_and_no_other_process_sees_it(steady: RayWorkerGroup, size: int) -> None:
     array = np.full(size, 7)
     assert steady.scribble(array) == [rank * size for rank in range(4)]
     assert (array == 7).all()
@@ -130,25 +132,47 @@ def test_processes_of_a_pool_without_gpus_see_none(pool: RayResourcePool, given:
         assert [each["CUDA_VISIBLE_DEVICES"] for each in group.environment()] == ["", ""]
 
 
-def test_ranks_that_stand_in_one_place_are_refused_at_the_start(pool: RayResourcePool) -> None:
+def test_ranks_with_the_same_coordinates_are_rejected_at_the_start(pool: RayResourcePool) -> None:
     with pytest.raises(TopologyError):
-        MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Crowded, ParallelLayout(2, tp=2)))
+        MegatronRayWorkerGroup(pool, RayClassWithInitArgs(SameCoordinates, ParallelLayout(2, tp=2)))
     assert pool.holders == []
 
 
-def test_a_group_of_workers_that_know_no_megatron_is_refused(pool: RayResourcePool) -> None:
+def test_a_group_of_workers_without_rank_info_is_rejected(pool: RayResourcePool) -> None:
     with pytest.raises(ConfigError, match="Plain has no get_megatron_rank_info"):
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Plain))
     assert pool.holders == []
 
 
-def test_what_is_under_way_is_finished_before_the_processes_end(pool: RayResourcePool, tmp_path: Path) -> None:
+def test_a_bare_class_is_rejected_with_the_class_to_wrap_it_in(pool: RayResourcePool) -> None:
+    for bare in (Plain, ray.remote(Plain), ClassWithInitArgs(Plain)):
+        with pytest.raises(ConfigError, match=r"expected RayClassWithInitArgs\(Plain\), with the init arguments"):
+            RayWorkerGroup(pool, bare)  # type: ignore[arg-type]
+
+
+def test_an_init_argument_that_cannot_be_pickled_is_named(pool: RayResourcePool) -> None:
+    with pytest.raises(ConfigError, match=r"argument 0 of Plain, lock, cannot be sent .*: TypeError: cannot pickle"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain, threading.Lock()))
+    with pytest.raises(ConfigError, match=r"argument 'value' of Plain, list, cannot be sent to the worker processes"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Plain, value=[threading.Lock()]))
+    assert pool.holders == []
+
+
+def test_a_signature_in_an_error_has_no_parameters_of_ray(pool: RayResourcePool) -> None:
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Plain)), name_prefix="remote") as group,
+        pytest.raises(DispatchError, match=r"too many positional arguments; it takes \(value\)$"),
+    ):
+        group.first(1, 2, 3)
+
+
+def test_before_shutdown_runs_before_the_processes_end(pool: RayResourcePool, tmp_path: Path) -> None:
     with RayWorkerGroup(pool, RayClassWithInitArgs(Finishes, str(tmp_path)), name_prefix="finishes"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
-def test_what_cannot_be_finished_is_told_after_the_end(pool: RayResourcePool) -> None:
+def test_an_error_in_before_shutdown_is_raised_after_the_end(pool: RayResourcePool) -> None:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Finishes), name_prefix="full")
     with pytest.raises(WorkerError, match="failed in before_shutdown: OSError: the disk is full"):
         group.shutdown()
