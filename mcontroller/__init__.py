@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel_state.lazy import lazy_exports
+from mcontroller.shadowing import check_packages
+
+check_packages(__file__)  # before anything else is imported, which could fail without naming the cause
+
+from parallel_state.lazy import lazy_exports  # noqa: E402
 
 if TYPE_CHECKING:
     from mcontroller.data.batch_ops import collate_fn as collate_fn
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from mcontroller.errors import GroupError as GroupError
     from mcontroller.errors import LayoutError as LayoutError
     from mcontroller.errors import MControllerError as MControllerError
+    from mcontroller.errors import MissingPackageError as MissingPackageError
     from mcontroller.errors import ParallelStateError as ParallelStateError
     from mcontroller.errors import ResourceError as ResourceError
     from mcontroller.errors import TopologyError as TopologyError

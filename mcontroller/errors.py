@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from parallel_state.errors import LayoutError, MControllerError, ParallelStateError, TopologyError
+from parallel_state.errors import LayoutError, MControllerError, MissingPackageError, ParallelStateError, TopologyError
 
 __all__ = [
     "CallTimeout",
@@ -16,6 +16,7 @@ __all__ = [
     "GroupError",
     "LayoutError",
     "MControllerError",
+    "MissingPackageError",
     "ParallelStateError",
     "ResourceError",
     "TopologyError",

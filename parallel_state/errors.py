@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LayoutError", "MControllerError", "ParallelStateError", "TopologyError"]
+__all__ = ["LayoutError", "MControllerError", "MissingPackageError", "ParallelStateError", "TopologyError"]
 
 
 class MControllerError(Exception):
@@ -21,7 +21,8 @@ class MControllerError(Exception):
         super().__init__(message)
         self.message = message
         self.fields = fields
-        self.__dict__.update(fields)
+        for name, value in fields.items():
+            setattr(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.fields)
@@ -29,6 +30,12 @@ class MControllerError(Exception):
 
 def _rebuild(cls: type[MControllerError], message: str, fields: dict[str, Any]) -> MControllerError:
     return cls(message, **fields)
+
+
+class MissingPackageError(MControllerError, ModuleNotFoundError):
+    """A package that is needed and not installed; fields: ``name`` (the module), ``extra`` (what installs it)."""
+
+    extra: str
 
 
 class ParallelStateError(MControllerError):

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel_state import cpu
 from parallel_state.lazy import lazy_exports
+from parallel_state.requirements import require
+
+require("torch", "megatron.core")
+
+from parallel_state import cpu  # noqa: E402  # loads torch
 
 cpu.install()
 

@@ -1,0 +1,45 @@
+"""Report a missing package in one line that contains the command to install it.
+
+The distribution's hard dependencies leave out what a team's image builds for itself: torch, tensordict, megatron-core
+and Transformer Engine (see docs/install.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from parallel_state.errors import MissingPackageError
+
+__all__ = ["missing_package", "require"]
+
+EXTRAS = {"torch": "torch", "tensordict": "torch", "megatron": "megatron"}
+"""Top-level module -> the extra of this distribution that installs it."""
+
+
+def require(*modules: str) -> None:
+    """Raise an error that names the first of these modules that cannot be found; import none of them.
+
+    Args:
+        modules: dotted module names, such as ``"torch"`` or ``"megatron.core"``.
+
+    Raises:
+        MissingPackageError: a module is not installed and not on PYTHONPATH.
+    """
+    for module in modules:
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # the parent package of a dotted name is missing
+            found = False
+        if not found:
+            raise missing_package(module)
+
+
+def missing_package(module: str) -> MissingPackageError:
+    """Return the error for a module that cannot be found."""
+    extra = EXTRAS[module.partition(".")[0]]
+    return MissingPackageError(
+        f"{module} is not installed: run pip install 'mcontroller[cpu]' for CPU wheels of everything, or pip install "
+        f"'mcontroller[{extra}]' for this part, or put your own build on PYTHONPATH (docs/install.md)",
+        name=module,
+        extra=extra,
+    )
