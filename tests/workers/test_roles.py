@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state as mpu
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.transport import Arguments, run_method
+from mcontroller.local import LocalWorkerGroup
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
 from tests.forking import run_ranks
@@ -21,7 +20,6 @@ from tests.workers.roles import (
     PROMPT,
     RESPONSE,
     actor,
-    be_a_worker,
     callable_directly,
     critic,
     experience,
@@ -188,37 +186,39 @@ def test_a_method_outside_its_context_is_rejected_and_the_error_names_the_contex
 
 
 class Asking(MegatronWorker):
-    """A ported worker: its methods find their own layout in Megatron's globals, undecorated and async ones too."""
+    """A ported worker; each method returns whether it runs in the worker's own context."""
 
     def __init__(self) -> None:
-        super().__init__(ParallelConfig(tp=2))
+        super().__init__(ParallelConfig())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tp(self) -> int:
-        return mpu.get_tensor_model_parallel_world_size()
+    def plain(self) -> bool:
+        return self.context.is_active
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    async def tp_async(self) -> int:
-        return mpu.get_tensor_model_parallel_world_size()
+    async def coroutine(self) -> bool:
+        return self.context.is_active
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def overridden(self) -> bool:
+        raise NotImplementedError
 
 
 class AskingAgain(Asking):
-    def tp(self) -> int:
-        return 10 * super().tp()
+    def overridden(self) -> bool:
+        return self.context.is_active
 
 
-def asked() -> list[int]:
-    be_a_worker()
-    workers = [Asking(), AskingAgain()]
-    nothing = Arguments()
-    calls = [(workers[0], "tp"), (workers[0], "tp_async"), (workers[1], "tp"), (workers[1], "tp_async")]
-    found = [run_method(worker, method, nothing, fetch=list).value for worker, method in calls]
-    by_function = run_method(workers[0], "execute_with_func_generator", Arguments((Asking.tp,)), fetch=list).value
-    return [*found, by_function]
+def asked() -> list[bool]:
+    groups = [LocalWorkerGroup(AskingAgain), LocalWorkerGroup(AskingAgain)]  # each worker has a layout of its own
+    found = [getattr(group, name)() for group in groups for name in ("plain", "coroutine", "overridden")]
+    found += [group.execute_with_func_generator(lambda worker: worker.context.is_active) for group in groups]
+    assert not any(group.workers[0].context.is_active for group in groups)
+    return [answer for [answer] in found]
 
 
-def test_every_call_that_a_transport_runs_finds_its_own_layout() -> None:
-    assert run_ranks(asked, 2) == [[2, 2, 20, 2, 2]] * 2
+def test_every_call_through_a_group_runs_in_the_context_of_its_worker() -> None:
+    assert run_ranks(asked, 1) == [[True] * 8]
 
 
 def without_descriptions_of_checkpoints() -> bool:
