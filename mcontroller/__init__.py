@@ -14,6 +14,7 @@ check_packages(__file__)  # before anything else is imported, which could fail w
 from parallel_state.lazy import lazy_exports  # noqa: E402
 
 if TYPE_CHECKING:
+    from mcontroller.config.registry import Registry as Registry
     from mcontroller.data.batch_ops import collate_fn as collate_fn
     from mcontroller.data.batch_ops import fold_batch_dim as fold_batch_dim
     from mcontroller.data.batch_ops import pad_dataproto_to_divisor as pad_dataproto_to_divisor
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from mcontroller.ray.resource_pool import merge_resource_pool as merge_resource_pool
     from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup
     from mcontroller.ray.worker_group import RayWorkerGroup as RayWorkerGroup
-    from mcontroller.registry import Registry as Registry
     from mcontroller.worker import ClassWithInitArgs as ClassWithInitArgs
     from mcontroller.worker import Worker as Worker
     from parallel_state.infos import DistGlobalInfo as DistGlobalInfo

@@ -27,7 +27,7 @@ __all__ = [
 
 Function = Callable[..., Any]
 Spec = DispatchSpec[Any, Any]
-Mode = Spec | str
+ModeOrName = Spec | str
 Group = WorkerGroup[Any]
 
 
@@ -42,7 +42,7 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Function, colle
     return spec
 
 
-def update_dispatch_mode(dispatch_mode: Mode, dispatch_fn: Function, collect_fn: Function) -> None:
+def update_dispatch_mode(dispatch_mode: ModeOrName, dispatch_fn: Function, collect_fn: Function) -> None:
     """Replace the functions of a mode, also for methods that were registered with it before.
 
     Raises:
@@ -52,7 +52,7 @@ def update_dispatch_mode(dispatch_mode: Mode, dispatch_fn: Function, collect_fn:
     Dispatch.members[name] = mode_of_functions(name, dispatch_fn, collect_fn)
 
 
-def get_predefined_dispatch_fn(dispatch_mode: Mode) -> dict[str, Function]:
+def get_predefined_dispatch_fn(dispatch_mode: ModeOrName) -> dict[str, Function]:
     """Return the functions of a mode as ``{"dispatch_fn": ..., "collect_fn": ...}``.
 
     For a mode of the table, they split without padding, and collect from the returning ranks in shard order.
@@ -75,7 +75,7 @@ def collect_all_to_all(worker_group: Group, output: Any) -> Any:
     return output
 
 
-def _spec(mode: Mode) -> Spec:
+def _spec(mode: ModeOrName) -> Spec:
     spec: Spec = Dispatch[mode] if isinstance(mode, str) else mode.current()
     return spec
 
@@ -99,13 +99,13 @@ def _plan(spec: Spec, group: Group) -> Plan:
     return plan(spec, group.topology_for(spec))
 
 
-class _Registry(MutableMapping[Mode, Mapping[str, Function]]):
+class _Registry(MutableMapping[ModeOrName, Mapping[str, Function]]):
     """A view of ``Dispatch``: the functions of every mode; setting an entry updates or adds the mode."""
 
-    def __getitem__(self, mode: Mode) -> dict[str, Function]:
+    def __getitem__(self, mode: ModeOrName) -> dict[str, Function]:
         return get_predefined_dispatch_fn(mode)
 
-    def __setitem__(self, mode: Mode, functions: Mapping[str, Function]) -> None:
+    def __setitem__(self, mode: ModeOrName, functions: Mapping[str, Function]) -> None:
         name = mode if isinstance(mode, str) else mode.name
         if set(functions) != {"dispatch_fn", "collect_fn"}:
             raise DispatchError(
@@ -113,7 +113,7 @@ class _Registry(MutableMapping[Mode, Mapping[str, Function]]):
             )
         Dispatch.members[name] = mode_of_functions(name, **functions)
 
-    def __delitem__(self, mode: Mode) -> None:
+    def __delitem__(self, mode: ModeOrName) -> None:
         Dispatch.remove(_spec(mode).name)
 
     def __iter__(self) -> Iterator[Spec]:
@@ -126,5 +126,5 @@ class _Registry(MutableMapping[Mode, Mapping[str, Function]]):
         return mode in Dispatch
 
 
-DISPATCH_MODE_FN_REGISTRY: MutableMapping[Mode, Mapping[str, Function]] = _Registry()
+DISPATCH_MODE_FN_REGISTRY: MutableMapping[ModeOrName, Mapping[str, Function]] = _Registry()
 """The functions of every mode, by name or mode; setting an entry updates or adds the mode."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
-from mcontroller.registry import Registry
 
 __all__ = [
     "TRACKERS",

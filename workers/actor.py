@@ -20,7 +20,7 @@ from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
-from workers.fit import check_generation, divided_for
+from workers.config.fit import check_generation, divided_for
 from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
 from workers.generate.rollout_protocol import PolicyWeights, Rollout

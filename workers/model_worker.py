@@ -29,7 +29,7 @@ from workers.checkpoint.save import save_checkpoint
 from workers.checkpoint.state import TrainingState
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.constructor import check_constructor
-from workers.fit import length_multiple_of
+from workers.config.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
 from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, sum_over_context

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcontroller.config_fields import strict_fields
+from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError, LayoutError
 from mcontroller.ppo.config import PPOConfig
 from workers import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, load_config

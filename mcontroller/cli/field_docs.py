@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcontroller.config_fields import nested_config
+from mcontroller.config.fields import nested_config
 
 __all__ = ["FieldDoc", "fields_of", "fields_under"]
 

@@ -19,7 +19,7 @@ from mcontroller.cli.entry_points import CONFIGS, VERBS, entry_points
 from mcontroller.cli.field_docs import FieldDoc, fields_of, fields_under
 from mcontroller.errors import ConfigError
 
-__all__ = ["add_arguments", "all_fields", "explain", "roots", "run"]
+__all__ = ["add_arguments", "all_fields", "explanation_of", "roots", "run"]
 
 ROOT = "run"
 """Name of the entry point whose keys have no prefix."""
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         sections = [field for cls in classes for field in fields_of(cls, parts=parts)]
         text = "\n".join(_line(field) for field in _unique(sections)) + "\n"
     else:
-        text = explain(arguments.key, all_fields(classes, parts))
+        text = explanation_of(arguments.key, all_fields(classes, parts))
     sys.stdout.write(text)
     return 0
 
@@ -74,7 +74,7 @@ def all_fields(classes: Iterable[type], parts: dict[str, type]) -> list[FieldDoc
     return _unique(found + [field for name, cls in others for field in fields_under(cls, f"{name}.", parts)])
 
 
-def explain(key: str, fields: Sequence[FieldDoc]) -> str:
+def explanation_of(key: str, fields: Sequence[FieldDoc]) -> str:
     """Return the text about every field whose key is ``key`` or ends with it.
 
     Raises:

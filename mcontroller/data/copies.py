@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["INTEGER_OF_SIZE", "Concat", "concat_on_one_thread", "concat_tensors", "index_select"]
+__all__ = ["INTEGER_OF_SIZE", "ConcatTensors", "concat_on_one_thread", "concat_tensors", "index_select"]
 
-Concat = Callable[[Sequence[Tensor]], Tensor]
+ConcatTensors = Callable[[Sequence[Tensor]], Tensor]
 """Concatenates tensors along dim 0."""
 
 LARGE_BYTES = 4 << 20

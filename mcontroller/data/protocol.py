@@ -22,7 +22,7 @@ from mcontroller.data import checks, meta
 from mcontroller.data.batch_data import BatchData, DataProtoConfig
 from mcontroller.data.checks import Index, Keys, RowIndexError
 from mcontroller.data.columns import columns_like, columns_to, leaf_tensors, make_columns, shallow_copy
-from mcontroller.data.copies import Concat, concat_tensors
+from mcontroller.data.copies import ConcatTensors, concat_tensors
 from mcontroller.data.row_ops import join_rows, reshape_rows, slice_rows, split_columns, take_rows
 from mcontroller.data.serialization import OutOfBand
 from mcontroller.data.union import union_columns, union_numpy_dict
@@ -489,7 +489,7 @@ class DataProto(BatchData):
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
 
-def concat_batches(data: Sequence[AnyDataProto], concat: Concat = concat_tensors) -> AnyDataProto:
+def concat_batches(data: Sequence[AnyDataProto], concat: ConcatTensors = concat_tensors) -> AnyDataProto:
     """Low level: concatenate the rows of several batches as ``DataProto.concat`` does.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcontroller.data.column_info import column_kind, describe_column
 from mcontroller.data.columns import PLAIN, Columns, Schema, Unread, column_names, columns_like, read_columns
-from mcontroller.data.copies import Concat, concat_tensors, index_select
+from mcontroller.data.copies import ConcatTensors, concat_tensors, index_select
 from mcontroller.data.jagged import OffsetsMemo, is_jagged, join_jagged, slice_jagged, take_jagged
 from mcontroller.data.tensordicts import is_tensordict, make_tensordict
 from mcontroller.errors import DataError
@@ -74,7 +74,7 @@ def take_rows(batch: Batch, index: Tensor, memo: OffsetsMemo | None = None) -> C
 
 
 def join_rows(
-    parts: Sequence[Batch], name: str = "", memo: OffsetsMemo | None = None, concat: Concat = concat_tensors
+    parts: Sequence[Batch], name: str = "", memo: OffsetsMemo | None = None, concat: ConcatTensors = concat_tensors
 ) -> Columns:
     """Concatenate the rows of all parts, as a copy.
 
@@ -175,7 +175,7 @@ def _take(column: Any, index: Tensor, memo: OffsetsMemo) -> Any:
     return index_select(column, 0, index)
 
 
-def _join_same_schema(parts: Sequence[Any], concat: Concat) -> Columns:
+def _join_same_schema(parts: Sequence[Any], concat: ConcatTensors) -> Columns:
     """Join parts of one plain schema, whose columns need not be compared."""
     columns = zip(*[part.unread for part in parts], strict=True)
     if any([part.has_unread for part in parts]):
@@ -185,7 +185,7 @@ def _join_same_schema(parts: Sequence[Any], concat: Concat) -> Columns:
     return Columns(parts[0].schema, joined, sum([part.rows for part in parts]))
 
 
-def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo, check: bool, concat: Concat) -> Any:
+def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo, check: bool, concat: ConcatTensors) -> Any:
     if Unread in set(map(type, columns)):
         if _are_joinable_unread(columns):
             return _join_unread(columns, concat)
@@ -212,7 +212,7 @@ def _are_joinable_unread(columns: Sequence[Any]) -> bool:
     )
 
 
-def _join_unread(columns: Sequence[Any], concat: Concat) -> Tensor:
+def _join_unread(columns: Sequence[Any], concat: ConcatTensors) -> Tensor:
     """Join columns that agree, straight from the shared memory if none of them has been read."""
     if set(map(type, columns)) != {Unread}:
         return concat(read_columns(columns))

@@ -18,10 +18,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mcontroller.config.registry import Registry
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ppo.data import columns
-from mcontroller.registry import Registry
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config_checks import check_at_least, check_between
-from mcontroller.config_fields import strict_fields
+from mcontroller.config.checks import check_at_least, check_between
+from mcontroller.config.fields import strict_fields
 from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.kl_control import KLControlConfig

@@ -16,10 +16,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mcontroller.config.registry import Registry
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.kl_control import KLController
-from mcontroller.registry import Registry
 
 __all__ = ["KL_ESTIMATORS", "KLEstimator", "apply_kl_penalty", "estimate_kl", "register_kl_estimator"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mcontroller.config_checks import check_above, check_at_least
-from mcontroller.config_fields import strict_fields
-from mcontroller.registry import Registry
+from mcontroller.config.checks import check_above, check_at_least
+from mcontroller.config.fields import strict_fields
+from mcontroller.config.registry import Registry
 
 __all__ = [
     "KL_CONTROLLERS",

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mcontroller.registry import Registry
+from mcontroller.config.registry import Registry
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyLossFunction", "clipped_policy_loss", "register_policy_loss"]
 

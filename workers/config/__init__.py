@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mcontroller.load_config import load_config as load_config
+    from mcontroller.config.load import load_config as load_config
     from workers.config.model import ModelConfig as ModelConfig
     from workers.config.optim import DECAY_STYLES as DECAY_STYLES
     from workers.config.optim import OptimConfig as OptimConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config_fields import strict_fields
+from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from workers.weights.hf.config import model_fields_from_hf
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcontroller.config_checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config_fields import strict_fields
+from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
+from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
 __all__ = ["DECAY_STYLES", "OptimConfig"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcontroller.config_fields import strict_fields
+from mcontroller.config.fields import strict_fields
 from parallel_state import ParallelLayout
 
 __all__ = ["ParallelConfig"]

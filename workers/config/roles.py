@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcontroller.config_checks import check_above, check_at_least
-from mcontroller.config_fields import strict_fields
+from mcontroller.config.checks import check_above, check_at_least
+from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
 from workers.config.optim import OptimConfig
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
-from workers.fit import check_fit, check_generation, check_packing, divided_for
 
 __all__ = ["ActorConfig", "CriticConfig", "RewardConfig"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcontroller.config_checks import check_above, check_at_least, check_between
-from mcontroller.config_fields import strict_fields
+from mcontroller.config.checks import check_above, check_at_least, check_between
+from mcontroller.config.fields import strict_fields
 from workers.config.parallel import ParallelConfig
 
 __all__ = ["RolloutConfig"]

@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
-from workers.fit import check_local, padded_vocab_size
+from workers.config.fit import check_local, padded_vocab_size
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
 from workers.model.local_spec import block_spec, chosen_implementation

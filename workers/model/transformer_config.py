@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
-from workers.fit import check_fit
+from workers.config.fit import check_fit
 
 __all__ = ["coerced", "transformer_config"]
 

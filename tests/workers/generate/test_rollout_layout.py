@@ -33,7 +33,7 @@ from tests.workers.roles import (
 )
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig, load_config
-from workers.fit import padded_vocab_size
+from workers.config.fit import padded_vocab_size
 from workers.model.build import build_model
 from workers.model.initialize import initialize_weights
 from workers.model.local_spec import block_spec

@@ -19,8 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
-from mcontroller.registry import Registry
 
 __all__ = ["MODEL_FAMILIES", "ModelFamily", "family_like", "matching_family", "not_built", "register_model_family"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from mcontroller.config_checks import check_at_least, check_one_of
+from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
 from workers.config.choices import ACTIVATIONS, DTYPES, IMPLEMENTATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
 from workers.config.model import ModelConfig

@@ -9,7 +9,7 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig, ParallelConfig, RolloutConfig
-from workers.fit import check_fit, check_local, length_multiple_of, padded_vocab_size
+from workers.config.fit import check_fit, check_local, length_multiple_of, padded_vocab_size
 
 GPT = ModelConfig(
     vocab_size=100,

@@ -100,7 +100,7 @@ def test_a_subclass_has_a_configuration_of_its_own_type() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["workers.fit", "workers.config.model", "workers.config.roles", "workers.weights.hf.config"]
+    "module", ["workers.config.fit", "workers.config.model", "workers.config.roles", "workers.weights.hf.config"]
 )
 def test_each_module_can_be_imported_first(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", f"import {module}"], check=False).returncode == 0

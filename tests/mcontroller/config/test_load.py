@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
-from mcontroller.load_config import load_config
 
 
 @dataclass(frozen=True)

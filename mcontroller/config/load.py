@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mcontroller.config_fields import nested_config, unknown_field
+from mcontroller.config.fields import nested_config, unknown_field
 from mcontroller.errors import ConfigError
 
 __all__ = ["load_config"]

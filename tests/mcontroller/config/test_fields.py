@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mcontroller.config_checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config_fields import nested_config, strict_fields
+from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
+from mcontroller.config.fields import nested_config, strict_fields
+from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
-from mcontroller.load_config import load_config
 
 
 @strict_fields
