@@ -181,7 +181,8 @@ def _write(group: str, record: DetachedRecord) -> None:
 
 def _read(group: str) -> DetachedRecord | None:
     stored = internal_kv._internal_kv_get(group, namespace=NAMESPACE)
-    return None if stored is None else cloudpickle.loads(stored)
+    record: DetachedRecord | None = None if stored is None else cloudpickle.loads(stored)
+    return record
 
 
 def _delete(group: str) -> None:

@@ -26,7 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import psutil
@@ -142,7 +142,7 @@ def pack(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     sink = io.BytesIO()
-    pickler = _Pickler(sink)
+    pickler: Any = _Pickler(sink)
     pickler.dump(value)
     return Packed(sink.getvalue(), pickler.buffers, pickler.held)
 
@@ -161,12 +161,13 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, sink: io.BytesIO) -> None:
         self.buffers: list[Any] = []
         self.held: list[Any] = []
-        super().__init__(sink, protocol=5, buffer_callback=partial(_keep_in_stream, self.buffers))
+        base: Any = super()  # Ray leaves its pickler without annotations
+        base.__init__(sink, protocol=5, buffer_callback=partial(_keep_in_stream, self.buffers))
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
+        kind, base = type(obj), cast(Any, super())
         if kind is FunctionType or kind is type:  # nearly always one of this project, pickled by its name
-            return NotImplemented if obj.__module__.startswith(_OWN) else super().reducer_override(obj)
+            return NotImplemented if obj.__module__.startswith(_OWN) else base.reducer_override(obj)
         if kind is np.ndarray and not obj.dtype.hasobject:
             content: Any = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
             return _array, (pickle.PickleBuffer(content), obj.dtype, obj.shape)
@@ -177,7 +178,7 @@ class _Pickler(cloudpickle.Pickler):
             from mcontroller.data import serialization  # loads torch, which is loaded already if there is a tensor
 
             return serialization.reduce(obj)
-        return super().reducer_override(obj)
+        return base.reducer_override(obj)
 
 
 def _keep_in_stream(buffers: list[Any], buffer: pickle.PickleBuffer) -> bool:
