@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""The device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["device_of_rank"]
 
 
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
-    """The GPU of a rank among those that its process can see; the CPU where torch can use none.
+    """Return the GPU of a rank among those that its process can see, or the CPU if torch can use none.
 
-    A cluster may count GPUs that torch cannot use, so that a rank of a GPU pool may be on the CPU as well.
+    A cluster may count GPUs that torch cannot use. Then a rank of a GPU pool computes on the CPU too.
 
     Args:
-        local_rank: the rank's index among those of its group on its node: the index of its GPU too.
-        local_world_size: how many ranks its group has on its node.
+        local_rank: the rank's index among the ranks of its group on its node; also the index of its GPU.
+        local_world_size: number of ranks of its group on its node.
 
     Raises:
-        ResourceError: the ranks outnumber the GPUs, so that two would have the same, which NCCL rejects.
+        ResourceError: there are more ranks than GPUs. Two ranks would share one, which NCCL rejects.
     """
     import torch
 
@@ -35,7 +35,7 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
         raise ResourceError(
             f"the group has {needed} ranks on this node and needs a GPU for each, but the process of local rank "
             f"{local_rank} can see {visible} (CUDA_VISIBLE_DEVICES is {'not set' if listed is None else repr(listed)}):"
-            f" let every process see {needed} GPUs, put at most {visible} ranks on a node, or take a pool with "
+            f" let every process see {needed} GPUs, put at most {visible} ranks on a node, or use a pool with "
             "use_gpu=False",
             local_rank=local_rank,
             local_world_size=local_world_size,

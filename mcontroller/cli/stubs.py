@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from mcontroller.dispatch.registration import Registration, registrations
+from mcontroller.dispatch.registration import Registration, registrations, written_parameters
 from mcontroller.errors import ConfigError
 from mcontroller.group import Future_co, GroupMethod
 
@@ -166,7 +166,7 @@ def _method(worker_cls: type, name: str, registration: Registration, names: _Nam
     spec, zero = registration.dispatch_mode, registration.execute_mode.rank_zero_only
     unknown = spec.functions is not None and not zero  # what functions take and return is not known
     arguments, shown = ("whole", "value") if zero or unknown else (spec.arguments, spec.result)
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = written_parameters(inspect.signature(function))
     if not isinstance(static, staticmethod | classmethod):
         parameters = parameters[1:]
     taken = []

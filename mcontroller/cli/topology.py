@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from typing import Any
 
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Plan, plan
 from mcontroller.errors import DispatchError
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def mode_named(name: str) -> DispatchSpec:
+def mode_named(name: str) -> DispatchSpec[Any, Any]:
     """Return the dispatch mode of this name.
 
     Raises:

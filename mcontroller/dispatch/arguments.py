@@ -13,6 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.future import DataProtoFuture, Future, LazyBatch
 from mcontroller.dispatch.modes import RowRule
 from mcontroller.dispatch.prepared_call import PreparedCall
+from mcontroller.dispatch.registration import written_parameters
 from mcontroller.dispatch.remote_batch import Part, RemoteBatch, ResultBatch, Split, Window, take_shard
 from mcontroller.partition import Partition, split_rows
 from mcontroller.transport import Arguments, Executor
@@ -21,9 +22,6 @@ __all__ = ["dispatch"]
 
 Key = int | str
 """The position or the keyword of an argument."""
-
-RAY_PARAMETER = "_ray_trace_ctx"
-"""A parameter that ``ray.remote`` adds to the methods of a class; no part of the signature that the user wrote."""
 
 
 def dispatch(
@@ -79,9 +77,9 @@ def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[st
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        taken = {name: each for name, each in signature.parameters.items() if name != RAY_PARAMETER}
-        listed = ", ".join(str(each.replace(annotation=each.empty)) for each in taken.values())
-        raise call.error(f"{error}; it takes ({listed})", taken=tuple(taken)) from error
+        taken = written_parameters(signature)
+        listed = ", ".join(str(each.replace(annotation=each.empty)) for each in taken)
+        raise call.error(f"{error}; it takes ({listed})", taken=tuple(each.name for each in taken)) from error
 
 
 @lru_cache(maxsize=1024)

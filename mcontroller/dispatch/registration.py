@@ -7,6 +7,7 @@ method is an ordinary one.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -24,10 +25,20 @@ from mcontroller.dispatch.modes import (
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 
-__all__ = ["MAGIC_ATTR", "Registering", "Registration", "register", "registration_of", "registrations"]
+__all__ = [
+    "MAGIC_ATTR",
+    "Registering",
+    "Registration",
+    "register",
+    "registration_of",
+    "registrations",
+    "written_parameters",
+]
 
 MAGIC_ATTR = "attrs_3141562937"
 """The attribute of a registered function that holds its ``Registration``."""
+
+_RAY_PARAMETER = "_ray_trace_ctx"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Blocking_co = TypeVar("Blocking_co", bound=bool, covariant=True)
@@ -152,6 +163,11 @@ def registration_of(worker_cls: type, method: str) -> Registration | None:
         if registration is not None:
             return registration
     return None
+
+
+def written_parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
+    """Return the parameters that the user wrote, without the one that ``ray.remote`` adds to methods of a class."""
+    return [parameter for parameter in signature.parameters.values() if parameter.name != _RAY_PARAMETER]
 
 
 def registrations(worker_cls: type) -> dict[str, Registration]:

@@ -153,19 +153,18 @@ def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[
 
     LOCAL_RANK is the index of the rank's GPU among those of its node; ranks of a pool without GPUs see none.
     """
-    locals_ = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
-    for rank, (bundle, (local_rank, local_size)) in enumerate(zip(lease.bundles, locals_, strict=True)):
-        environment = RankEnvironment(rank, pool.world_size, local_rank, local_size)
-        env = {**environment.variables(), "RAY_LOCAL_RANK": str(local_rank), "RAY_LOCAL_WORLD_SIZE": str(local_size)}
-        if not pool.use_gpu:
-            env["CUDA_VISIBLE_DEVICES"] = (
-                ""  # Ray keeps the value of the node, or of the runtime_env, for actors without GPUs
-            )
-            yield Identity(name, rank, env)
-            continue
-        gpus = [other.gpu for other in lease.bundles if other.group.id == bundle.group.id]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        yield Identity(name, rank, env, local_rank)
+    ranks_of_node: dict[Any, list[int]] = {}  # ranks of one node need not be consecutive in a merged pool
+    for rank, bundle in enumerate(lease.bundles):
+        ranks_of_node.setdefault(bundle.group.id, []).append(rank)
+    for rank, bundle in enumerate(lease.bundles):
+        neighbors = ranks_of_node[bundle.group.id]
+        local_rank = neighbors.index(rank)
+        environment = RankEnvironment(rank, pool.world_size, local_rank, len(neighbors))
+        ray_names = {"RAY_LOCAL_RANK": str(local_rank), "RAY_LOCAL_WORLD_SIZE": str(len(neighbors))}
+        # Without GPUs the list is empty: Ray keeps the value of the node, or of the runtime_env, for such actors.
+        gpus = [str(lease.bundles[other].gpu) for other in neighbors if pool.use_gpu]
+        env = {**environment.variables(), **ray_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        yield Identity(name, rank, env, local_rank if pool.use_gpu else None)
 
 
 _Actor: Any = ray.remote(WorkerProcess)

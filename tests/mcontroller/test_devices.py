@@ -27,13 +27,13 @@ def test_the_local_rank_is_the_index_of_the_gpu(two_gpus: list[torch.device]) ->
     assert [device_of_rank(rank, 2) for rank in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-def test_ranks_are_on_the_cpu_where_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_on_the_cpu_if_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of_rank(5, 8) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("local_rank", [0, 2])
-def test_more_ranks_than_gpus_are_refused_on_every_rank(two_gpus: list[torch.device], local_rank: int) -> None:
+def test_more_ranks_than_gpus_are_rejected_on_every_rank(two_gpus: list[torch.device], local_rank: int) -> None:
     with pytest.raises(ResourceError) as caught:
         device_of_rank(local_rank, 3)
     assert "has 3 ranks on this node" in str(caught.value)

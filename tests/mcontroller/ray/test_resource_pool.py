@@ -199,6 +199,14 @@ def test_merged_pools_are_one_world(pool: RayResourcePool) -> None:
             merged.merge(other)
 
 
+def test_ranks_of_a_node_that_are_not_consecutive_have_local_ranks_of_their_own(pool: RayResourcePool) -> None:
+    with RayResourcePool([1], use_gpu=False, name_prefix="one", max_colocate_count=2) as other:
+        first, second = pool.split(1)
+        with RayWorkerGroup(first.merge(other).merge(second), RayClassWithInitArgs(Plain)) as group:
+            assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "0", "1"]
+            assert [each["LOCAL_WORLD_SIZE"] for each in group.environment()] == ["2", "1", "2"]
+
+
 def test_pools_of_different_kinds_are_not_merged(ray_cluster: None) -> None:
     with pytest.raises(ResourceError, match="differ in kind"):
         merge_resource_pool(RayResourcePool([1], use_gpu=False), RayResourcePool([1], use_gpu=True))
