@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mcontroller.decorator import register, registration_of
+from mcontroller.devices import device_of_rank
 from mcontroller.dispatch import Dispatch
 from mcontroller.worker import Worker
 from parallel_state import DistGlobalInfo, DistRankInfo
@@ -32,15 +33,15 @@ class MegatronWorker(Worker):
 
     Raises:
         LayoutError: the axes do not divide the world size; with the arithmetic.
+        ResourceError: torch can use GPUs here, but sees fewer than the group has ranks on this node.
     """
 
     def __init__(self, parallel: ParallelConfig, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
         super().__init__()
         self.parallel = parallel
         layout = parallel.layout(self.world_size)
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        self.device = device_of_rank(self.local_rank, self._environment.local_world_size)
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         address, port = self.get_master_addr_port()
         initialize_distributed(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from mcontroller.devices import device_of_rank
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.desk import Desk, open_desk
 from mcontroller.ray.gate import Gate, Ticket
@@ -214,8 +215,9 @@ def _choose_device(index: int | None) -> None:
     if index is not None:
         import torch
 
-        if torch.cuda.is_available():
-            torch.cuda.set_device(index)
+        device = device_of_rank(index, int(os.environ["LOCAL_WORLD_SIZE"]))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
 
 def _logs() -> tuple[str, ...]:

@@ -106,12 +106,16 @@ def _build(
 
 
 def _identities(pool: RayResourcePool, name: str, tenancy: Tenancy) -> Iterator[Identity]:
-    """Every rank's variables as torchrun would set them, local ranks counting the visible GPUs of a node."""
+    """Every rank's variables as torchrun would set them, local ranks counting the visible GPUs of a node.
+
+    Ranks of a pool without GPUs can see none.
+    """
     locals_ = zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
     for rank, (bundle, (local_rank, local_size)) in enumerate(zip(tenancy.bundles, locals_, strict=True)):
         environment = RankEnvironment(rank, pool.world_size, local_rank, local_size)
         env = {**environment.variables(), "RAY_LOCAL_RANK": str(local_rank), "RAY_LOCAL_WORLD_SIZE": str(local_size)}
         if not pool.use_gpu:
+            env["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves the node's own, or the runtime_env's, to actors without GPUs
             yield Identity(name, rank, env)
             continue
         mine = [other.gpu for other in tenancy.bundles if other.group.id == bundle.group.id]

@@ -123,6 +123,13 @@ def test_options_of_the_process_are_passed_on(pool: RayResourcePool) -> None:
         assert [each["RAY_LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
 
 
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}], ids=["nodes", "runtime_env"])
+def test_processes_of_a_pool_without_gpus_see_none(pool: RayResourcePool, given: dict[str, str]) -> None:
+    init = RayClassWithInitArgs(Plain).update_options({"runtime_env": {"env_vars": given}})
+    with RayWorkerGroup(pool, init, name_prefix="no gpus") as group:
+        assert [each["CUDA_VISIBLE_DEVICES"] for each in group.environment()] == ["", ""]
+
+
 def test_ranks_that_stand_in_one_place_are_refused_at_the_start(pool: RayResourcePool) -> None:
     with pytest.raises(TopologyError):
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Crowded, ParallelLayout(2, tp=2)))
