@@ -36,6 +36,7 @@ _HOME = {
     "load_config": "config",
     "load_hf": "hf",
     "model_config_from_hf": "hf_config",
+    "place_chunks": "placement",
 }
 __all__ = sorted(_HOME)
 

@@ -18,6 +18,7 @@ from workers.hf import load_hf
 from workers.initialize import initialize_weights
 from workers.local_modules import use_gated_mlps
 from workers.local_spec import block_spec, chosen_implementation
+from workers.placement import place_chunks
 from workers.transformer_config import transformer_config
 from workers.value_head import put_value_head
 from workers.vocab_padding import mask_padded_vocabulary
@@ -41,17 +42,19 @@ def build_model(
     """This rank's model chunks, on its device, in train mode: one, or ``parallel.vpp`` of them.
 
     Collective over the context's groups. The chunks are plain: without DistributedDataParallel, in ``model.dtype``.
+    ``workers.placement.place_chunks`` says which tensors are moved and cast, of a user's own model too.
 
     Args:
         value_head: a critic: one number a token (float32 [batch, seq, 1]) in place of logits; embeddings are not tied.
         model_provider: builds each chunk instead of us; ``model`` is not looked at then, and its weights stay as
-            the provider made them.
+            the provider made them, moved to the device and cast to the dtype of the chunk's own Megatron config.
         initialize: False leaves weights to be loaded afterwards, whatever ``model.hf_path`` and ``model.seed`` say.
 
     Raises:
         DataError: the checkpoint at ``model.hf_path`` does not fit the model; with the names of its tensors.
         ConfigError: before the first collective: a model that the axes do not divide, axes that are not the
-            context's, an unknown or ill-typed field, Transformer Engine asked for where it cannot run.
+            context's, an unknown or ill-typed field, Transformer Engine asked for where it cannot run; a provider's
+            chunk without a Megatron config, or with one that contradicts itself on the dtype.
     """
     _check_axes(parallel, context)
     if model_provider is None:
@@ -63,6 +66,7 @@ def build_model(
         ]
         if value_head and _is_last(parallel, context):
             put_value_head(chunks[-1], context.pg.tp)
+        place_chunks(chunks, torch.device(torch.cuda.current_device()))
         if initialize and isinstance(model_provider, _OwnModel):
             left = None if model.hf_path is None else load_hf(chunks, model.hf_path, context)
             initialize_weights(chunks, context, model.seed, only=left)

@@ -82,7 +82,10 @@ class ModelWorker(MegatronWorker):
     # ---- what a user overrides ---------------------------------------------------------------------------------------
 
     def build_model(self) -> list[nn.Module]:
-        """This rank's model chunks, without DistributedDataParallel."""
+        """This rank's model chunks on its device, without DistributedDataParallel.
+
+        Chunks that ``workers.build_model`` did not make need ``workers.place_chunks``.
+        """
         raise NotImplementedError(f"{type(self).__name__} must say which model it runs: override build_model")
 
     def build_optimizer(
