@@ -119,7 +119,13 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks."""
+        """Return ``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks.
+
+        Args:
+            func: a function that returns a DataProto; those of all ranks are concatenated.
+            args: its positional arguments after the worker.
+            kwargs: its keyword arguments.
+        """
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)

@@ -209,10 +209,14 @@ class AskingAgain(Asking):
         return self.context.is_active
 
 
+def is_active(worker: Any) -> DataProto:
+    return DataProto.from_dict({"active": torch.tensor([worker.context.is_active])})
+
+
 def asked() -> list[bool]:
     groups = [LocalWorkerGroup(AskingAgain), LocalWorkerGroup(AskingAgain)]  # each worker has a layout of its own
     found = [getattr(group, name)() for group in groups for name in ("plain", "coroutine", "overridden")]
-    found += [group.execute_with_func_generator(lambda worker: worker.context.is_active) for group in groups]
+    found += [group.execute_with_func_generator(is_active).batch["active"].tolist() for group in groups]
     assert not any(group.workers[0].context.is_active for group in groups)
     return [answer for [answer] in found]
 
