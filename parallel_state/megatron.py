@@ -20,17 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel_state import cpu
+from parallel_state import cpu, without_te
 from parallel_state.errors import LayoutError, ParallelStateError
+from parallel_state.import_hook import patch_modules
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 
-cpu.install()
+if not cpu.install():
+    patch_modules(without_te.PATCHES)
 
-from megatron.core import parallel_state as mpu  # noqa: E402  # install() comes first
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
-from megatron.core.transformer.moe import moe_utils  # noqa: E402
+from megatron.core import parallel_state as mpu  # install() comes first
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
 
 __all__ = ["MegatronContext", "initialize_distributed"]
 

@@ -7,22 +7,19 @@ Python's own under a different tag: Python's own cache stays as it is, and an im
 from __future__ import annotations
 
 import ast
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import marshal
 import re
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from types import CodeType
+
+from parallel_state.import_hook import Patch, PatchingFinder, PatchingLoader
 
 PACKAGES = ("megatron", "mbridge")
 """The top-level packages whose sources are rewritten."""
-
-Patch = Callable[[Any], None]
 
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w*Tensor[,.]?\s*)")
@@ -39,33 +36,15 @@ def install_hook(patches: Mapping[str, Patch]) -> None:
     sys.meta_path.insert(0, _Finder(patches))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, patches: Mapping[str, Patch]) -> None:
-        self.patches = patches
+class _Finder(PatchingFinder):
+    def wants(self, fullname: str) -> bool:
+        return fullname.partition(".")[0] in PACKAGES
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, self.patches.get(fullname))
-        return spec
+    def loader(self, fullname: str, path: str) -> PatchingLoader:
+        return _Loader(fullname, path, self.patches.get(fullname))
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, fullname: str, path: str, patch: Patch | None) -> None:
-        super().__init__(fullname, path)
-        self._patch = patch
-
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        if self._patch is not None:
-            self._patch(module)
-
+class _Loader(PatchingLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         cache = importlib.util.cache_from_source(path, optimization=_CACHE_TAG)

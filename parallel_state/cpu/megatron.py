@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from parallel_state.cpu.adam import FusedAdam
+from parallel_state.import_hook import Patch
+from parallel_state.without_te import PATCHES as WITHOUT_TE
 
 
 def _jit(module: Any) -> None:
@@ -110,26 +111,13 @@ def _random(module: Any) -> None:
 
 
 def _moe_utils(module: Any) -> None:
-    if not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None  # the router reads it without Transformer Engine too (0.16)
+    WITHOUT_TE[module.__name__](module)
     module.maybe_move_tensor_to_cpu = _maybe_to_numpy
 
 
 def _maybe_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Convert the sizes of splits to numpy, which Megatron does only for tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-def _optimizer(module: Any) -> None:
-    if module.USING_PYTORCH_OPTIMIZER:
-        module.Adam = FusedAdam
-        module.USING_PYTORCH_OPTIMIZER = False
-
-
-def _distributed_optimizer(module: Any) -> None:
-    if not module.HAVE_APEX_OR_TE:
-        module.Adam = FusedAdam
-        module.HAVE_APEX_OR_TE = module.USING_APEX_OPTIMIZER = True
 
 
 def _checkpoint_writer(module: Any) -> None:
@@ -149,15 +137,13 @@ def _inference_communication(module: Any) -> None:
     module._is_cuda = lambda tensor: None  # it asserts that the tensor is on a GPU
 
 
-PATCHES: dict[str, Callable[[Any], None]] = {
+PATCHES: dict[str, Patch] = WITHOUT_TE | {
     "megatron.core.distributed.distributed_data_parallel": _data_parallel,
     "megatron.core.jit": _jit,
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.random": _random,
     "megatron.core.utils": _utils,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
-    "megatron.core.optimizer": _optimizer,
-    "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
     "megatron.core.inference.communication_utils": _inference_communication,
 }

@@ -2,7 +2,7 @@
 
 With Transformer Engine's or Apex's ``FusedAdam``, Megatron keeps the step in the parameter group, and only ``exp_avg``
 and ``exp_avg_sq`` in a parameter's state. With PyTorch's AdamW, it cannot load a checkpoint of the distributed
-optimizer (megatron-core 0.16). With this optimizer, Megatron runs the same code on a CPU as on a GPU.
+optimizer (megatron-core 0.16). With this optimizer, Megatron runs the same code with and without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FusedAdam(torch.optim.Optimizer):
         **fused_only: Any,
     ) -> None:
         if not bias_correction:
-            raise ValueError("bias_correction=False is not supported on a CPU; expected True")
+            raise ValueError("bias_correction=False is not supported; expected True")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._update = adamw if adam_w_mode else adam
 
@@ -61,7 +61,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],  # the update adds 1
+                [torch.tensor(group["step"] - 1.0, device=param.device) for param in params],  # the update adds 1
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],

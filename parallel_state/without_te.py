@@ -1,0 +1,40 @@
+"""Patch Megatron for runs without Transformer Engine and Apex, on a GPU as on a CPU.
+
+Each patch checks what it replaces, so it changes nothing if one of the two is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel_state.adam import FusedAdam
+from parallel_state.import_hook import Patch
+
+__all__ = ["PATCHES"]
+
+
+def _moe_utils(module: Any) -> None:
+    """Define the name that the router reads without Transformer Engine too (megatron-core 0.16)."""
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+
+
+def _optimizer(module: Any) -> None:
+    if module.USING_PYTORCH_OPTIMIZER:
+        module.Adam = FusedAdam
+        module.USING_PYTORCH_OPTIMIZER = False
+
+
+def _distributed_optimizer(module: Any) -> None:
+    """Load checkpoints of the distributed optimizer, which PyTorch's AdamW fails an assertion of Megatron's for."""
+    if not module.HAVE_APEX_OR_TE:
+        module.Adam = FusedAdam
+        module.HAVE_APEX_OR_TE = module.USING_APEX_OPTIMIZER = True
+
+
+PATCHES: dict[str, Patch] = {
+    "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.optimizer": _optimizer,
+    "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
+}
+"""Module name -> the function that patches it."""

@@ -1,0 +1,265 @@
+"""The two modes through which every operation passes while the pretended device is on.
+
+``DeviceFunctions`` sees Python calls: it takes device arguments away, answers ``tensor.device`` and moves tensors.
+``DeviceOperations`` sees the operations that they become, backward passes included: it tags results and rejects mixed
+devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fake_cuda.tags import CPU, CUDA, on_device, put, tensors_in, traffic
+
+_COPIES = {"_to_copy", "copy", "_copy_from"}
+_INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
+_LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
+_NEW = {"new_empty", "new_zeros", "new_full", "new_ones", "new_empty_strided"}
+_UNCHECKED = {"is_pinned", "_pin_memory", "set_", "set_data", "resize_", "is_same_size"}
+_WAIT_FOR_SHAPES = {"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "bincount"}
+_LETTERS = {
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Half",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+}
+
+_wanted: list[tuple[torch.device | None, bool]] = [(None, False)]
+"""The device for what is created now, innermost last; and whether a call named it."""
+
+
+@contextlib.contextmanager
+def _creating_on(device: torch.device | None, *, named: bool = False) -> Iterator[None]:
+    _wanted.append((device, named))
+    try:
+        yield
+    finally:
+        _wanted.pop()
+
+
+class DeviceOperations(TorchDispatchMode):
+    """Tags results with their device and raises what CUDA raises for operands on two devices."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return func(*args, **kwargs)
+        name = func._schema.name.rpartition("::")[2]
+        operands = list(tensors_in([args, kwargs]))
+        tags = [on_device(operand) for operand in operands]
+        if name == "copy_":
+            if len(tags) > 1 and tags[0] != tags[1]:
+                traffic.add_copy(to_device=tags[0])
+            return func(*args, **kwargs)
+        if name in _COPIES:
+            return _copied(func(*args, **kwargs), operands[0], tags[0])
+        if any(tags):
+            _count_waiting(name, operands, kwargs)
+        if name not in _UNCHECKED:
+            _check_one_device(name, operands, tags)
+        result = func(*args, **kwargs)
+        self._tag(result, operands, tags, is_factory=name in _LIKE | _NEW)
+        return result
+
+    @staticmethod
+    def _tag(result: Any, operands: Sequence[torch.Tensor], tags: Sequence[bool], *, is_factory: bool) -> None:
+        wanted, named = _wanted[-1]
+        follows_operands = bool(operands) and not (is_factory and named)
+        device = any(tags) if follows_operands else wanted is not None and wanted.type == "cuda"
+        known = {operand.untyped_storage()._cdata for operand in operands if operand.layout == torch.strided}
+        for made in tensors_in(result):
+            if made.layout == torch.strided and made.untyped_storage()._cdata not in known:
+                put(made, device)
+
+
+def _copied(copy: torch.Tensor, source: torch.Tensor, was_on_device: bool) -> torch.Tensor:
+    wanted, named = _wanted[-1]
+    device = wanted.type == "cuda" if named and wanted is not None else was_on_device
+    if device != was_on_device:
+        traffic.add_copy(to_device=device)
+    if copy.untyped_storage()._cdata != source.untyped_storage()._cdata:
+        put(copy, device)
+    return copy
+
+
+def _count_waiting(name: str, operands: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> None:
+    """Count operations whose values, or whose result's shape, the host needs before it can go on."""
+    if name == "_local_scalar_dense":
+        traffic.add("sync:item")
+    elif name in _INDEXING and any(operand.dtype == torch.bool for operand in operands[1:]):
+        traffic.add("sync:masked index")
+    elif name in _WAIT_FOR_SHAPES or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        traffic.add(f"sync:{name}")
+
+
+def _check_one_device(name: str, operands: Sequence[torch.Tensor], tags: Sequence[bool]) -> None:
+    """Raise CUDA's error for operands on two devices; scalars of the host and index tensors are allowed."""
+    if all(tags) or not any(tags) or name in _LIKE | _NEW:
+        return
+    on_host = [operand for operand, tag in zip(operands, tags, strict=True) if not tag]
+    wrong = [operand for operand in on_host if operand.dim() > 0]
+    if name in _INDEXING:
+        wrong = [] if tags[0] else [operands[0]]
+        if "index_put" in name and tags[0] and not tags[-1] and operands[-1].dim() > 0:
+            wrong = [operands[-1]]
+    elif not wrong and not tags[0] and name.endswith("_") and operands[0].dim() == 0:
+        wrong = [operands[0]]  # the result of an in-place operation stays where it is
+    if wrong:
+        shapes = [tuple(operand.shape) for operand in wrong]
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+            f"(aten::{name}; on the CPU are arguments of shapes {shapes})"
+        )
+
+
+class DeviceFunctions(TorchFunctionMode):
+    """Answers and moves for the pretended device; every other call runs on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") == "__get__":
+            return _ATTRIBUTES.get(func.__self__, lambda tensor: func(tensor))(args[0])
+        if func in _METHODS:
+            return _METHODS[func](*args, **kwargs)
+        if func is torch._C._nn._parse_to:  # reads the arguments of Module.to
+            return func(*args, **kwargs)
+        if func is torch.device:
+            return CUDA if args and isinstance(args[0], int) else func(*args, **kwargs)
+        kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
+        device = _as_device(kwargs.get("device"))
+        if device is not None and device.type in ("cuda", "cpu"):
+            kwargs["device"] = "cpu"
+            with _creating_on(device, named=True):
+                result = func(*args, **kwargs)
+            for made in tensors_in(result):
+                put(made, device.type == "cuda")
+            return result
+        args = tuple(CPU if isinstance(arg, torch.device) and arg.type == "cuda" else arg for arg in args)
+        with _creating_on(CUDA if any(map(on_device, tensors_in([args, kwargs]))) else None):
+            return func(*args, **kwargs)
+
+
+def _as_device(value: Any) -> torch.device | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return CUDA
+    if isinstance(value, str):
+        return torch.device(value)
+    return value if isinstance(value, torch.device) else None
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    real = _REAL_DEVICE.__get__(tensor)
+    return CUDA if real.type == "cpu" and on_device(tensor) else real
+
+
+_REAL_DEVICE: Any = torch.Tensor.device
+_ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {
+    torch.Tensor.device: _device_of,
+    torch.Tensor.is_cuda: on_device,
+    torch.Tensor.is_cpu: lambda tensor: not on_device(tensor),
+}
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on this device: itself if it is there, otherwise a copy."""
+    if on_device(tensor) == (device.type == "cuda"):
+        return tensor
+    traffic.add_copy(to_device=device.type == "cuda")
+    with _creating_on(device, named=True):
+        return put(torch.Tensor.clone(tensor), device.type == "cuda")
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.to`` in all of its forms: a device, a dtype, both, or another tensor's; then non_blocking and copy."""
+    device, dtype, other = _as_device(kwargs.get("device")), kwargs.get("dtype"), kwargs.get("other")
+    for position, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            other = arg
+        elif isinstance(arg, torch.dtype):
+            dtype = arg
+        elif isinstance(arg, torch.device | str) or (position == 0 and type(arg) is int):
+            device = _as_device(arg)
+    if other is not None:
+        device, dtype = _device_of(other), other.dtype
+    if device is not None and device.type == "meta":
+        return torch.Tensor.to(tensor, "meta", dtype)
+    flags = [arg for arg in args if isinstance(arg, bool)]
+    copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
+    target = device or _device_of(tensor)
+    with _creating_on(target, named=True):
+        options = {"memory_format": kwargs["memory_format"]} if "memory_format" in kwargs else {}
+        cast = torch.Tensor.to(tensor, dtype or tensor.dtype, copy=copy, **options)
+    return cast if cast is not tensor else _moved(tensor, target)
+
+
+def _type(tensor: torch.Tensor, name: Any = None, **kwargs: Any) -> Any:
+    if name is None:
+        return f"torch.{'cuda.' if on_device(tensor) else ''}{_LETTERS[tensor.dtype]}Tensor"
+    if isinstance(name, str) and name.startswith("torch.cuda."):
+        return _moved(torch.Tensor.type(tensor, name.replace("torch.cuda.", "torch.")), CUDA)
+    return torch.Tensor.type(tensor, name, **kwargs)
+
+
+def _numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if on_device(tensor):
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+    return torch.Tensor.numpy(tensor, *args, **kwargs)
+
+
+def _array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    _numpy(tensor.detach())
+    return torch.Tensor.__array__(tensor, *args, **kwargs)
+
+
+def _tolist(tensor: torch.Tensor) -> Any:
+    if on_device(tensor):
+        traffic.add("sync:tolist")
+    return torch.Tensor.tolist(tensor)
+
+
+_METHODS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.to: _to,
+    torch.Tensor.cuda: lambda tensor, *args, **kwargs: _moved(tensor, CUDA),
+    torch.Tensor.cpu: lambda tensor, *args, **kwargs: _moved(tensor, CPU),
+    torch.Tensor.type: _type,
+    torch.Tensor.get_device: lambda tensor: 0 if on_device(tensor) else -1,
+    torch.Tensor.pin_memory: lambda tensor, *args: tensor.clone(),
+    torch.Tensor.is_pinned: lambda tensor, *args: False,
+    torch.Tensor.record_stream: lambda tensor, stream: None,
+    torch.Tensor.numpy: _numpy,
+    torch.Tensor.__array__: _array,
+    torch.Tensor.tolist: _tolist,
+}
+
+
+def patch_backward(functions: DeviceFunctions) -> None:
+    """Make the autograd engine create gradients on the device of what is differentiated."""
+    import torch.autograd.graph as graph
+
+    run = graph._engine_run_backward
+
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        device = CUDA if any(map(on_device, tensors_in(outputs))) else None
+        inside = functions in _get_current_function_mode_stack()
+        with _creating_on(device), contextlib.nullcontext() if inside else functions:
+            return run(outputs, *args, **kwargs)
+
+    graph._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward

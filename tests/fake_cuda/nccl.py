@@ -1,0 +1,130 @@
+"""torch.distributed with the checks of NCCL, carried by gloo: devices, contiguity and dtypes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tests.fake_cuda.tags import on_device, tensors_in
+
+# Collective -> the names of its tensor arguments. Point-to-point transfers take strided tensors; the rest does not.
+_TENSORS = {
+    "all_reduce": ("tensor",),
+    "broadcast": ("tensor",),
+    "reduce": ("tensor",),
+    "all_gather": ("tensor_list", "tensor"),
+    "all_gather_into_tensor": ("output_tensor", "input_tensor"),
+    "_all_gather_base": ("output_tensor", "input_tensor"),
+    "reduce_scatter": ("output", "input_list"),
+    "reduce_scatter_tensor": ("output", "input"),
+    "_reduce_scatter_base": ("output", "input"),
+    "all_to_all": ("output_tensor_list", "input_tensor_list"),
+    "all_to_all_single": ("output", "input"),
+    "gather": ("tensor", "gather_list"),
+    "scatter": ("tensor", "scatter_list"),
+    "send": ("tensor",),
+    "recv": ("tensor",),
+    "isend": ("tensor",),
+    "irecv": ("tensor",),
+}
+_POINT_TO_POINT = {"send", "recv", "isend", "irecv"}
+_UNSUPPORTED_DTYPES = {torch.int16, torch.complex64, torch.complex128}
+
+
+class _Backends:
+    """The backend that each process group poses as, by the group's name."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, str] = {}
+
+    def note(self, group: Any, backend: str) -> None:
+        self._of[group.group_name] = backend
+
+    def of(self, group: Any) -> str:
+        return self._of.get((group or c10d._get_default_group()).group_name, "gloo")
+
+
+_backends = _Backends()
+
+
+def install() -> None:
+    """Make groups that ask for NCCL pose as such over gloo, and check what they are given."""
+    from parallel_state.cpu import gloo
+
+    gloo.patch_collectives()  # what gloo lacks beside NCCL
+    _replace("init_process_group", _posing_init(dist.init_process_group))
+    _replace("new_group", _posing_new_group(dist.new_group))
+    _replace("get_backend", lambda group=None: _backends.of(group))
+    _replace("barrier", _barrier(dist.barrier))
+    for name, arguments in _TENSORS.items():
+        if hasattr(dist, name):
+            _replace(name, _checked(name, getattr(dist, name), arguments))
+    c10d._get_object_coll_device = lambda group=None: "cuda" if _backends.of(group) == "nccl" else "cpu"
+    c10d._get_pg_default_device = lambda group=None: torch.device(c10d._get_object_coll_device(group))
+
+
+def _replace(name: str, value: Any) -> None:
+    setattr(dist, name, value)
+    setattr(c10d, name, value)
+
+
+def _posing_init(init: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        init("gloo", *args, **kwargs)
+        _backends.note(c10d._get_default_group(), backend or "nccl")
+
+    return init_process_group
+
+
+def _posing_new_group(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    def posing(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **kwargs: Any
+    ) -> Any:
+        group = new_group(ranks, timeout=timeout, backend="gloo", **kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            _backends.note(group, backend or _backends.of(None))
+        return group
+
+    return posing
+
+
+def _barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+
+
+def _checked(name: str, collective: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        backend = _backends.of(given.get("group"))
+        for argument in arguments:
+            for tensor in tensors_in(given.get(argument)):
+                _check(name, argument, tensor, backend)
+        return collective(*args, **kwargs)
+
+    return checked
+
+
+def _check(name: str, argument: str, tensor: torch.Tensor, backend: str) -> None:
+    """Raise what the backend raises for this tensor."""
+    if backend != "nccl":
+        if on_device(tensor):
+            raise RuntimeError(f"{name}: a CUDA tensor of shape {tuple(tensor.shape)} in a group of gloo's")
+        return
+    if not on_device(tensor):
+        raise RuntimeError(
+            f"{name}: No backend type associated with device type cpu (NCCL, {argument} of shape {tuple(tensor.shape)})"
+        )
+    if name not in _POINT_TO_POINT and not tensor.is_contiguous() and argument != "tensor_list":
+        raise ValueError(f"{name}: Tensors must be contiguous (NCCL, {argument} with strides {tensor.stride()})")
+    if tensor.dtype in _UNSUPPORTED_DTYPES:
+        raise TypeError(f"{name}: Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
