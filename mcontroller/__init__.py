@@ -1,6 +1,6 @@
-"""Who gets what? The controller: plans, dispatches, executes, collects. No model code.
+"""The controller: plan, dispatch, execute and collect the calls of worker groups. It contains no model code.
 
-Every public name is here, and is loaded when it is first asked for: what does not need torch or Ray loads neither.
+Every public name is here and is imported on first use, so a program that needs neither torch nor Ray imports neither.
 """
 
 from __future__ import annotations

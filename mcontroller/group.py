@@ -105,11 +105,16 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         try:
             return plan(spec, topology, self.ranks)
         except (DispatchError, TopologyError) as error:
-            who = {"role": self.group.name, "method": self.name, "mode": spec.name}
-            raise type(error)(f"{self.group.name}.{self.name} ({spec}): {error}", **{**error.fields, **who}) from error
+            call = {"role": self.group.name, "method": self.name, "mode": spec.name}
+            raise type(error)(f"{self.group.name}.{self.name} ({spec}): {error}", **{**error.fields, **call}) from error
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
-        """Return what a call with these arguments would send to and collect from each rank, without running it."""
+        """Return what a call with these arguments would send to and collect from each rank, without running it.
+
+        Raises:
+            DispatchError: the arguments do not fit the mode or the method's signature.
+            TopologyError: the mode names an axis that the group's topology does not have.
+        """
         call = PreparedCall(self.group, self.name, self.plan())
         return explain(dispatch(call, args, kwargs, self.registration.rows, share=False))
 
@@ -171,8 +176,8 @@ class WorkerGroup(Generic[W_co]):
     Args:
         worker_cls: the class of the worker objects.
         executor: the transport that runs calls on the ranks.
-        name: the role, in every message.
-        timeout: the deadline in seconds of calls that set none of their own; None for no deadline.
+        name: the role, as error messages name it.
+        timeout: deadline in seconds of calls that do not set one; None for no deadline.
         topology: the coordinates of the ranks. By default they are collected from the workers when a mode first needs
             axes.
         declared: the layout that the collected topology must agree with.
@@ -301,8 +306,8 @@ class WorkerGroup(Generic[W_co]):
         Raises:
             DispatchError: the worker class has no such method.
         """
-        given = [*args, *kwargs.values()]
-        entries = given and all(isinstance(value, list | tuple) and len(value) == self.world_size for value in given)
+        values = [*args, *kwargs.values()]
+        entries = values and all(isinstance(value, list | tuple) and len(value) == self.world_size for value in values)
         return self._execute(Dispatch.ALL_TO_ALL if entries else Dispatch.ONE_TO_ALL, method_name, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -348,5 +353,5 @@ class WorkerGroup(Generic[W_co]):
 
 
 def _changed(value: T, **changes: Any) -> T:
-    given = {name: change for name, change in changes.items() if change is not _UNSET}
-    return replace(value, **given) if given else value  # type: ignore[type-var]  # T is a dataclass
+    passed = {name: change for name, change in changes.items() if change is not _UNSET}
+    return replace(value, **passed) if passed else value  # type: ignore[type-var]  # T is a dataclass

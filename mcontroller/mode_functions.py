@@ -1,8 +1,8 @@
-"""Modes as pairs of functions, the form in which users of this model write custom modes.
+"""Dispatch modes as pairs of functions, the form of custom modes in many existing programs.
 
 ``dispatch_fn(worker_group, *args, **kwargs)`` returns ``(args, kwargs)``, each value a list with one entry per rank.
-``collect_fn(worker_group, outputs)`` makes the caller's result from the list of every rank's output. The modes of the
-table exist in this form too, for functions that build on them; calls of the table's modes do not use these functions.
+``collect_fn(worker_group, outputs)`` returns the caller's result from the list of every rank's output. The predefined
+modes exist in this form too, for functions that build on them; calls with a predefined mode do not use these functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Function, colle
     """Add ``Dispatch.<name>`` with these functions and return it.
 
     Raises:
-        DispatchError: the name is taken or is no identifier.
+        DispatchError: the name is taken or is not an identifier.
     """
     mode = mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn)
     spec: Spec = Dispatch.register(dispatch_mode_name, mode)
@@ -55,7 +55,7 @@ def update_dispatch_mode(dispatch_mode: ModeOrName, dispatch_fn: Function, colle
 def get_predefined_dispatch_fn(dispatch_mode: ModeOrName) -> dict[str, Function]:
     """Return the functions of a mode as ``{"dispatch_fn": ..., "collect_fn": ...}``.
 
-    For a mode of the table, they split without padding, and collect from the returning ranks in shard order.
+    Those of a predefined mode split without padding, and collect from the returning ranks in shard order.
 
     Raises:
         DispatchError: there is no mode of this name.
@@ -84,9 +84,9 @@ def _functions_of(spec: Spec) -> tuple[Function, Function]:
     def dispatch_fn(worker_group: Group, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = PreparedCall(worker_group, "dispatch_fn", _plan(spec, worker_group))
         call = dispatch(call, args, kwargs, RowRule(padding="none"), share=False)
-        given = call.arguments.values()
-        lists = tuple([arguments.args[index] for arguments in given] for index in range(len(args)))
-        return lists, {name: [arguments.kwargs[name] for arguments in given] for name in kwargs}
+        by_rank = call.arguments.values()
+        lists = tuple([arguments.args[index] for arguments in by_rank] for index in range(len(args)))
+        return lists, {name: [arguments.kwargs[name] for arguments in by_rank] for name in kwargs}
 
     def collect_fn(worker_group: Group, output: Sequence[Any]) -> Any:
         call = PreparedCall(worker_group, "collect_fn", _plan(spec, worker_group))

@@ -105,10 +105,10 @@ def _register(context: FunctionContext) -> Type:
     if not isinstance(result, Instance):
         return result
     mode, execute = _argument(context, 0), _argument(context, 1)
-    arguments, shown = _parameters(mode, 2) if _given(context, 0) else _literals(context, "entries", "list")
+    arguments, shown = _parameters(mode, 2) if _is_passed(context, 0) else _literals(context, "entries", "list")
     if _literal(_parameters(execute, 1)[0]) is True:
         arguments, shown = _literals(context, "whole", "value")
-    blocking = _argument(context, 2) if _given(context, 2) else _bool(context, True)
+    blocking = _argument(context, 2) if _is_passed(context, 2) else _bool(context, True)
     return result.copy_modified(args=[arguments, shown, blocking or AnyType(TypeOfAny.special_form)])
 
 
@@ -118,10 +118,10 @@ def _over(context: MethodContext) -> Type:
     if not isinstance(spec, Instance):
         return spec
     with_axes = bool(context.args[0])
-    known = _literals(context, "rows", "concat") if with_axes else _literals(context, "whole", "list")
-    given = {name: types[0] for name, types in zip(context.callee_arg_names, context.arg_types, strict=True) if types}
-    arguments = given.get("arguments", known[0]) if with_axes else known[0]
-    return spec.copy_modified(args=[arguments, given.get("result", known[1])])
+    default = _literals(context, "rows", "concat") if with_axes else _literals(context, "whole", "list")
+    passed = {name: types[0] for name, types in zip(context.callee_arg_names, context.arg_types, strict=True) if types}
+    arguments = passed.get("arguments", default[0]) if with_axes else default[0]
+    return spec.copy_modified(args=[arguments, passed.get("result", default[1])])
 
 
 def _record(context: MethodContext) -> Type:
@@ -135,7 +135,7 @@ def _record(context: MethodContext) -> Type:
 
 
 def _spawn(context: MethodContext) -> Type:
-    """The groups of single roles have worker classes of their own, which are known at run time only."""
+    """Set the worker class of the groups of single roles to Any: it is known at run time only."""
     spawned, group = get_proper_type(context.default_return_type), get_proper_type(context.type)
     if not isinstance(spawned, Instance) or not isinstance(group, Instance) or not group.type.has_base(RAY_GROUP):
         return spawned
@@ -190,7 +190,7 @@ def _not_registered(context: AttributeContext, worker: TypeInfo, name: str) -> T
 
 
 def _rules(worker: TypeInfo, name: str) -> Rules | None:
-    """How a method is registered: by itself, or by the method that it overrides."""
+    """Return the rules of a method, its own or those of the method that it overrides; None if it is not registered."""
     for base in worker.mro:
         registered = base.metadata.get(KEY, {}).get(name)
         if registered is not None:
@@ -199,7 +199,7 @@ def _rules(worker: TypeInfo, name: str) -> Rules | None:
 
 
 def _typed(checker: TypeChecker, method: Type, rules: Rules) -> Type | None:
-    """``GroupMethod[P, result, future]`` of a bound method; None if its signature is generic, overloaded or unknown."""
+    """Return ``GroupMethod[P, result, future]`` of a bound method; None if its signature is generic or unknown."""
     if not isinstance(method, CallableType) or method.variables or rules.arguments is None or rules.result is None:
         return None
     types = [_accepted(checker, each, rules.arguments) for each in method.arg_types]
@@ -220,7 +220,7 @@ def _typed(checker: TypeChecker, method: Type, rules: Rules) -> Type | None:
 
 
 def _accepted(checker: TypeChecker, annotated: Type, rule: str) -> Type:
-    """What a group takes for an argument that the worker's method takes as ``annotated``."""
+    """Return the type that a group accepts for an argument of a worker's method with the type ``annotated``."""
     accepted = _or_future(checker, annotated)
     if rule == "entries":
         return _instance(checker, "typing.Sequence", accepted)
@@ -228,7 +228,7 @@ def _accepted(checker: TypeChecker, annotated: Type, rule: str) -> Type:
 
 
 def _or_future(checker: TypeChecker, annotated: Type) -> Type:
-    """A DataProto may be passed as its future, and the other way round."""
+    """Return a type that accepts a DataProto and its future if ``annotated`` accepts one of them."""
     proper = get_proper_type(annotated)
     members = proper.items if isinstance(proper, UnionType) else [proper]
     batches = {PROTO, PROTO_FUTURE}
@@ -238,7 +238,7 @@ def _or_future(checker: TypeChecker, annotated: Type) -> Type:
 
 
 def _awaited(returned: Type) -> Type:
-    """The value of an async method."""
+    """Return the type of the awaited value of an async method, and the type of other values unchanged."""
     proper = get_proper_type(returned)
     if isinstance(proper, Instance) and proper.type.fullname == "typing.Coroutine":
         return proper.args[2]
@@ -249,7 +249,7 @@ def _awaited(returned: Type) -> Type:
 
 
 def _mock_signature(context: FunctionSigContext | MethodSigContext) -> FunctionLike:
-    """``(worker, layout, <parameters of the worker's __init__>, *, name, failures, timeout)``."""
+    """Return ``(worker, layout, <parameters of the worker's __init__>, *, name, failures, timeout)``."""
     signature = context.default_signature
     checker = context.api
     if not isinstance(signature, CallableType) or not isinstance(checker, TypeChecker) or not context.args[0]:
@@ -265,7 +265,7 @@ def _mock_signature(context: FunctionSigContext | MethodSigContext) -> FunctionL
 
 
 def _replaced(signature: CallableType, taken: list[tuple[Type, Any, str | None]]) -> CallableType:
-    """The signature with these parameters in place of ``*args`` and ``**kwargs``."""
+    """Return the signature with these parameters in place of ``*args`` and ``**kwargs``."""
     own = list(zip(signature.arg_types, signature.arg_kinds, signature.arg_names, strict=True))
     first = [each for each in own if each[1] == ARG_POS]
     named = [each for each in own if each[1] in (ARG_NAMED, ARG_NAMED_OPT)]
@@ -279,16 +279,16 @@ def _replaced(signature: CallableType, taken: list[tuple[Type, Any, str | None]]
 # ---- types ---------------------------------------------------------------------------------------------------------
 
 
-def _given(context: FunctionContext, index: int) -> bool:
+def _is_passed(context: FunctionContext, index: int) -> bool:
     return bool(context.arg_types[index])
 
 
 def _argument(context: FunctionContext, index: int) -> Type | None:
-    return context.arg_types[index][0] if _given(context, index) else None
+    return context.arg_types[index][0] if _is_passed(context, index) else None
 
 
 def _parameters(spec: Type | None, count: int) -> list[Type]:
-    """The type parameters of a mode; Any for other values, such as a dict of functions."""
+    """Return the type parameters of a mode; Any for other values, such as a dict of functions."""
     proper = get_proper_type(spec) if spec is not None else None
     if (
         isinstance(proper, Instance)
@@ -309,7 +309,7 @@ def _bool(context: FunctionContext, value: bool) -> Type:
 
 
 def _literal(annotated: Type) -> Any:
-    """The value of a literal type; None for other types."""
+    """Return the value of a literal type; None for other types."""
     proper = get_proper_type(annotated)
     if isinstance(proper, Instance) and proper.last_known_value is not None:
         proper = proper.last_known_value

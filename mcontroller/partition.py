@@ -1,8 +1,8 @@
 """Split n rows over k shards so that results can be restored: contiguous, padded, or balanced by row length.
 
 Pure arithmetic on row numbers; the dispatch plan assigns shards to ranks. Shard ``i`` of a contiguous partition starts
-at row ``i * n // k``: shards differ by at most one row, and the last one is never the shorter. A shard that needs one
-padding row takes the row that follows its last one. It stays a range, so it is a view of the batch and not a copy.
+at row ``i * n // k``: shards differ by at most one row, and no shard is longer than the last one. A shard that needs
+a padding row takes the row that follows its last one. It stays a range, so it is a view of the batch and not a copy.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def balanced(
         padding: As in ``split_rows``; padding rows repeat the shortest row.
 
     Raises:
-        DataError: If a length is negative, the numbers of lengths and labels differ, or groups of different sizes are
-            to be split with ``equal_size``.
+        DataError: If ``k`` is less than 1, a length is negative, the numbers of lengths and labels differ, or groups
+            differ in size with ``equal_size``.
     """
     n, lengths = len(lengths), list(map(int, lengths))
     _check_counts(n, k)

@@ -2,7 +2,7 @@
 
 ``workers`` and ``parallel_state`` are common names. If a file ``workers.py`` of the user's is found first on
 ``sys.path``, ``from workers import ActorConfig`` fails with "cannot import name", which names neither the cause nor the
-fix. Standard library only: nothing of ours can be imported before this check.
+fix. It uses the standard library only, because no package of this project can be imported before the check.
 """
 
 from __future__ import annotations

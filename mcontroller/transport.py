@@ -1,7 +1,7 @@
 """The interface between a group and the transport that carries its calls.
 
 A group prepares a call and hands it to an ``Executor`` (in this process, or over Ray), which starts it on the ranks
-and returns an ``InFlightCall``. No module above this one knows how values travel; no transport knows what they mean.
+and returns an ``InFlightCall``. Modules above do not depend on how values travel; transports do not interpret them.
 
 * Ranks that get equal arguments get the *same* ``Arguments`` object. A transport serializes and stores it once.
 * A value that is part of several ``Arguments`` (a plain argument next to split batches) goes through ``share`` first.
@@ -60,7 +60,7 @@ class Arguments:
 
 
 class Deferred(ABC):
-    """An argument whose value is held elsewhere. Allowed only at the top level of ``Arguments``."""
+    """An argument whose value is stored elsewhere. Allowed only at the top level of ``Arguments``."""
 
     @abstractmethod
     def handles(self) -> Sequence[Handle]:
@@ -113,7 +113,10 @@ class InFlightCall(Protocol):
         """Whether every rank has answered or failed. Does not wait."""
 
     def cancel(self) -> None:
-        """Cancel the call on all ranks if it has started on none of them; ``result`` raises from now on."""
+        """Cancel the call on all ranks if it has started on none of them.
+
+        If the call is not complete, ``result`` raises GroupError afterwards, whether it was cancelled or not.
+        """
 
 
 class Executor(Protocol):
@@ -121,7 +124,7 @@ class Executor(Protocol):
 
     @property
     def transport(self) -> str:
-        """Name of the kind of its handles. Executors of one transport can fetch each other's."""
+        """Name of the transport. Executors of one transport can fetch each other's handles."""
 
     @property
     def world_size(self) -> int:
@@ -135,9 +138,13 @@ class Executor(Protocol):
         """Set the coordinates of each rank, by rank, for error messages and traces."""
 
     def share(self, value: Any, readers: int) -> Any:
-        """Return a stand-in for ``value`` in several ``Arguments``, which ``readers`` ranks read in total.
+        """Return the form of ``value`` to pass in several ``Arguments``.
 
-        The value itself if it is small or has one reader; otherwise a ``Deferred`` on a copy that is stored once.
+        The value itself if it is small or has one reader; otherwise a ``Deferred`` of a copy that is stored once.
+
+        Args:
+            value: the value.
+            readers: the number of ranks that read it.
         """
 
     def submit(
@@ -168,7 +175,7 @@ class Executor(Protocol):
         """Return the values of handles of this transport in the calling process; see ``Fetch``."""
 
     def shutdown(self) -> None:
-        """Let idle ranks ``finish``, end them and free everything they hold. A second call does nothing."""
+        """Call ``finish`` on idle ranks, end all ranks and free their resources. A second call does nothing."""
 
 
 def resolve(arguments: Arguments, fetch: Fetch) -> tuple[list[Any], dict[str, Any]]:
@@ -185,12 +192,12 @@ def call_context(worker: Any, method: str) -> AbstractContextManager[Any]:
 
 
 def complete(value: Any) -> Any:
-    """Return what a method returned, or, if it is async, the result of its coroutine."""
+    """Return the value of a method; await it first if the method is async."""
     return _run(value) if inspect.isawaitable(value) else value
 
 
 def row_count(value: Any) -> int | None:
-    """Number of rows of a DataProto; None for any other value."""
+    """Return the number of rows of a DataProto; None for any other value."""
     protocol = sys.modules.get("mcontroller.data.protocol")  # a process without it has made no DataProto
     return len(value) if protocol is not None and isinstance(value, protocol.DataProto) else None
 
@@ -203,7 +210,7 @@ def finish(worker: Any) -> None:
 
 
 def reported_coordinates(worker: Any) -> dict[str, int]:
-    """Index on each axis that a worker reports for its own rank, for errors of ranks that were not asked yet.
+    """Return the coordinates that a worker reports for its own rank, for errors before they have been collected.
 
     Empty for a worker without ``get_megatron_rank_info``, and if that raises: the error that is being reported may
     have left Megatron unusable, and must not be replaced by another.
@@ -222,7 +229,7 @@ _runner: asyncio.Runner | None = None
 
 
 def _run(awaitable: Any) -> Any:
-    """Run on the one event loop of this process, so that what a worker keeps open stays bound to a live loop."""
+    """Run on the one event loop of this process, so that a worker's open connections stay bound to a live loop."""
     global _runner
     if _runner is None:
         _runner = asyncio.Runner()

@@ -1,4 +1,4 @@
-"""Worker: the object of one rank, and ClassWithInitArgs: its class and arguments, constructed later in its process."""
+"""Worker, the object of one rank, and ClassWithInitArgs, a worker class with the arguments to construct it later."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Worker:
     if not TYPE_CHECKING:  # for a type checker, the arguments of a subclass are those of its __init__
 
         def __new__(cls, *args, **kwargs):
-            """Construct the worker and record its rank; ``__init__`` can use it already."""
+            """Create the worker and record its rank, so that ``__init__`` can read it."""
             worker = super().__new__(cls)
             worker._environment = RankEnvironment.from_variables(os.environ)
             return worker
@@ -111,10 +111,10 @@ class Worker:
     def check_init(cls, *args: Any, **kwargs: Any) -> None:
         """Reject wrong arguments of the constructor before any process starts; by default accept all.
 
-        Called in the controller's process, with the arguments of ``RayClassWithInitArgs``, when that is made.
+        Called in the controller's process, with the arguments of ``ClassWithInitArgs``, when that is constructed.
 
         Raises:
-            ConfigError: an argument does not fit.
+            ConfigError: an argument is not valid.
         """
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
@@ -164,5 +164,5 @@ class ClassWithInitArgs(Generic[W_co]):
         return self.cls(*self.args, **self.kwargs)
 
     def __repr__(self) -> str:
-        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
-        return f"{type(self).__name__}({', '.join([self.cls.__qualname__, *given])})"
+        arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"{type(self).__name__}({', '.join([self.cls.__qualname__, *arguments])})"

@@ -1,4 +1,4 @@
-"""Where am I? Pure rank arithmetic, and the only code that touches Megatron's global state."""
+"""Layouts and topologies of ranks as pure arithmetic, and the only code that changes Megatron's global state."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def topology_text(
         nodes: The node of every rank, by rank.
         names: The name of every rank, by rank.
         by: ``"stage"``, ``"node"`` or ``"rank"``; None for the stages, and the nodes if they are known.
-        max_rows: The length of a table past which rows before the last ones are left out.
+        max_rows: The largest number of rows of a table; rows in the middle of a longer one are left out.
 
     Raises:
         TopologyError: Another value of ``by``, or ``"node"`` without nodes.

@@ -28,8 +28,8 @@ class DistRankInfo:
         ep_rank: Expert-parallel index.
         etp_rank: Tensor-parallel index in the expert grid.
         edp_rank: Data-parallel index in the expert grid.
-        vpp_rank: The virtual stage that is current on the rank; None without virtual stages. It is no coordinate:
-            a rank runs all of its virtual stages.
+        vpp_rank: The virtual stage that is current on the rank; None without virtual stages. It is not a
+            coordinate: a rank runs all of its virtual stages.
         extra: The index on each user-defined axis.
     """
 

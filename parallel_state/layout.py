@@ -146,7 +146,7 @@ class ParallelLayout:
         found = self.coordinates(rank)
         if any(found[axis] != index for axis, index in indices.items()):
             raise LayoutError(
-                f"no rank has the coordinates {coordinates_text(indices)}: by {', '.join(complete[0])} it is rank "
+                f"no rank has the coordinates {coordinates_text(indices)}: {', '.join(complete[0])} select rank "
                 f"{rank}, which has {coordinates_text({axis: found[axis] for axis in indices})}",
                 coordinates=coordinates,
                 rank=rank,

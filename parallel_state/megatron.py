@@ -111,7 +111,7 @@ class MegatronContext:
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
                 order=layout.order,
-                distributed_timeout_minutes=timeout_s / 60,  # ends in a timedelta, which takes fractions
+                distributed_timeout_minutes=timeout_s / 60,  # Megatron passes it to timedelta, which accepts fractions
                 create_gloo_process_groups=dist.get_backend() != "gloo",
             )
             _share_gloo_groups()

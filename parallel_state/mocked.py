@@ -2,7 +2,7 @@
 
 Nothing is initialized and nothing communicates. Megatron's getters read module globals; inside ``activate(rank)``
 these are groups that know their ranks only, so that the getters work no matter how they were imported. Each rank has
-its own set of globals, and keeps what it changes in them.
+its own set of globals, and keeps its changes to them.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class _Groups:
 
     @classmethod
     def over(cls, topology: Topology, axes: Sequence[str]) -> _Groups:
+        """Return the groups of ranks that differ on ``axes`` only."""
         grid = topology.dense_axes if set(axes) <= set(topology.dense_axes) else topology.expert_axes
         group_of = topology.shard_indices([axis for axis in grid if axis not in axes])
         spread = [axis for axis in axes if topology.size(axis) > 1]

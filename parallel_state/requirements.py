@@ -1,7 +1,7 @@
 """Report a missing package in one line that contains the command to install it.
 
-The distribution's hard dependencies leave out what a team's image builds for itself: torch, tensordict, megatron-core
-and Transformer Engine (see docs/install.md).
+torch, tensordict, megatron-core and Transformer Engine are not hard dependencies of the distribution, because teams
+build them for their own images (see docs/install.md).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def require(*modules: str) -> None:
     """Raise an error that names the first of these modules that cannot be found; import none of them.
 
     Args:
-        modules: dotted module names, such as ``"torch"`` or ``"megatron.core"``.
+        modules: Dotted module names, such as ``"torch"`` or ``"megatron.core"``.
 
     Raises:
-        MissingPackageError: a module is not installed and not on PYTHONPATH.
+        MissingPackageError: A module is not installed and not on PYTHONPATH.
     """
     for module in modules:
         try:
@@ -35,7 +35,11 @@ def require(*modules: str) -> None:
 
 
 def missing_package(module: str) -> MissingPackageError:
-    """Return the error for a module that cannot be found."""
+    """Return the error for a module that cannot be found.
+
+    Args:
+        module: The dotted name of the module; its top-level module is a key of ``EXTRAS``.
+    """
     extra = EXTRAS[module.partition(".")[0]]
     return MissingPackageError(
         f"{module} is not installed: run pip install 'mcontroller[cpu]' for CPU wheels of everything, or pip install "

@@ -185,7 +185,11 @@ class Topology:
         return self.sizes[axis]
 
     def column(self, axis: str) -> Sequence[int]:
-        """Return the index of every rank on ``axis``, by rank."""
+        """Return the index of every rank on ``axis``, by rank.
+
+        Raises:
+            TopologyError: The topology has no such axis.
+        """
         self.size(axis)
         return range(self.world_size) if axis == RANK_AXIS else self.columns[axis]
 
@@ -232,7 +236,11 @@ class Topology:
         return selected
 
     def shard_count(self, axes: Sequence[str]) -> int:
-        """Return the number of shards of a batch that is split over ``axes``; 1 without axes."""
+        """Return the number of shards of a batch that is split over ``axes``; 1 without axes.
+
+        Raises:
+            TopologyError: An unknown axis, or an axis that is named twice.
+        """
         axes = self._split_axes(axes)
         return grid_size(axes, {axis: self.size(axis) for axis in axes})
 
@@ -261,7 +269,7 @@ class Topology:
         Args:
             by: ``"stage"`` for replicas by pipeline stage, ``"node"`` for a row per node, ``"rank"`` for a row per
                 rank; None for the stages, and the nodes if they are known.
-            max_rows: The length of a table past which rows before the last ones are left out.
+            max_rows: The largest number of rows of a table; rows in the middle of a longer one are left out.
 
         Raises:
             TopologyError: Another value of ``by``, or ``"node"`` if the nodes are not known.
@@ -416,7 +424,8 @@ def _shared_coordinates(topology: Topology, axes: Sequence[str], positions: Sequ
     else:
         involved = ranks
         odd = _odd_one_out(topology, ranks, missing_coordinates)
-        message += f"; by the order of all other ranks, {topology.label(odd)} is wrong" if odd is not None else ""
+        if odd is not None:
+            message += f"; judging by the order of all other ranks, {topology.label(odd)} is wrong"
     return TopologyError(message, ranks=tuple(involved), missing=len(missing))
 
 

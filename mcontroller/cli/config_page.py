@@ -47,13 +47,13 @@ def _collect(cls: type, key: str, parts: Mapping[str, type], used: dict[type, li
 def _section(cls: type, keys: list[str], used: Mapping[type, list[str]]) -> str:
     base = next((other for other in cls.__mro__[1:] if other in used), None)
     named = [f"`{key}`" for key in keys if key]
-    places = f"Keys: {', '.join(named)}.\n" if named else "Root of the configuration: its keys have no prefix.\n"
+    keys_text = f"Keys: {', '.join(named)}.\n" if named else "Root of the configuration: its keys have no prefix.\n"
     inherited = f"All fields of [{base.__name__}](#{base.__name__.lower()}), and these.\n" if base else ""
     fields = [field for field in fields_of(cls) if base is None or field.owner is cls]
     rows = [_row(field) for field in fields]
     summary = _code(inspect.cleandoc(cls.__doc__ or ""))
     table = ["| field | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |", *rows]
-    return "\n".join([f"## {cls.__name__}\n", f"{summary}\n", places + inherited, *table, ""])
+    return "\n".join([f"## {cls.__name__}\n", f"{summary}\n", keys_text + inherited, *table, ""])
 
 
 def _row(field: FieldDoc) -> str:

@@ -26,11 +26,11 @@ def entry_points(group: str, checkout: Path | None = None) -> dict[str, EntryPoi
 
     Args:
         group: the name of the group.
-        checkout: the directory that contains the package ``mcontroller``; found unless given.
+        checkout: the directory that contains the package ``mcontroller``; by default that of the imported one.
     """
     root = checkout or Path(mcontroller.__file__).resolve().parent.parent
     project = root / "pyproject.toml"
-    installed = [entry for entry in importlib.metadata.entry_points(group=group)]
+    installed = list(importlib.metadata.entry_points(group=group))
     if project.is_file() and (own := _declared(project, group)) is not None:
         installed = [entry for entry in installed if entry.dist is None or entry.dist.name != DISTRIBUTION] + own
     return {entry.name: entry for entry in sorted(installed, key=lambda entry: entry.name)}

@@ -1,6 +1,6 @@
 """Documentation of configuration fields, read from the string below each field of a dataclass.
 
-The form, as Sphinx and editors read it too::
+This form is also the one that Sphinx and editors read::
 
     @dataclass
     class RolloutConfig:
@@ -41,7 +41,7 @@ class FieldDoc:
         unit: the unit of its value, or an empty string.
         default: its default as text: "required", or a Python literal.
         meaning: what it does; empty if it is not documented.
-        nested: the dataclass that it contains, if it does.
+        nested: the dataclass of its value; None for other values.
     """
 
     key: str

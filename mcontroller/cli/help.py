@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from mcontroller.cli.classes import load_class
 from mcontroller.cli.config_page import config_page
 from mcontroller.cli.entry_points import CONFIGS, VERBS, entry_points
 from mcontroller.cli.field_docs import FieldDoc, fields_of, fields_under
@@ -56,14 +56,14 @@ def roots(paths: Iterable[str] = ()) -> tuple[list[type], dict[str, type]]:
     """Return the dataclasses whose keys have no prefix, and the registered dataclasses of further keys.
 
     Args:
-        paths: further roots, each ``module:class``.
+        paths: further roots, each ``package.module:Class``.
 
     Raises:
-        ConfigError: a path cannot be imported.
+        ConfigError: a path is not an importable class.
     """
     registered = {name: entry.load() for name, entry in entry_points(CONFIGS).items()}
     first: list[type] = [registered.pop(ROOT)] if ROOT in registered else []
-    return first + [_loaded(path) for path in paths], registered
+    return first + [load_class(path, "--config") for path in paths], registered
 
 
 def all_fields(classes: Iterable[type], parts: dict[str, type]) -> list[FieldDoc]:
@@ -127,13 +127,3 @@ def _unknown(key: str, fields: Sequence[FieldDoc]) -> ConfigError:
 def _unique(fields: Iterable[FieldDoc]) -> list[FieldDoc]:
     """Return the fields, one for each key: that of the last root that declares it."""
     return list({field.key: field for field in fields}.values())
-
-
-def _loaded(path: str) -> type:
-    module, colon, name = path.partition(":")
-    if not colon or importlib.util.find_spec(module) is None:
-        raise ConfigError(f"--config {path}: expected MODULE:CLASS of a module that can be imported", key=path)
-    cls = getattr(importlib.import_module(module), name, None)
-    if not isinstance(cls, type):
-        raise ConfigError(f"--config {path}: {module} has no class {name!r}", key=path)
-    return cls

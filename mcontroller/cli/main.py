@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit status; without a verb, print the list of verbs.
 
     Args:
-        arguments: those of the command line, without the program's name; ``sys.argv[1:]`` unless given.
+        arguments: the command line without the program's name; by default ``sys.argv[1:]``.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     verbs = entry_points(VERBS)
-    if not given or given[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(list_of(verbs))
         return 0
-    name, *rest = given
+    name, *rest = words
     if name not in verbs:
         close = difflib.get_close_matches(name, verbs, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"the verbs are {', '.join(verbs)}"
@@ -81,7 +81,7 @@ def summary_of(module: str) -> str:
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
-    """Find a module without importing its parents, as ``importlib.util.find_spec`` does not."""
+    """Find a module without importing its parent packages; ``importlib.util.find_spec`` would import them."""
     top, *below = module.split(".")
     spec = importlib.util.find_spec(top)
     name = top

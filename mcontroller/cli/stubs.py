@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import importlib
 import inspect
 import sys
 import types
@@ -22,8 +21,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from mcontroller.cli.classes import load_class
 from mcontroller.dispatch.registration import Registration, registrations, written_parameters
-from mcontroller.errors import ConfigError
 from mcontroller.group import Future_co, GroupMethod
 
 __all__ = ["add_arguments", "group_method", "run", "typed_group"]
@@ -39,7 +38,7 @@ BATCHES = ("DataProto", "DataProtoFuture")
 def group_method(
     future: type[Future_co],
 ) -> Callable[[Callable[Concatenate[Any, P], R]], GroupMethod[P, R, Future_co]]:
-    """Declare a method of a typed group; ``future`` is what its calls return with ``blocking=False``.
+    """Declare a method of a typed group; ``future`` is the type that its calls return with ``blocking=False``.
 
     Generated classes use it under ``if TYPE_CHECKING:``. It has no use at run time.
     """
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the worker or the group is not an importable class.
     """
-    text = typed_group(_load(arguments.worker, "worker"), arguments.group)
+    text = typed_group(load_class(arguments.worker, "worker"), arguments.group)
     if arguments.output is None:
         sys.stdout.write(text)
     else:
@@ -79,7 +78,7 @@ def typed_group(worker_cls: type, group: str | None = None) -> str:
         ConfigError: the group is not an importable class.
     """
     default = MEGATRON_GROUP if hasattr(worker_cls, "get_megatron_rank_info") else PLAIN_GROUP
-    base = _load(group or default, "group")
+    base = load_class(group or default, "group")
     names = _Names(base, worker_cls)
     head = f"class {worker_cls.__name__}Group({names.of(base)}[{names.of(worker_cls)}]):"
     methods = [
@@ -138,7 +137,7 @@ class _Names:
         return cls.__qualname__
 
     def text(self, annotation: Any) -> str:
-        """Return an annotation as source; Any for what has no source form."""
+        """Return an annotation as source; Any for an annotation without a source form."""
         if annotation is inspect.Parameter.empty or annotation is Any or isinstance(annotation, str | TypeVar):
             return self.add("typing", "Any")
         if annotation is None or annotation is type(None):
@@ -164,7 +163,7 @@ def _method(worker_cls: type, name: str, registration: Registration, names: _Nam
     function = inspect.unwrap(getattr(worker_cls, name))
     hints = _hints(function)
     spec, zero = registration.dispatch_mode, registration.execute_mode.rank_zero_only
-    unknown = spec.functions is not None and not zero  # what functions take and return is not known
+    unknown = spec.functions is not None and not zero  # user-defined functions have parameters and results of any type
     arguments, shown = ("whole", "value") if zero or unknown else (spec.arguments, spec.result)
     parameters = written_parameters(inspect.signature(function))
     if not isinstance(static, staticmethod | classmethod):
@@ -202,7 +201,7 @@ class _Source(str):
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The resolved annotations; without those whose names exist only for type checkers."""
+    """Return the resolved annotations; {} if one of them uses a name that is imported only for type checkers."""
     try:
         return typing.get_type_hints(function)
     except NameError:
@@ -227,18 +226,3 @@ def _results(value: str, rule: str, names: _Names) -> tuple[str, str]:
 
 def _awaited(annotation: Any) -> Any:
     return typing.get_args(annotation)[2] if typing.get_origin(annotation) is Coroutine else annotation
-
-
-def _load(path: str, key: str) -> type:
-    module, separator, name = path.partition(":")
-    if not separator or not module or not name:
-        raise ConfigError(f"{key} is {path!r}; expected package.module:Class", key=key, value=path)
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}", key=key, value=path) from error
-    if not isinstance(found, type):
-        raise ConfigError(
-            f"{key} is {path!r}, which is a {type(found).__name__}; expected a class", key=key, value=path
-        )
-    return found

@@ -23,7 +23,14 @@ C = TypeVar("C")
 def strict_fields(cls: type[C]) -> type[C]:
     """Decorate a dataclass so that its constructor rejects wrong fields with a ConfigError that contains the fix.
 
-    A dataclass may have a class variable ``field_hints``: names that users take for fields, with what to do instead.
+    A dataclass may have a class variable ``field_hints``: a mapping from names that users mistake for fields to a hint
+    for each.
+
+    Args:
+        cls: the dataclass; its constructor is replaced.
+
+    Returns:
+        The same class.
 
     Example:
         >>> @strict_fields
@@ -42,11 +49,11 @@ def strict_fields(cls: type[C]) -> type[C]:
         for name in kwargs:
             if name not in names:
                 raise unknown_field(cls, name)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        missing = [name for name in required if name not in given]
+        values = dict(zip(names, args, strict=False)) | kwargs
+        missing = [name for name in required if name not in values]
         if missing:
             raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
-        _check_nested(cls, given)
+        _check_nested(cls, values)
         init(self, *args, **kwargs)
 
     setattr(cls, "__init__", __init__)  # noqa: B010  # mypy rejects the assignment to a method
@@ -56,12 +63,12 @@ def strict_fields(cls: type[C]) -> type[C]:
 def unknown_field(cls: type, key: str, prefix: str = "") -> ConfigError:
     """Return the error for a field that ``cls`` does not have.
 
-    The message contains the hint of ``cls`` for this name, close matches, nested fields of the same name, or the
-    names of all fields, the first of these that there is.
+    The message contains the first of these that exists: the hint of ``cls`` for this name, the nested fields of the
+    same name, close matches, the names of all fields.
 
     Args:
         cls: the dataclass.
-        key: the name given.
+        key: the name that is not a field.
         prefix: the dotted key of ``cls`` in the whole configuration, with a dot at the end.
     """
     names = [field.name for field in _fields(cls)]
@@ -74,13 +81,13 @@ def unknown_field(cls: type, key: str, prefix: str = "") -> ConfigError:
         hint = f"did you mean {' or '.join(close)}?"
     else:
         hint = f"its fields are {', '.join(names)}"
-    where = f" (key {prefix}{key})" if prefix else ""
-    text = f"{cls.__name__} has no field {key!r}{where}; {hint}"
+    location = f" (key {prefix}{key})" if prefix else ""
+    text = f"{cls.__name__} has no field {key!r}{location}; {hint}"
     return ConfigError(text, key=f"{prefix}{key}", value=None, close_matches=close)
 
 
 def nested_config(cls: type, name: str) -> type | None:
-    """Return the dataclass that the field ``name`` of ``cls`` contains, also an optional one; None for other fields."""
+    """Return the dataclass that is the type of the field ``name``, optional or not; None for other types."""
     hint = _hints(cls)[name]
     options = typing.get_args(hint) or (hint,)
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
@@ -108,8 +115,8 @@ def _nested_names(cls: type, prefix: str = "") -> Iterator[str]:
             yield from _nested_names(nested, f"{prefix}{field.name}.")
 
 
-def _check_nested(cls: type, given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _check_nested(cls: type, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
         expected = nested_config(cls, name) if isinstance(value, Mapping | str) else None
         if expected is not None:
             raise ConfigError(

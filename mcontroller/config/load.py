@@ -22,9 +22,9 @@ C = TypeVar("C")
 def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C:
     """Return an instance of the dataclass ``cls``: later sources replace earlier ones, ``overrides`` replace all.
 
-    A dataclass whose fields can be read from elsewhere (a model's sizes from its checkpoint) has a static method
-    ``find_fields(fields, missing, key)``. It is called if fields are ``missing`` and returns values with a lower
-    priority than every source; ``fields`` are the other fields, and ``key`` is the dotted prefix of all.
+    A dataclass can define a static method ``find_fields(fields, missing, key)`` to read missing fields from elsewhere
+    (a model's sizes from its checkpoint). It is called with the values of the other fields, the names of the missing
+    ones, and the dotted prefix of their keys; the values that it returns have a lower priority than every source.
 
     Args:
         cls: a dataclass of scalars, sequences, mappings and nested dataclasses.
@@ -40,8 +40,8 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
     """
     layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
     for layer in layers:
-        given = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
-        for owner, name, prefix in _unknown_keys(cls, given, ""):
+        values = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
+        for owner, name, prefix in _unknown_keys(cls, values, ""):
             raise unknown_field(owner, name, prefix)
     try:
         config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
@@ -92,10 +92,10 @@ def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, 
     return found
 
 
-def _unknown_keys(cls: type[Any], given: Mapping[str, Any], prefix: str) -> Iterator[tuple[type, str, str]]:
-    """Yield every key of ``given`` that is not a field: the dataclass that lacks it, its name, its dotted prefix."""
+def _unknown_keys(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Iterator[tuple[type, str, str]]:
+    """Yield every key of ``values`` that is not a field: the dataclass that lacks it, its name, its dotted prefix."""
     names = [item.name for item in dataclasses.fields(cls)]
-    for key, value in given.items():
+    for key, value in values.items():
         if key not in names:
             yield cls, key, prefix
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):

@@ -23,8 +23,8 @@ class Registry(Mapping[str, T], Generic[T]):
         ... def mine(log_probs, old_log_probs, advantages): ...
 
     Args:
-        kind: what is registered, as error messages name it: ``"advantage estimator"``.
-        key: the configuration key that holds a name of this registry, for error messages.
+        kind: the name of one entry in error messages, such as ``"advantage estimator"``.
+        key: the configuration key whose value is a name of this registry, for error messages.
     """
 
     def __init__(self, kind: str, *, key: str) -> None:
@@ -33,7 +33,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[U], U]:
-        """Return a decorator that adds what it decorates under ``name``, and returns it unchanged.
+        """Return a decorator that adds the decorated object under ``name`` and returns it unchanged.
 
         Raises:
             ConfigError: another implementation has this name already.
@@ -58,8 +58,12 @@ class Registry(Mapping[str, T], Generic[T]):
     def get_or_raise(self, name: str, key: str | None = None) -> T:
         """Return the implementation called ``name``.
 
+        Args:
+            name: the name.
+            key: the configuration key to report; None for the key of this registry.
+
         Raises:
-            ConfigError: there is none; the message lists the names, and ``close_matches`` holds similar ones.
+            ConfigError: there is none; the message lists the names, and ``close_matches`` lists similar ones.
         """
         if name not in self._entries:
             close = difflib.get_close_matches(str(name), self._entries, n=3)

@@ -1,4 +1,4 @@
-"""The data of a batch: how it is made, measured, compared, copied, pickled and saved.
+"""The data of a batch: its construction, size, comparison, copying, pickling and saving.
 
 `DataProto` adds the operations on rows and columns.
 """
@@ -93,7 +93,7 @@ class BatchData(OutOfBand):
     def batch(self, batch: TensorDict | None) -> None:
         self.stored_batch = batch
 
-    # ---- made from -------------------------------------------------------------------------------------------------
+    # ---- construction -----------------------------------------------------------------------------------------------
 
     @classmethod
     def from_dict(
@@ -104,7 +104,7 @@ class BatchData(OutOfBand):
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Make a batch of columns.
+        """Make a batch from columns.
 
         Args:
             tensors: Tensors ``[rows, ...]``, dense or jagged, and TensorDicts by name.
@@ -144,7 +144,7 @@ class BatchData(OutOfBand):
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> Self:
-        """Make a batch of one dict: tensors become ``batch``, numpy arrays and lists ``non_tensor_batch``.
+        """Make a batch from one dict: tensors become ``batch``, numpy arrays and lists ``non_tensor_batch``.
 
         Args:
             data: Tensors, TensorDicts, numpy arrays and lists by name, each with one entry per row.
@@ -173,7 +173,7 @@ class BatchData(OutOfBand):
         meta_info: Mapping[str, Any] | None = None,
         num_batch_dims: int = 1,
     ) -> Self:
-        """Make a batch of a TensorDict.
+        """Make a batch from a TensorDict.
 
         Args:
             tensor_dict: Its tensors become ``batch``, a NonTensorStack a non-tensor column, NonTensorData an entry of
@@ -199,7 +199,7 @@ class BatchData(OutOfBand):
     def derive(
         self, batch: Batch | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any] | None = None
     ) -> Self:
-        """Low level: make a batch of the same class from columns that are known to agree, without checking them.
+        """Low level: make a batch of the same class from columns that agree; they are not checked.
 
         Args:
             batch: The tensors, as ``stored_batch`` has them.

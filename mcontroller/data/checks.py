@@ -85,7 +85,7 @@ def _check_batch(batch: Any) -> None:
         dims = f" of batch dims {list(batch.batch_size)}" if is_tensordict(batch) else ""
         raise DataError(
             f"batch is {type(batch).__name__}{dims}: expected a TensorDict of at least one batch dim; "
-            "to make a batch of a dict of tensors, call DataProto.from_dict"
+            "to make a batch from a dict of tensors, call DataProto.from_dict"
         )
     for key, value in batch.items():
         if is_tensordict(value):
@@ -128,14 +128,14 @@ def check_same_columns(parts: Sequence[tuple[Batch | None, Mapping[str, Any]]]) 
 
 
 def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> Batch:
-    """Make a batch of tensors.
+    """Make a batch from tensors.
 
     Args:
         tensors: Columns by name.
         batch_dims: Number of leading dims that all columns must share.
 
     Raises:
-        DataError: If a column is no tensor, or its batch dims are not those of the first; names the column.
+        DataError: If a column is not a tensor, or its batch dims are not those of the first; names the column.
     """
     first_key, batch_size = "", torch.Size()
     for key, value in tensors.items():
@@ -167,7 +167,7 @@ def _size_text(batch_size: torch.Size) -> str:
 
 
 def _not_a_tensor(key: str, value: Any) -> DataError:
-    """Return the error for a column that is no tensor, with the fix for values of its type."""
+    """Return the error for a column that is not a tensor, with the fix for values of its type."""
     kind = type(value).__name__
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         kind = f"a numpy array of {value.dtype}"
@@ -191,7 +191,7 @@ def as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
 
     Args:
         value: A numpy array, list or tuple with one entry per row.
-        name: What to call the value in an error.
+        name: Name of the value in error messages.
 
     Raises:
         DataError: If the value is of another type.
@@ -220,7 +220,7 @@ def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None
     """Check that all wanted keys are present.
 
     Args:
-        kind: What the keys are, for the message, such as "meta_info key".
+        kind: The kind of the keys in error messages, such as "meta_info key".
         wanted: Keys that must be present.
         present: Keys that exist.
 

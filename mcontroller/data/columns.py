@@ -1,4 +1,4 @@
-"""The tensors of a batch without a TensorDict, which costs more to make than a small batch costs to split or join.
+"""The tensors of a batch without a TensorDict: creating one costs more than splitting or joining a small batch.
 
 A column is a tensor whose dim 0 counts rows, a jagged nested tensor of that many rows, or a nested TensorDict.
 """
@@ -67,7 +67,7 @@ class Unread(NamedTuple):
 
 
 class Columns:
-    """The columns of a batch whose TensorDict has not been asked for yet, in the order of the schema.
+    """The columns of a batch whose TensorDict has not been needed yet, in the order of the schema.
 
     Immutable for its users, so that batches can share it. A column may be ``Unread``: it is copied at the first access
     through ``tensors``, and joined with others without that copy.
@@ -117,7 +117,7 @@ class Columns:
         return self.tensors
 
     def tensordict(self) -> TensorDict:
-        """Make a TensorDict of the columns, which are not checked again."""
+        """Return a TensorDict of the columns; they are not checked again."""
         return make_tensordict(dict(self.items()), self.batch_size, self.device, check=False)
 
 
@@ -132,7 +132,7 @@ def read_columns(columns: Sequence[Any]) -> list[Any]:
 
 
 def make_columns(tensors: Mapping[str, Any], batch_size: Sequence[int], device: torch.device | None = None) -> Columns:
-    """Make columns of tensors that are known to agree with ``batch_size`` and ``device``."""
+    """Make columns from tensors that agree with ``batch_size`` and ``device``; this is not checked."""
     values, inner = tuple(tensors.values()), tuple(batch_size[1:])
     if set(map(type, values)) == PLAIN:
         kinds = tuple([(column.dtype, tuple(column.shape[1:])) for column in values])

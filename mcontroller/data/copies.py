@@ -45,9 +45,9 @@ def concat_on_one_thread(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along dim 0 without torch's threads, for a process whose node is busy.
 
     The threads of ``torch.cat`` wait for each other, and spin for milliseconds after it. Measured on 2 cores, medians,
-    four columns in 8 parts: while other processes keep the cores busy, joining 15 MB takes 4.2 ms on one thread and
-    109 ms with torch's, 120 MB 27 ms and 189 ms. On idle cores it takes longer: 2.6 ms and 1.7 ms, 27.6 ms and 18.9 ms.
-    Below ``LARGE_BYTES``, torch is as fast or faster in both cases.
+    four columns in 8 parts, one thread against torch's threads: while other processes keep the cores busy, 15 MB take
+    4.2 ms against 109 ms, and 120 MB 27 ms against 189 ms. On idle cores, one thread is slower: 2.6 ms against 1.7 ms,
+    and 27.6 ms against 18.9 ms. Below ``LARGE_BYTES``, torch is as fast or faster in both cases.
     """
     size = tensors[0].nbytes * len(tensors)
     if size < LARGE_BYTES or not all(map(_is_plain_memory, tensors)):

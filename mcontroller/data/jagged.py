@@ -41,7 +41,7 @@ def ragged_dim(column: Tensor) -> int:
 
 
 def packed_parts(column: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return what a jagged column is made of, without unused elements.
+    """Return the parts of a jagged column, without unused elements.
 
     Returns:
         The values of all rows next to each other, the offsets ``[batch + 1]`` from 0 to the number of values, and the
@@ -61,7 +61,7 @@ def packed_parts(column: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def make_jagged(values: Tensor, offsets: Tensor, ragged: int) -> Tensor:
-    """Make a jagged column of what ``packed_parts`` returned."""
+    """Make a jagged column from the parts that ``packed_parts`` returned."""
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 

@@ -205,7 +205,7 @@ class DataProto(BatchData):
         """Repeat every row, as a copy.
 
         Args:
-            repeat_times: How often every row occurs in the result, at least 0.
+            repeat_times: Number of times that every row occurs in the result, at least 0.
             interleave: Whether the repeats of a row are next to each other (``a a b b``); otherwise the whole batch is
                 repeated (``a b a b``).
 
@@ -471,7 +471,7 @@ class DataProto(BatchData):
 
         Args:
             mini_batch_size: Rows of a mini-batch; the last one of an epoch may have fewer.
-            epochs: How often to pass over the batch.
+            epochs: Number of passes over the batch.
             seed: Seed of the shuffling; None uses torch's default generator.
             dataloader_kwargs: Arguments of ``torch.utils.data.DataLoader``, such as ``shuffle``, ``drop_last`` or
                 ``sampler``. By default the rows keep their order, and mini-batches are views.
@@ -494,7 +494,7 @@ def concat_batches(data: Sequence[AnyDataProto], concat: ConcatTensors = concat_
 
     Args:
         data: At least one batch.
-        concat: How to concatenate ordinary tensors.
+        concat: Function that concatenates ordinary tensors.
 
     Raises:
         DataError: As ``DataProto.concat``.

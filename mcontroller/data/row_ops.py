@@ -82,7 +82,7 @@ def join_rows(
         parts: At least one batch; all must have the same columns, which may differ in dim 0 only.
         name: Name of the parts in error messages, if they are nested in a column.
         memo: Shared offsets of jagged columns, see ``mcontroller.data.jagged``.
-        concat: How to concatenate ordinary tensors.
+        concat: Function that concatenates ordinary tensors.
 
     Raises:
         DataError: If parts differ in columns, dtypes or shapes; names the column and the part.

@@ -1,7 +1,7 @@
 """Pickle batches at memory speed: tensors and arrays leave the pickle stream as buffers of exactly their elements.
 
 ``pack_tensors`` replaces every tensor and array of a value by a small placeholder. Pickled with protocol 5 and a buffer
-callback, as Ray does, a placeholder hands out its memory without a copy if it is contiguous. Unpickled, it is the
+callback, as Ray does, a placeholder exposes its memory without a copy if it is contiguous. Unpickled, it is the
 tensor again. A buffer that arrives read-only, as from Ray's shared memory, is copied once; a writable one is used as it
 is, so pass a writable buffer to ``pickle.loads`` only if nothing else uses it. Unpickled values are writable and
 private.
@@ -63,7 +63,7 @@ def reduce(value: Tensor | TensorDict, location: str = "a tensor") -> Reduced:
 
     Args:
         value: The tensor or TensorDict.
-        location: What to call it in an error.
+        location: Name of the value in error messages.
 
     Returns:
         A function and its arguments, which rebuild the value.
@@ -89,7 +89,7 @@ def check_sendable(tensor: Tensor, location: str) -> None:
 
     Args:
         tensor: The tensor.
-        location: What to call it in the error.
+        location: Name of the tensor in the error message.
 
     Raises:
         DataError: If it cannot; fields ``location`` and ``kind``.
@@ -148,7 +148,7 @@ class _ColumnsPlaceholder:
 
 
 class _Packer:
-    """One walk over a value. An object that occurs twice is packed once, and is one object again on the other side."""
+    """One walk over a value. An object that occurs twice is packed once, and is again one object after unpickling."""
 
     def __init__(self) -> None:
         self._path: list[Any] = []

@@ -75,7 +75,7 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
     """Read the three parts of the batch that ``save_batch`` wrote, onto the CPU.
 
     Raises:
-        DataError: If the file is no safetensors file, contains no batch, or was written by another version.
+        DataError: If the file is not a safetensors file, contains no batch, or was written by another version.
     """
     try:
         tensors = safetensors.torch.load_file(filepath)
@@ -164,7 +164,7 @@ class _Writer:
 
 
 class _Reader:
-    """Decodes what ``_Writer`` encoded."""
+    """Decodes the values that ``_Writer`` encoded."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors

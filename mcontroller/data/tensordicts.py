@@ -1,7 +1,7 @@
 """Use TensorDict without importing the package before one is needed.
 
-Importing tensordict costs 1.4 s and 30 MB, which a process that only computes on columns does not pay. As long as the
-package is not imported, no value can be a TensorDict, so the checks below never import it.
+Importing tensordict costs 1.4 s and 30 MB, which a process that only computes on columns avoids. As long as the package
+is not imported, no value can be a TensorDict, so the checks below never import it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def is_memory_mapped(value: object) -> bool:
 def make_tensordict(
     columns: Mapping[Any, Any], batch_size: Sequence[int], device: torch.device | None = None, *, check: bool = True
 ) -> TensorDict:
-    """Make a TensorDict of these columns.
+    """Make a TensorDict from these columns.
 
     Args:
         columns: Tensors and nested TensorDicts by name.
         batch_size: The leading dims that all columns share.
         device: The device of all columns; None leaves each column where it is.
-        check: Whether TensorDict checks the batch dims of every column. Pass False only for columns that are known to
+        check: Whether TensorDict checks the batch dims of every column. Pass False only for columns that
             agree.
     """
     import torch

@@ -52,18 +52,18 @@ def dispatch(
     _check_leading_function(call, args)
     _check_signature(call, args, kwargs)
     named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
-    given = {key: _carried(value, group.executor) for key, value in named}
+    values = {key: _fetch_if_foreign(value, group.executor) for key, value in named}
     if plan.spec.arguments == "entries":
-        return replace(call, shards=_entries(call, given, materialize))
+        return replace(call, shards=_entries(call, values, materialize))
     if plan.spec.arguments == "whole":
-        whole = {key: _passed(value, materialize) for key, value in given.items()}
+        whole = {key: _passed(value, materialize) for key, value in values.items()}
         return replace(call, shards=[_arguments(whole)])
-    shards, origin = _split(call, given, rule)
-    plain = {key: value for key, value in given.items() if key not in shards}
+    shards, origin = _split(call, values, rule)
+    plain = {key: value for key, value in values.items() if key not in shards}
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
-    by_shard = [_of_shard(given, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
-    return replace(call, shards=[_arguments(values) for values in by_shard], origin=origin)
+    by_shard = [_of_shard(values, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
+    return replace(call, shards=[_arguments(of_shard) for of_shard in by_shard], origin=origin)
 
 
 def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ def _signature(worker_cls: type, name: str) -> inspect.Signature | None:
 
 
 _INSTANCE: Any = object()
-"""Stands in for a worker object, to bind methods without making one."""
+"""A placeholder for a worker object, to bind methods without constructing one."""
 
 
 def _arguments(values: Mapping[Key, Any]) -> Arguments:
@@ -102,13 +102,13 @@ def _arguments(values: Mapping[Key, Any]) -> Arguments:
 
 
 def _of_shard(
-    given: Iterable[Key], plain: Mapping[Key, Any], shards: Mapping[Key, Sequence[Any]], shard: int, materialize: bool
+    keys: Iterable[Key], plain: Mapping[Key, Any], shards: Mapping[Key, Sequence[Any]], shard: int, materialize: bool
 ) -> dict[Key, Any]:
-    return {key: _passed(shards[key][shard], materialize) if key in shards else plain[key] for key in given}
+    return {key: _passed(shards[key][shard], materialize) if key in shards else plain[key] for key in keys}
 
 
-def _carried(value: Any, executor: Executor) -> Any:
-    """Return the value itself, or the result of a future that the group's transport cannot carry."""
+def _fetch_if_foreign(value: Any, executor: Executor) -> Any:
+    """Return the result of a future that the group's transport cannot pass on; any other value unchanged."""
     if not isinstance(value, Future) or (isinstance(value, DataProtoFuture) and value.transport == executor.transport):
         return value
     return value.get()
@@ -130,10 +130,10 @@ def _from_function(call: PreparedCall, returned: Any) -> tuple[Sequence[Any], Ma
     )
 
 
-def _entries(call: PreparedCall, given: Mapping[Key, Any], materialize: bool) -> list[Arguments]:
+def _entries(call: PreparedCall, values: Mapping[Key, Any], materialize: bool) -> list[Arguments]:
     """Return the ``Arguments`` of each shard; shards with the same objects as entries share one."""
     count = call.plan.shard_count
-    for key, value in given.items():
+    for key, value in values.items():
         if not isinstance(value, list | tuple):
             raise call.error(
                 f"{_name(key)} is {type(value).__name__}; expected a list of {count} entries, one per "
@@ -148,24 +148,24 @@ def _entries(call: PreparedCall, given: Mapping[Key, Any], materialize: bool) ->
                 given=len(value),
                 expected=count,
             )
-    made: dict[tuple[int, ...], Arguments] = {}
+    by_identity: dict[tuple[int, ...], Arguments] = {}
     shards = []
     for shard in range(count):
-        entries = {key: value[shard] for key, value in given.items()}
+        entries = {key: value[shard] for key, value in values.items()}
         identity = tuple(map(id, entries.values()))
-        if identity not in made:
+        if identity not in by_identity:
             executor = call.group.executor
-            made[identity] = _arguments(
-                {key: _passed(_carried(value, executor), materialize) for key, value in entries.items()}
+            by_identity[identity] = _arguments(
+                {key: _passed(_fetch_if_foreign(value, executor), materialize) for key, value in entries.items()}
             )
-        shards.append(made[identity])
+        shards.append(by_identity[identity])
     return shards
 
 
 def _entries_hint(value: Any) -> str:
     if isinstance(value, DataProto | DataProtoFuture):
         return ": split it with chunk(), or register the method with a mode whose name ends in PROTO"
-    return ": to give every rank the same value, register the method with Dispatch.ONE_TO_ALL"
+    return ": to send every rank the same value, register the method with Dispatch.ONE_TO_ALL"
 
 
 def _check_leading_function(call: PreparedCall, args: Sequence[Any]) -> None:
@@ -178,14 +178,14 @@ def _check_leading_function(call: PreparedCall, args: Sequence[Any]) -> None:
 
 
 def _split(
-    call: PreparedCall, given: Mapping[Key, Any], rule: RowRule
+    call: PreparedCall, values: Mapping[Key, Any], rule: RowRule
 ) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
     """Return the shards of every argument that has rows, and how the rows were split."""
-    batches = {key: value for key, value in given.items() if isinstance(value, DataProto)}
-    futures = {key: value.rows for key, value in given.items() if isinstance(value, DataProtoFuture)}
+    batches = {key: value for key, value in values.items() if isinstance(value, DataProto)}
+    futures = {key: value.rows for key, value in values.items() if isinstance(value, DataProtoFuture)}
     rows = _same_rows(call, batches)
-    if given and not (batches or futures or call.plan.spec.leading_function):
-        listed = ", ".join(f"{_name(key)} is {type(value).__name__}" for key, value in given.items())
+    if values and not (batches or futures or call.plan.spec.leading_function):
+        listed = ", ".join(f"{_name(key)} is {type(value).__name__}" for key, value in values.items())
         raise call.error(
             f"none of its arguments has rows to split: {listed}; pass a DataProto (made by from_dict or "
             "from_tensordict), or register the method with Dispatch.ONE_TO_ALL"

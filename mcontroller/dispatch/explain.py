@@ -54,7 +54,7 @@ class RankExplanation:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a call would do. ``str`` and ``repr`` are a table.
+    """What a call would send to and collect from each rank. ``str`` and ``repr`` are a table.
 
     Attributes:
         method: role and name of the method.
@@ -62,7 +62,7 @@ class Explanation:
         plan: the plan of the call.
         ranks: the part of each rank.
         sent_bytes: size of the arguments that all ranks read, without values that are still on the workers.
-        stored_bytes: size of the arguments that are stored for it: each shard once.
+        stored_bytes: size of the arguments that the transport stores: each shard once.
     """
 
     method: str
@@ -94,7 +94,7 @@ class Explanation:
 
 
 def explain(call: PreparedCall) -> Explanation:
-    """Return the explanation of a call with its arguments."""
+    """Return the explanation of a call that has its arguments."""
     plan = call.plan
     sizes = {id(arguments): payload_bytes(arguments) for arguments in call.shards}
     unknown = {id(arguments) for arguments in call.shards if _has_deferred(arguments)}
@@ -147,7 +147,7 @@ def _size_text(size: int, unknown: bool) -> str:
 
 
 def _axes_with_several_ranks(topology: Topology) -> list[str]:
-    """The axes on which ranks differ; those of the expert grid only if there are several groups of experts."""
+    """Return the axes on which ranks differ; those of the expert grid only if there are several groups of experts."""
     experts = topology.expert_axes if topology.sizes.get("ep", 1) > 1 else ()
     return [axis for axis in dict.fromkeys((*topology.dense_axes, *experts)) if topology.sizes[axis] > 1]
 
@@ -160,7 +160,7 @@ def _cells(rank: RankExplanation, axes: Sequence[str]) -> tuple[str, str, str, s
 
 
 def _rows_text(rank: RankExplanation) -> str:
-    """``0..3``, or the first rows one by one, and how many of them are padding."""
+    """Return ``0..3``, or the first rows one by one, and how many of them are padding."""
     if rank.rows is None:
         return "-"
     rows = list(rank.rows)

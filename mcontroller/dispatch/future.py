@@ -24,7 +24,7 @@ class Future(Generic[T_co]):
 
     Args:
         calls: the calls that the result depends on.
-        collect: waits for the calls (seconds at most, None for no limit) and returns the result.
+        collect: called with a timeout in seconds, or None; waits for the calls and returns the result.
     """
 
     def __init__(self, calls: Sequence[InFlightCall], collect: Callable[[float | None], T_co]) -> None:
@@ -40,7 +40,8 @@ class Future(Generic[T_co]):
         """Wait for the result and return it, or raise the error of the call, as a blocking call does.
 
         Args:
-            timeout: seconds from now; a later result raises CallTimeout. None waits until the call's own deadline.
+            timeout: seconds from now; a later result raises CallTimeout and breaks the group. None waits until the
+                call's own deadline.
 
         Raises:
             WorkerError: a rank's method raised.
@@ -63,7 +64,11 @@ class Future(Generic[T_co]):
         return all(call.wait(left()) for call in self._calls)
 
     def cancel(self) -> None:
-        """Cancel the call on all ranks, or on none if one of them has started it. ``get`` raises GroupError."""
+        """Cancel the call on all ranks, or on none if one of them has started it.
+
+        Unless the result was read before, ``get`` then raises GroupError, whether the call was cancelled or not. Calls
+        of a LocalWorkerGroup have run already: cancelling them does nothing.
+        """
         for call in self._calls:
             call.cancel()
 
@@ -84,11 +89,11 @@ class DataProtoFuture(Future[DataProto]):
     rank of the consumer fetches only the parts that overlap its rows.
 
     Args:
-        rows: the rows on the workers, which ``get`` fetches if there is no ``collect``.
+        rows: the rows on the workers.
         fetch: reads the handles of the transport.
         calls: the calls that the rows depend on.
         transport: name of the transport of the handles; groups of another transport get the fetched result.
-        collect: waits for the calls and returns the result.
+        collect: as for ``Future``; None fetches ``rows``.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Dispatch modes as rows of one table, and the plan that a row and a topology make.
+"""The table of dispatch modes, and the plan of a mode on a topology.
 
 A mode defines how the arguments are sent (as they are, rows split over axes, or one list entry per shard), which ranks
-return, and what the caller gets. A plan lists the same by rank. Both are pure: they need neither torch, nor Ray, nor a
-process. A plan is computed once for each mode and topology.
+return, and the form of the result. A plan lists the same by rank. Both are pure: they need no torch, Ray or process. A
+plan is computed once for each mode and topology.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ _LAST_STAGE = (("tp", 0), ("cp", 0), ("pp", -1))
 class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
     """The dispatch modes, each a ``DispatchSpec``: ``Dispatch.MEGATRON_COMPUTE_PROTO``, ``Dispatch["DP_COMPUTE"]``.
 
-    ``Dispatch.over`` makes a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it.
+    ``Dispatch.over`` returns a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it.
     """
 
     members: ClassVar[dict[str, DispatchSpec[Any, Any]]]
@@ -174,7 +174,7 @@ class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
 
     @staticmethod
     def new_member(name: str, member: DispatchSpec[Any, Any] | None) -> DispatchSpec[Any, Any]:
-        """Return ``member`` under a new name; without one, a mode that waits for ``update_dispatch_mode``."""
+        """Return ``member`` under a new name; without one, a mode whose functions ``update_dispatch_mode`` must set."""
         undefined = partial(_undefined, name)
         return mode_of_functions(name, undefined, undefined) if member is None else replace(member, name=name)
 
@@ -187,18 +187,18 @@ class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
         by: str | Collection[str] | None = None,
         extra: Collection[str] = (),
     ) -> DispatchSpec[Any, Any]:
-        """Make a mode that splits over ``axes`` and collects from the ranks at ``collect``.
+        """Return a mode that splits over ``axes`` and collects from the ranks at ``collect``.
 
         Args:
             axes: the axes to split over, first axis slowest: Megatron's dense ones (tp, cp, dp, pp), its expert ones
-                (etp, ep, edp), or axes that the layout declares itself (``ParallelLayout(extra=...)``). Without axes,
+                (etp, ep, edp), or user-defined axes (``ParallelLayout(extra=...)``). Without axes,
                 every rank gets the arguments as they are.
             collect: the index on each axis that a returning rank has; a negative index counts from the end.
             result: ``concat`` (default with axes), ``list`` (default without axes) or ``value``.
             arguments: ``rows`` splits the rows of DataProtos, ``entries`` takes lists with one entry per shard.
             by: the axes that the results are listed by; ``axes`` by default, or every rank without axes.
-            extra: axes of the layout's own whose names are close to a Megatron axis, such as ``"fsdp"``; without this,
-                a close name is rejected as a typing error.
+            extra: user-defined axes whose names are close to that of a Megatron axis, such as ``"fsdp"``; without
+                this, a close name is rejected as a spelling error.
 
         Returns:
             The mode, for ``register``. Its type parameters are known to the mypy plugin only.
@@ -381,7 +381,7 @@ def _collected(spec: DispatchSpec[Any, Any], topology: Topology, run: tuple[int,
             running = [rank for rank in run if result_of[rank] == result]
             raise DispatchError(
                 f"mode {spec} collects from {dict(spec.collect) or 'every rank'}, but none of the running ranks "
-                f"{_some(running)} is there: no rank would return result {result}",
+                f"{_some(running)} has these coordinates: no rank would return result {result}",
                 mode=spec.name,
                 collect=dict(spec.collect),
                 ranks=tuple(running),

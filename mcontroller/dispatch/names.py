@@ -39,7 +39,7 @@ class NamedMembers(type):
         """Add a member under ``name`` and return it.
 
         Raises:
-            DispatchError: the name is taken or is no identifier.
+            DispatchError: the name is taken or is not an identifier.
         """
         if not name.isidentifier() or name in cls.members or hasattr(cls, name):
             raise DispatchError(
@@ -56,11 +56,12 @@ class NamedMembers(type):
         Raises:
             DispatchError: there is no member of this name.
         """
-        cls[name]
-        return cls.members.pop(name)
+        member = cls[name]
+        del cls.members[name]
+        return member
 
     def new_member(cls, name: str, member: Any) -> Any:
-        """Return the member that ``register(name, member)`` stores; every class defines it."""
+        """Return the member that ``register(name, member)`` stores; every class must define it."""
         raise NotImplementedError
 
     def __getitem__(cls, name: str) -> Any:
@@ -75,7 +76,7 @@ class NamedMembers(type):
     if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
 
         def __getattr__(cls, name):
-            """Return a member, or report the members that there are."""
+            """Return a member; the error for an unknown name lists all members."""
             if name.startswith("_") or name not in cls.members:
                 raise AttributeError(f"{cls.__name__} has no {name!r}; it has {', '.join(cls.members)}")
             return cls.members[name]

@@ -31,7 +31,7 @@ class CallingGroup(Protocol):
 
     @property
     def executor(self) -> Executor:
-        """Runs the call on the ranks."""
+        """The executor that runs the call on the ranks."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PreparedCall:
         dropped from every DataProto.
 
         Raises:
-            DispatchError: a rank returned something else than a DataProto for ``concat``; or padding or a changed
+            DispatchError: a rank returned something other than a DataProto for ``concat``; or padding or a changed
                 order of rows cannot be undone, because the rows of a shard did not all come back as the same number
                 of rows.
         """
@@ -121,7 +121,7 @@ class PreparedCall:
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
             fields = {**error.fields, "ranks": self.plan.collected}
             call = f"{self.group.name}.{self.method}"
-            raise DataError(f"{call}: its results do not join ({parts}): {error}", **fields) from error
+            raise DataError(f"{call}: its results cannot be concatenated ({parts}): {error}", **fields) from error
 
     def _without_padding(self, origin: Partition | None, shard: int, value: Any) -> Any:
         if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not value.has_columns():
@@ -137,7 +137,7 @@ class PreparedCall:
 
 
 def _not_a_batch(spec: DispatchSpec[ArgumentRule, ResultRule], rank: int, value: object) -> str:
-    """Return the error text for a rank that returned something else than a DataProto in a mode that concatenates."""
+    """Return the error text for a rank that returned something other than a DataProto in a mode that concatenates."""
     mode = f"Dispatch.over({', '.join(map(repr, spec.axes))}, collect={dict(spec.collect)}, result='list')"
     listed = "Dispatch.DP_COMPUTE_METRIC" if spec.axes == (RANK,) else mode
     return (

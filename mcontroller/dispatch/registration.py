@@ -1,7 +1,6 @@
-"""``register``: declare a worker's method as callable through its group, and how.
+"""``register``, the decorator that makes a worker's method callable through its group.
 
-The decorator sets one attribute of the function and leaves it otherwise as it is: called on the worker itself, the
-method is an ordinary one.
+It sets one attribute of the function and does not wrap it: called on the worker itself, the method is an ordinary one.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Registering(Generic[A_co, R_co, Blocking_co]):
     ``mcontroller.mypy_plugin``, which computes from them the type of ``group.method``.
 
     Attributes:
-        registration: what is recorded for the function.
+        registration: the registration to record.
     """
 
     registration: Registration
@@ -94,11 +93,11 @@ class Registering(Generic[A_co, R_co, Blocking_co]):
         """Register ``function``.
 
         Raises:
-            DispatchError: it is not callable, as a property is not.
+            DispatchError: ``function`` is not callable (a property, for example).
         """
         if not callable(function):
             raise DispatchError(
-                f"@register decorates functions, not {function!r}: write it below the decorator that made this object"
+                f"@register decorates functions, not {function!r}: write it below the decorator that returned this"
             )
         setattr(function, MAGIC_ATTR, self.registration)
         return function
@@ -157,7 +156,7 @@ def register(
 
 
 def registration_of(worker_cls: type, method: str) -> Registration | None:
-    """Return how a method is registered, by itself or by the method that it overrides; None if it is not."""
+    """Return the registration of a method, its own or that of the method that it overrides; None without one."""
     for base in worker_cls.__mro__:
         registration: Registration | None = getattr(vars(base).get(method), MAGIC_ATTR, None)
         if registration is not None:

@@ -34,7 +34,7 @@ class OpenBatch(NamedTuple):
 
 
 class RemoteBatch(Deferred):
-    """A batch that is joined on the rank that needs it."""
+    """A batch whose rows are fetched and joined on the rank that needs them."""
 
     @abstractmethod
     def open(self, fetch: Fetch) -> OpenBatch:
@@ -82,7 +82,11 @@ class Part(Deferred):
         return [self.handle]
 
     def resolve(self, fetch: Fetch) -> Any:
-        """Fetch the part; DispatchError if another argument has another number of rows."""
+        """Fetch the part.
+
+        Raises:
+            DispatchError: another argument has another number of rows.
+        """
         if self.same_length:
             own = fetch([self.length])[0]
             for name, other in self.same_length:
@@ -115,7 +119,11 @@ class ResultBatch(RemoteBatch):
         return replace(self, parts=())
 
     def open(self, fetch: Fetch) -> OpenBatch:
-        """Fetch the row counts; DispatchError if a part is no DataProto."""
+        """Fetch the row counts.
+
+        Raises:
+            DispatchError: a part is not a DataProto.
+        """
         lengths = fetch(self.lengths)
         if None in lengths:
             raise DispatchError(
@@ -189,7 +197,11 @@ class Window(RemoteBatch):
         return replace(self, of=self.of.counts_only())
 
     def open(self, fetch: Fetch) -> OpenBatch:
-        """Fetch the row counts; DispatchError if ``of`` does not have the ``expected`` number of rows."""
+        """Fetch the row counts.
+
+        Raises:
+            DispatchError: ``of`` does not have the ``expected`` number of rows.
+        """
         count, read = self.of.open(fetch)
         if self.expected is not None:
             expected = self.expected.open(fetch).total if isinstance(self.expected, RemoteBatch) else self.expected
@@ -237,9 +249,9 @@ def _gather(
     offsets: np.ndarray,
     read: Callable[[Sequence[int], Sequence[np.ndarray]], list[DataProto]],
 ) -> DataProto:
-    """Return the rows at ``positions`` of parts that begin at ``offsets``, and read only the parts that have one.
+    """Return the rows at ``positions`` of parts that begin at ``offsets``; read only the parts that contain one.
 
-    If no part has a row, all are read, for their ``meta_info``.
+    Without positions, the first part is read for its ``meta_info``; if no part has a row, all are read.
     """
     part_of = np.searchsorted(offsets[1:], positions, side="right")
     needed = np.unique(part_of).tolist() or list(range(1 if offsets[-1] else len(offsets) - 1))

@@ -27,7 +27,7 @@ __all__ = ["LocalCall", "LocalExecutor"]
 
 
 class LocalHandle:
-    """Holds one value in this process; each reader gets a copy."""
+    """A value in this process; each reader gets a copy."""
 
     __slots__ = ("value",)
 
@@ -135,9 +135,9 @@ class LocalExecutor:
         """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
         self.check_alive(method)
         values = dict.fromkeys(returning)
-        for rank, given in arguments.items():
+        for rank, rank_arguments in arguments.items():
             try:
-                value = self.run(rank, method, given)
+                value = self.run(rank, method, rank_arguments)
             except Exception as error:
                 return self.fail(error if isinstance(error, GroupError) else self._error_of(rank, method, error))
             if rank in values:
@@ -161,7 +161,11 @@ class LocalExecutor:
         return LocalCall((), error=error)
 
     def shutdown(self) -> None:
-        """Call ``before_shutdown`` of every worker, unless the group is broken, and drop them."""
+        """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers.
+
+        Raises:
+            WorkerError: a worker's ``before_shutdown`` raised; the ranks after it are not called.
+        """
         workers = [] if self._broken is not None else self.workers
         self._closed = True
         self.workers = []
@@ -173,7 +177,7 @@ class LocalExecutor:
                 raise self._error_of(rank, "before_shutdown", error) from error
 
     def check_alive(self, method: str) -> None:
-        """Raise GroupBroken if an earlier call has failed, or the group was shut down."""
+        """Raise GroupBroken if an earlier call has failed or the group was shut down."""
         if self._closed:
             raise GroupBroken(f"{self.role}.{method}: the group was shut down", role=self.role, first_cause=None)
         if self._broken is not None:

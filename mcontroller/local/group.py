@@ -19,10 +19,10 @@ class LocalWorkerGroup(WorkerGroup[W_co]):
 
     Args:
         cls_with_init: the worker class, or a ClassWithInitArgs with its init arguments.
-        layout: the number of ranks, or a ParallelLayout, which sets the coordinates of the ranks. Workers that report
-            their own coordinates are asked for them, and these must fit the layout.
+        layout: the number of ranks, or a ParallelLayout, which sets the coordinates of the ranks. If the workers
+            report their own coordinates, these must fit the layout.
         name_prefix: the role, as error messages name it.
-        timeout: accepted as by other groups; calls in the caller's thread have no deadline.
+        timeout: accepted for the interface of other groups; calls in the caller's thread have no deadline.
 
     Raises:
         WorkerError: a worker's constructor raised.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: those of its groups, and the file that names the ones that belong together."""
+"""Checkpoints of a run: one for each group, and a file that records which of them belong together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save_run(directory: str, groups: Mapping[str, WorkerGroup], state: RunState,
         directory: the directory of the run's checkpoints.
         groups: the groups to save, by name.
         state: the controller's own state.
-        max_to_keep: checkpoints that are kept. None: all.
+        max_to_keep: number of checkpoints to keep; None for all.
     """
     written = {
         name: group.save_checkpoint(str(Path(directory) / name), state.global_steps, max_to_keep)[0]

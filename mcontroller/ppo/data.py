@@ -1,4 +1,4 @@
-"""Batches of a data set: the rows of batch k depend on the seed alone."""
+"""Batches of a data set: the rows of batch k depend only on k and the seed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Display:
     """Override the methods of the events to show; the trainer calls them in its own thread."""
 
     def starting(self, what: str) -> None:
-        """Show that something starts that takes seconds."""
+        """Show the start of an operation that takes seconds, described by ``what``."""
 
     def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Show all groups, by name, after they have started."""

@@ -57,7 +57,8 @@ def _k2(log_ratio: Tensor) -> Tensor:
 
 @register_kl_estimator("k3")
 def _k3(log_ratio: Tensor) -> Tensor:
-    back = (-log_ratio).clamp(-20.0, 20.0)  # keeps a token that one of the two almost excludes finite
+    # the limits keep the estimate finite if the policy or the reference almost excludes the token
+    back = (-log_ratio).clamp(-20.0, 20.0)
     return torch.expm1(back) - back
 
 

@@ -15,9 +15,12 @@ from parallel_state.topology import Topology
 
 __all__ = ["ProgressDisplay", "group_table", "rank_table"]
 
-MOST_RANKS = 32
+MAX_RANKS = 32
+"""Ranks that the table of ranks shows."""
 WIDE = 100
-LINES_A_PHASE = 8
+"""Width in characters from which the bar shows the elapsed time too."""
+LINES_PER_PHASE = 8
+"""Lines that replace the bar if the output is not a terminal."""
 SHOWN: Mapping[str, tuple[str, str]] = {
     "warm_up/loss": ("loss", ".3f"),
     "train/score": ("reward", ".3f"),
@@ -29,7 +32,7 @@ SHOWN: Mapping[str, tuple[str, str]] = {
 
 
 class ProgressDisplay(Display):
-    """Tables and a progress bar on ``console``, which is standard output unless given.
+    """Tables and a progress bar on ``console``, by default standard output.
 
     If it is not a terminal, a few lines per phase replace the bar.
     """
@@ -47,7 +50,7 @@ class ProgressDisplay(Display):
         self._task: TaskID | None = None
 
     def starting(self, what: str) -> None:
-        """Print what starts."""
+        """Print the operation that starts."""
         self.console.print(f"[dim]{what} ...[/dim]")
 
     def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
@@ -68,7 +71,7 @@ class ProgressDisplay(Display):
             return
         self._progress.update(self._task, advance=1, shown=metrics_text(metrics))
         task = self._progress.tasks[self._task]
-        every = max(1, int(task.total or 0) // LINES_A_PHASE)
+        every = max(1, int(task.total or 0) // LINES_PER_PHASE)
         if self._progress.disable and (task.completed % every == 0 or task.finished):
             line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {metrics_text(metrics)}"
             self.console.print(line, highlight=False)
@@ -103,11 +106,11 @@ def rank_table(groups: Mapping[str, WorkerGroup]) -> Table:
     table = Table("rank", "node", *groups, title="Ranks", title_justify="left")
     world = max(group.world_size for group in groups.values())
     longest = next(group for group in groups.values() if group.world_size == world)
-    for rank in range(min(world, MOST_RANKS)):
+    for rank in range(min(world, MAX_RANKS)):
         coordinates = [_coordinates_text(group.topology, rank) for group in groups.values()]
         table.add_row(str(rank), longest.executor.nodes[rank], *coordinates)
-    if world > MOST_RANKS:
-        table.add_row(f".. {world - MOST_RANKS} more")
+    if world > MAX_RANKS:
+        table.add_row(f".. {world - MAX_RANKS} more")
     return table
 
 

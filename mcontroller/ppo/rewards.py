@@ -1,4 +1,4 @@
-"""The interface to a task: a reward function scores finished responses."""
+"""Reward functions, which score finished responses: the interface between the trainer and a task."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto) -> Reward:
     if tuple(reward.token_level_scores.shape) != expected:
         raise DataError(
             f"the reward function returned token_level_scores of shape {tuple(reward.token_level_scores.shape)}; "
-            f"the responses are {expected}",
+            f"expected {expected}, the shape of response_mask",
             shape=tuple(reward.token_level_scores.shape),
             expected=expected,
         )

@@ -52,17 +52,17 @@ class RayPPOTrainer:
         resource_pool_manager: the pools, and the pool of each role.
         ray_worker_group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
         reward_fn: the reward of the responses to train on.
-        val_reward_fn: the reward of the responses to held-out problems; ``reward_fn`` unless given.
+        val_reward_fn: the reward of the responses to held-out problems; ``reward_fn`` by default.
         train_dataset: problems; a row has ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and
             any further columns, which are passed to ``reward_fn``.
         val_dataset: held-out problems, in the same form. None: no validation.
         warm_up_dataset: demonstrations for the supervised phase: rows of ``input_ids``, ``attention_mask`` and
             ``loss_mask`` ``[seq]``.
-        trackers: where metrics are logged.
-        display: what the run shows; nothing unless given.
+        trackers: the trackers that log the metrics.
+        display: shows the events of the run; by default nothing is shown.
 
     Raises:
-        ConfigError: roles, configurations and data sets do not fit together; before any process starts.
+        ConfigError: roles, configurations and data sets do not fit together; raised before any process starts.
         DataError: a data set has fewer rows than a batch, or there is no checkpoint to resume from.
     """
 
@@ -91,9 +91,7 @@ class RayPPOTrainer:
         if reward_fn is None or train_dataset is None:
             raise ConfigError("RayPPOTrainer needs reward_fn and train_dataset", key="reward_fn")
         if config.warm_up.steps and warm_up_dataset is None:
-            raise ConfigError(
-                f"warm_up.steps is {config.warm_up.steps}, and warm_up_dataset is not given", key="warm_up"
-            )
+            raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:
             find_run(config.trainer.default_local_dir)
         self.config = config
@@ -120,7 +118,7 @@ class RayPPOTrainer:
         """Start the group of every role in its pool, and build the models of all workers.
 
         Raises:
-            ResourceError: the cluster does not have the resources of the pools; before any process starts.
+            ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
         """
         self.resource_pool_manager.create_resource_pool()
         for worker in self.role_workers:

@@ -1,6 +1,6 @@
-"""The controller over Ray: pools of slots in a cluster, and groups of worker processes that live in them.
+"""The controller over Ray: pools of slots in a cluster, and groups of worker processes that run in them.
 
-Names are loaded when they are first asked for, so that a worker's process loads what it runs and no more.
+Names are imported on first use, so that a worker process imports only the modules that it runs.
 """
 
 from __future__ import annotations

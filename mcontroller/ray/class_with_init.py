@@ -38,15 +38,15 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
         kwargs: keyword arguments of the class.
 
     Raises:
-        ConfigError: ``cls`` is no class.
+        ConfigError: ``cls`` is not a class.
     """
+
+    fused: bool = False
+    """Whether a group of several roles has an attribute for each of them."""
 
     def __init__(self, cls: Callable[P, W_co], *args: P.args, **kwargs: P.kwargs) -> None:
         super().__init__(_plain(cls), *args, **kwargs)
         self.options: dict[str, Any] = {}
-
-    fused: bool = False
-    """Whether a group of several roles has an attribute for each of them."""
 
     @property
     def default_name(self) -> str:
@@ -76,7 +76,7 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
 
 
 def check_class_with_init(init: Any) -> None:
-    """Raise ConfigError for anything but a RayClassWithInitArgs, above all a bare class, and say how to wrap it."""
+    """Raise ConfigError, which shows how to wrap a bare class, unless ``init`` is a RayClassWithInitArgs."""
     if isinstance(init, RayClassWithInitArgs):
         return
     cls = _plain(init.cls if isinstance(init, ClassWithInitArgs) else init)
@@ -98,7 +98,7 @@ def _plain(cls: Any) -> Any:
 
 
 class Roles:
-    """The worker class of a group with several roles. It has no methods; the groups of its roles have."""
+    """The worker class of a group with several roles. It has no methods; the worker class of each role has."""
 
 
 class Colocated(RayClassWithInitArgs[Roles]):

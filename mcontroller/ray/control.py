@@ -1,6 +1,6 @@
 """The control server of a worker process: answers queries while one of its calls is running.
 
-Calls run on the main thread, as the same code does under torchrun, and Ray sends a process nothing else meanwhile. So
+Calls run on the main thread, as under torchrun, and Ray sends nothing else to the process until they return. Therefore
 out-of-band queries (the stack of a call, whether the process is idle, the cancellation of a call) go to a server that
 answers on threads. One connection carries one query: a line of JSON each way. Each query contains a secret, which the
 process sent to its controller over Ray.
@@ -111,7 +111,7 @@ class _Request(StreamRequestHandler):
     def handle(self) -> None:
         try:
             secret, name, *arguments = json.loads(self.rfile.readline(REQUEST_BYTES))
-        except (OSError, ValueError, TypeError, RecursionError):  # not a client of ours
+        except (OSError, ValueError, TypeError, RecursionError):  # not one of our clients
             return
         if hmac.compare_digest(str(secret).encode(errors="replace"), self.server.secret.encode()):
             answer = json.dumps(self.server.handlers[name](*arguments)).encode() + b"\n"

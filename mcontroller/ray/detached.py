@@ -1,4 +1,4 @@
-"""Detached groups: the record that the cluster keeps of each, how another driver finds it, and its end.
+"""Detached groups: the record of each in the cluster, how another driver finds it, and how it is ended.
 
 The record is in the key-value store of Ray's head node, so that it can be read even if all processes are busy.
 """
@@ -26,7 +26,7 @@ NAMESPACE = "mcontroller"
 
 @dataclass(frozen=True, slots=True)
 class DetachedRecord:
-    """What the cluster keeps of a detached group.
+    """The record of a detached group in the cluster.
 
     Attributes:
         placements: its placement groups.
@@ -57,7 +57,7 @@ class RecordedLease:
         _write(group, self._record)
 
     def complete(self, handles: ProcessHandles) -> None:
-        """Add to the record where the processes run, now that their start is complete."""
+        """Add the process infos to the record, when the start of the group is complete."""
         infos = tuple(info for info in handles.infos(timeout=None) if info is not None)
         _write(self._group, replace(self._record, infos=infos))
 
@@ -120,7 +120,7 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
 
 
 def _fix_for(name: str) -> str:
-    """Return what to do if there is no detached group ``name``; it may exist, but not be detached."""
+    """Return the advice for a missing detached group ``name``; a group of this name may exist that is not detached."""
     if any(group.name == name and not group.detached for group in living_groups()):
         return (
             f"Group {name!r} of this driver was started without detached=True: use it directly, or start it with "

@@ -58,27 +58,27 @@ class RayExecutor:
     ) -> RayCall:
         """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
         processes, expected = self.processes, frozenset(returning)
-        readers: dict[int, list[int]] = {id(given): [] for given in arguments.values()}
-        for rank, given in arguments.items():
+        readers: dict[int, list[int]] = {id(each): [] for each in arguments.values()}
+        for rank, each in arguments.items():
             if rank in expected:
-                readers[id(given)].append(rank)
+                readers[id(each)].append(rank)
         with processes.sending:
             processes.check(self.role)
             number = processes.next_call()
             messages: dict[int, Any] = {}
-            for given in arguments.values():
-                key = id(given)
+            for each in arguments.values():
+                key = id(each)
                 if key not in messages:
                     header = CallHeader(processes.caller, number, self.role, method, readers[key], measure)
-                    messages[key] = pack(given)._replace(header=tuple(header)).as_argument()
+                    messages[key] = pack(each)._replace(header=tuple(header)).as_argument()
             ranks = tuple(arguments)
             call = RayCall(
                 processes, self.role, method, ranks, returning, timeout=timeout, number=number, measure=measure
             )
             try:
                 processes.watch(call)
-                for rank, given in arguments.items():
-                    call.send(rank, messages[id(given)])
+                for rank, each in arguments.items():
+                    call.send(rank, messages[id(each)])
             except BaseException as error:
                 processes.break_while_sending(call, error)
                 raise

@@ -106,7 +106,7 @@ class RankFailure:
 
 
 def is_follower(cause: str) -> bool:
-    """Whether the text of a worker's exception says that it lost a peer."""
+    """Return whether the text of a worker's exception reports the loss of a peer."""
     return any(sign in cause.lower() for sign in FOLLOWERS)
 
 
@@ -196,7 +196,7 @@ def tail(info: ProcessInfo | None, timeout: float = LOG_SECONDS) -> str:
 
 
 def _read_tail(paths: Sequence[str]) -> str:
-    """Return the last lines of each file; standard error, which says most, comes last."""
+    """Return the last lines of each file; standard error, which is the most informative, comes last."""
     lines: list[str] = []
     for path in paths:
         if os.path.exists(path):

@@ -95,7 +95,7 @@ def _pack_init(init: ClassWithInitArgs[Any]) -> Packed:
                 of = "" if value is init.cls else f" of {name}, {type(value).__name__},"
                 raise ConfigError(
                     f"{what}{of} cannot be sent to the worker processes: {type(error).__name__}: {error}. Pass "
-                    f"something that can be pickled, and make the rest of it in {name}.__init__",
+                    f"something that can be pickled, and construct the rest in {name}.__init__",
                     key=what,
                     value=value,
                 ) from error
@@ -168,7 +168,7 @@ def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[
 
 
 _Actor: Any = ray.remote(WorkerProcess)
-"""Made once, because Ray keeps every actor class as long as the cluster exists."""
+"""Created once, because Ray keeps every actor class as long as the cluster exists."""
 
 
 @contextmanager

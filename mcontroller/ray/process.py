@@ -83,7 +83,7 @@ class Endpoint:
 
 
 class CallHeader(NamedTuple):
-    """What a call asks of the ranks that get the same arguments; travels in front of the arguments.
+    """The header of a call to the ranks that get the same arguments; it is sent in front of the arguments.
 
     Attributes:
         caller: identifies the controller that sent the call.
@@ -103,7 +103,7 @@ class CallHeader(NamedTuple):
 
 
 class WorkerProcess:
-    """Holds the worker objects of one rank by role, and runs their methods. ``launch`` makes it a Ray actor."""
+    """The worker objects of one rank by role, and the calls of their methods. ``launch`` starts it as a Ray actor."""
 
     def __init__(self) -> None:
         _keep_sigint_handler()
@@ -138,7 +138,17 @@ class WorkerProcess:
         return Endpoint(self._info.node, self._reserved.getsockname()[1])
 
     def build(self, identity: Identity, endpoint: Endpoint, roles: Mapping[str, Any], *packed: Any) -> None:
-        """Set the identity of this process and construct the workers of ``roles``: role -> index into ``packed``."""
+        """Set the identity of this process and construct its workers.
+
+        Args:
+            identity: the rank and its environment.
+            endpoint: the rendezvous of the group.
+            roles: role -> index into ``packed``.
+            packed: packed (class, args, kwargs) of the workers.
+
+        Raises:
+            WorkerError: a worker's constructor raised.
+        """
         self._identity, self._running = identity, "__init__"
         os.environ.update(identity.env, MASTER_ADDR=endpoint.address, MASTER_PORT=str(endpoint.port))
         for role, index in roles.items():
@@ -155,7 +165,18 @@ class WorkerProcess:
         self._running = None
 
     def call(self, message: Any) -> Any:
-        """Run one method of one role: a ``CallHeader``, and the packed ``Arguments`` behind it."""
+        """Run one method of one role.
+
+        Args:
+            message: a ``CallHeader`` and the packed ``Arguments`` after it, as ``Packed.as_argument`` returns them.
+
+        Returns:
+            The encoded value, or None if this rank does not return; for a measured call, with the row count as a pair.
+
+        Raises:
+            WorkerError: the method raised.
+            ArgumentLost: the process producing an argument died.
+        """
         header, read_arguments = open_argument(message)
         caller, number, role, method, returning, measure = header
         if not self._cancellation.start(caller, number):

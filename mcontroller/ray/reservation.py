@@ -131,7 +131,7 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 def by_address(address: str) -> tuple[int, int, str]:
-    """Key that sorts addresses as numbers: 10.0.0.9 comes before 10.0.0.10. Host names come last."""
+    """Return a key that sorts addresses as numbers: 10.0.0.9 comes before 10.0.0.10. Host names come last."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -140,7 +140,7 @@ def by_address(address: str) -> tuple[int, int, str]:
 
 
 def fits(shapes: Iterable[NodeShape], nodes: Sequence[dict[str, float]]) -> bool:
-    """Whether every shape fits on a node; several may share one that has room (first fit, largest first)."""
+    """Return whether every shape fits on a node; several may share one that has room (first fit, largest first)."""
     left = [dict(node) for node in nodes]
     for shape in sorted(shapes, key=lambda shape: -shape.processes):
         for node in left:
@@ -192,12 +192,12 @@ def _nodes() -> list[dict[str, float]]:
 def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> ResourceError:
     nodes = _nodes()
     resources = {resource for shape in shapes for resource in shape.total}
-    exists = [{name: node.get(name, 0) for name in sorted(resources)} for node in nodes]
+    exists = [{resource: node.get(resource, 0) for resource in sorted(resources)} for node in nodes]
     free = ray.available_resources()
-    taken = {name: sum(node[name] for node in exists) - free.get(name, 0) for name in sorted(resources)}
+    taken = {resource: sum(node[resource] for node in exists) - free.get(resource, 0) for resource in sorted(resources)}
     asked = "; ".join(map(str, shapes))
-    has = "; ".join(" + ".join(f"{amount:g} {name}" for name, amount in node.items()) for node in exists)
-    used = " + ".join(f"{amount:g} {name}" for name, amount in taken.items())
+    has = "; ".join(" + ".join(f"{amount:g} {resource}" for resource, amount in node.items()) for node in exists)
+    used = " + ".join(f"{amount:g} {resource}" for resource, amount in taken.items())
     holders = sorted(
         {entry["name"].rsplit("/", 2)[0] for entry in placement_group_table().values() if entry["state"] == "CREATED"}
     )
@@ -218,7 +218,7 @@ def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> Resourc
 
 
 def _in_rank_order(groups: Sequence[PlacementGroup], slots: int) -> list[Bundle]:
-    """Order bundles by node address, then by GPU index, so that a restart puts every rank where it was."""
+    """Order bundles by node address, then by GPU index, so that every rank keeps its device after a restart."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     located: list[tuple[Any, PlacementGroup, str]] = []
     for position, group in enumerate(groups):

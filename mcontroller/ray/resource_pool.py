@@ -35,7 +35,7 @@ class ResourcePool:
         max_colocate_count: slots of each bundle: how many processes, each of another group, may share it.
 
     Raises:
-        ResourceError: ``process_on_nodes`` is no list, or a count is no positive integer.
+        ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
     """
 
     def __init__(self, process_on_nodes: Iterable[int] | None = None, max_colocate_count: int = 1) -> None:
@@ -57,7 +57,7 @@ class ResourcePool:
 
     @property
     def store(self) -> list[int]:
-        """The number of processes on each node, in the order given."""
+        """The number of processes on each node: as declared, and in rank order once the pool is reserved."""
         return self._store
 
     @property
@@ -90,7 +90,7 @@ class RayResourcePool(ResourcePool):
         accelerator_type: use only nodes with GPUs of this type, e.g. ``"H100"``.
 
     Raises:
-        ResourceError: ``process_on_nodes`` is no list, or a count is no positive integer.
+        ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class Role(Enum):
 
 @dataclass
 class ResourcePoolManager:
-    """Creates the pools of a run, and knows the pool of each role.
+    """The pools of a run, and the pool of each role.
 
     Attributes:
         resource_pool_spec: number of processes on each node, by name of the pool.
@@ -418,7 +418,7 @@ class ResourcePoolManager:
         """Create every pool, after a check that the cluster has room for all of them together.
 
         Raises:
-            ResourceError: the cluster is too small; with the resources asked for, existing and taken.
+            ResourceError: the cluster is too small; the message lists the requested, existing and taken resources.
         """
         self.resource_pool_dict = {name: self._pool(name) for name in self.resource_pool_spec}
         if ray.is_initialized():

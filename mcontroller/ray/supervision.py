@@ -72,7 +72,7 @@ class SentCall:
         self.started = time.monotonic()
 
     def remaining(self, timeout: float | None = None) -> float | None:
-        """Seconds until the deadline or for ``timeout`` more, whichever is less; None for no limit."""
+        """Return the seconds until the deadline, or ``timeout`` if that is less; None for no limit."""
         limits = [] if timeout is None else [timeout]
         if self.timeout is not None:
             limits.append(self.started + self.timeout - time.monotonic())
@@ -160,6 +160,7 @@ class GroupProcesses:
     Attributes:
         name: name of the group.
         handles: the processes themselves.
+        detached: whether the group outlives this driver.
         coordinates: index on each axis, by role and rank, as far as known.
         caller: identifies this controller in the calls that it sends.
         sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
@@ -258,7 +259,7 @@ class GroupProcesses:
         return True
 
     def cancel(self, call: SentCall) -> bool:
-        """Cancel a call on all ranks if none has started it, and return whether that is so; see ``Cancellation``."""
+        """Cancel a call on all ranks if none has started it; return whether it was cancelled. See ``Cancellation``."""
         if call.number is None or self.handles.ended:
             return False
         addresses = self.handles.control_addresses(call.ranks)
@@ -360,7 +361,7 @@ class GroupProcesses:
             role=call.role,
         )
 
-    # ---- one failure ends all --------------------------------------------------------------------------------------
+    # ---- the first failure -------------------------------------------------------------------------------------------
 
     def _raise_broken(self, role: str) -> NoReturn:
         raise GroupBroken(
@@ -386,7 +387,7 @@ class GroupProcesses:
             return self._broken
 
     def _cause_of(self, failures: Sequence[RankFailure]) -> GroupError:
-        """Return the first cause; for a lost argument, the error of the group whose process should have made it."""
+        """Return the first cause; for a lost argument, the error of the group whose process should have produced it."""
         cause = first_cause(failures)
         if not isinstance(cause, ArgumentLost):
             return cause
@@ -454,7 +455,7 @@ def living_groups() -> list[GroupProcesses]:
 
 
 def _is_incomplete(failures: Sequence[RankFailure]) -> bool:
-    """Whether more failures are to come: the cause of the known ones, or other ranks without their arguments."""
+    """Return whether more failures are expected: the cause of the known ones, or ranks without their arguments."""
     failed = {id(failure.call): failure.call for failure in failures}
     expected = sum(len(call.ranks) for call in failed.values())
     return all(failure.follows for failure in failures) or (
@@ -463,7 +464,7 @@ def _is_incomplete(failures: Sequence[RankFailure]) -> bool:
 
 
 def _answers_of(rank: int, calls: Sequence[SentCall]) -> Iterator[Any]:
-    """The references of one rank, in the order in which it answers them."""
+    """Yield the references of one rank, in the order in which it answers them."""
     for call in calls:
         if rank in call.ranks:
             index = call.ranks.index(rank)

@@ -6,10 +6,10 @@ as raw bytes. Ray counts the references of object references and actor handles i
 
 Large buffers of the object store are mapped again as private memory instead of being copied. The store is one file in
 shared memory, which every reader maps and none may write. In a private mapping of the same range, the kernel copies a
-page at the first write to it, so nothing is copied that is only read. Read by 4 ranks on 2 cores, a batch takes, mapped
-(copied): 15 MB 25 (45) ms, 120 MB 32 (319) ms; if the method reads every element, 29 (62) and 73 (235) ms. Each rank
-holds 15 and 103 MB less. Without access to the file (another platform, a raylet of another user, a small buffer, a
-buffer outside the store), the buffer is copied.
+page at the first write to it, so a page that is only read is not copied. Measured with 4 ranks that read a batch on 2
+cores, mapped against copied: 25 ms against 45 ms for 15 MB, and 32 ms against 319 ms for 120 MB; if the method reads
+every element, 29 ms against 62 ms, and 73 ms against 235 ms. Each rank uses 15 MB and 103 MB less memory. A buffer is
+copied if it is small, outside the store, or the file cannot be opened (another platform, a raylet of another user).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 INLINE_BYTES = 64 * 1024
-"""Values up to this size are sent inline with the task that reads them; Ray's own limit is 100 KiB a task."""
+"""Values up to this size are sent inline with the task that reads them; Ray's own limit is 100 KiB per task."""
 
 IN_BAND_BYTES = 1024
 """Buffers below this size are copied into the pickle, which costs less than an extra buffer."""
@@ -68,7 +68,7 @@ class Packed(NamedTuple):
     Attributes:
         data: the pickle, without the buffers.
         buffers: the out-of-band buffers.
-        held: Ray's object references and actor handles inside the value.
+        held: Ray's object references and actor handles inside the value, which it keeps alive.
         header: plain values for the reader, which can be read without unpickling the value.
     """
 
@@ -88,7 +88,7 @@ class Packed(NamedTuple):
         return self.nbytes > INLINE_BYTES
 
     def as_argument(self) -> Any:
-        """Return what to pass to any number of tasks: a reference to one copy in the store, or bytes.
+        """Return an argument for any number of tasks: a reference to one copy in the store, or bytes.
 
         Ray does not pickle bytes again. A small value with handles is returned as it is, so that Ray counts them.
         """
@@ -166,7 +166,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         kind, base = type(obj), cast(Any, super())
-        if kind is FunctionType or kind is type:  # nearly always one of this project, pickled by its name
+        if kind is FunctionType or kind is type:  # nearly always one of this project, which is pickled as its name
             return NotImplemented if obj.__module__.startswith(_OWN) else base.reducer_override(obj)
         if kind is np.ndarray and not obj.dtype.hasobject:
             content: Any = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
@@ -212,7 +212,7 @@ def _handle_at(index: int) -> Any:
 
 
 def private_copies(buffers: Sequence[Any]) -> list[Any]:
-    """Return writable memory with the content of each buffer of one object; writes are seen by no other process."""
+    """Return writable memory with the content of each buffer of one object; no other process sees the writes."""
     views = [memoryview(buffer) for buffer in buffers]
     return _mapped(views) or [bytearray(view) for view in views]
 
@@ -269,7 +269,7 @@ _known: list[_Store] = []
 
 
 def _store() -> _Store | None:
-    """Find the store once a process, at the first large buffer: Ray has mapped the store by then."""
+    """Find the store once per process, at the first large buffer: Ray has mapped the store by then."""
     if not _known:
         if not os.path.exists("/proc/self/maps"):
             return None
@@ -296,7 +296,7 @@ def _store_file(inode: int) -> int | None:
 
 
 def _raylets() -> Iterator[int]:
-    """Every raylet of this machine; a worker's own is its parent."""
+    """Yield every raylet of this machine; a worker's own raylet is its parent process."""
     yield os.getppid()
     for process in psutil.process_iter(["name"]):
         if process.info["name"] == "raylet":

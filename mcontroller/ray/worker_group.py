@@ -107,11 +107,11 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         Args:
             name_prefix: name of the group.
             worker_names: names of its processes, if several groups have the same name.
-            ray_cls_with_init: another worker class than the one that the group was started with.
+            ray_cls_with_init: a worker class to use instead of the one that the group was started with.
             timeout: deadline in seconds of calls that set none.
 
         Raises:
-            ConfigError: neither ``name_prefix`` nor ``worker_names`` is given.
+            ConfigError: both ``name_prefix`` and ``worker_names`` are None.
             ResourceError: there is no such group, or more than one.
         """
         if not name_prefix and not worker_names:
@@ -174,7 +174,7 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
 
     Raises:
         ConfigError: the worker class has no ``get_megatron_rank_info``.
-        TopologyError: the coordinates that the ranks report are no full grid; the processes are ended.
+        TopologyError: the coordinates that the ranks report do not form a full grid; the processes are ended.
     """
 
     @classmethod

@@ -2,13 +2,13 @@
 
 ``mock_worker_group`` returns a real group, with the real dispatch and collect, whose ranks are objects in the calling
 process. Inside a worker's methods, ``torch.distributed.get_rank()`` and the getters of Megatron's ``parallel_state``
-return what they would return on that rank. Ranks run one after another and cannot communicate.
+return what they would return on that rank. Ranks run one after another and cannot communicate::
 
     group = mock_worker_group(MyWorker, ParallelLayout(world_size=8, tp=2, pp=2), config)
     result = group.compute_log_prob(batch)
     assert [call.method for call in group.calls[3]] == ["compute_log_prob"]
 
-Failures are injected by rank, to test how the code that drives the group handles them:
+Failures are injected by rank, to test how the code that drives the group handles them::
 
     group = mock_worker_group(MyWorker, layout, failures={3: raises(ValueError("nan")), 5: dies(), 2: is_late(30)})
 """
@@ -95,7 +95,7 @@ class RecordedCall:
 
 
 class MockExecutor(LocalExecutor):
-    """A LocalExecutor whose ranks have coordinates, record their calls, and fail as ``failures`` says."""
+    """A LocalExecutor whose ranks have coordinates, record their calls, and fail as ``failures`` specifies."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class MockExecutor(LocalExecutor):
     ) -> None:
         self.failures = dict(failures)
         self.calls: list[list[RecordedCall]] = [[] for _ in range(topology.world_size)]
-        self._given: dict[int, Arguments] = {}
+        self._snapshots: dict[int, Arguments] = {}
         self._ranks = MockedRanks(topology)
         super().__init__(cls_with_init, topology.world_size, role)
         if topology.nodes is not None:
@@ -130,8 +130,8 @@ class MockExecutor(LocalExecutor):
         late = [rank for rank in arguments if self._is_late(rank, method, timeout)]
         if late:
             return self.fail(self._timed_out(method, late, timeout))
-        distinct = {id(given): given for given in arguments.values()}
-        self._given = {key: self._snapshot(given) for key, given in distinct.items()}
+        distinct = {id(each): each for each in arguments.values()}
+        self._snapshots = {key: self._snapshot(each) for key, each in distinct.items()}
         return super().submit(method, arguments, returning, timeout=timeout, measure=measure)
 
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
@@ -141,8 +141,8 @@ class MockExecutor(LocalExecutor):
         if failure is not None and failure.exit_cause is not None:
             raise self._died(rank, method, failure.exit_cause)
         value = super().run(rank, method, arguments)
-        given = self._given[id(arguments)]
-        self.calls[rank].append(RecordedCall(method, given.args, given.kwargs, private_copy(value)))
+        sent = self._snapshots[id(arguments)]
+        self.calls[rank].append(RecordedCall(method, sent.args, sent.kwargs, private_copy(value)))
         return value
 
     def _snapshot(self, arguments: Arguments) -> Arguments:
@@ -219,18 +219,18 @@ def mock_worker_group(
     """Make a group of ``worker`` objects on mocked ranks, one per rank of ``layout``.
 
     Args:
-        worker: the worker class, or a ClassWithInitArgs (then without further arguments for it).
+        worker: the worker class, or a ClassWithInitArgs, which allows no further arguments.
         layout: a ParallelLayout; a Topology, whose ranks may be in any order; or a number of ranks, which are then
             data-parallel.
         args: positional arguments of the worker's ``__init__``.
-        name: the role, in messages.
+        name: the role, as error messages name it.
         failures: failures by rank: ``raises(...)``, ``dies(...)`` or ``is_late(...)``.
-        timeout: the deadline in seconds of calls that set none of their own; None for no deadline.
+        timeout: deadline in seconds of calls that do not set one; None for no deadline.
         kwargs: keyword arguments of the worker's ``__init__``; ``mcontroller.mypy_plugin`` checks them.
 
     Raises:
         DispatchError: ``failures`` names a rank that the layout does not have or a method that is not called through
-            a group, or contains something else than a failure; or there are arguments next to a ClassWithInitArgs.
+            a group, or contains something other than a failure; or there are arguments next to a ClassWithInitArgs.
         LayoutError: ``layout`` is of another type.
 
     Example:
@@ -282,14 +282,16 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
 
     Raises:
         LayoutError: ``layout`` is neither a ParallelLayout, nor a Topology, nor a number of ranks.
+        TopologyError: the layout has no such rank.
 
     Example:
         >>> with mocked_rank(ParallelLayout(8, tp=2, pp=2), rank=5) as coordinates:
         ...     assert parallel_state.get_tensor_model_parallel_rank() == coordinates["tp"]
     """
     topology = as_topology(layout)
+    coordinates = topology.coordinates(rank)
     with MockedRanks(topology).activate(rank):
-        yield topology.coordinates(rank)
+        yield coordinates
 
 
 def as_topology(layout: int | ParallelLayout | Topology) -> Topology:

@@ -23,7 +23,7 @@ PACKAGES = ("megatron", "mbridge")
 
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w*Tensor[,.]?\s*)")
-# The tag changes with this file, and so with the rules below: bytecode of other rules is never read.
+# The tag changes with this file: bytecode that other rules produced is never read.
 _CACHE_TAG = "cpu" + importlib.util.source_hash(Path(__file__).read_bytes()).hex()[:8]
 
 

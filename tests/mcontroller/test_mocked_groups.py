@@ -18,6 +18,7 @@ from mcontroller import (
     Dispatch,
     DispatchError,
     GroupBroken,
+    TopologyError,
     Worker,
     WorkerDied,
     WorkerError,
@@ -181,6 +182,11 @@ def test_a_plain_function_can_be_tested_on_one_rank() -> None:
 
         assert parallel_state.get_tensor_model_parallel_rank() == coordinates["tp"] == 1
         assert parallel_state.get_pipeline_model_parallel_rank() == coordinates["pp"] == 1
+
+
+def test_a_rank_that_the_layout_does_not_have_cannot_be_mocked() -> None:
+    with pytest.raises(TopologyError, match="rank 8 is out of range for 8 ranks"), mocked_rank(LAYOUT, 8):
+        pass
 
 
 USERS_TEST = """

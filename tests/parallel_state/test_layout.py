@@ -160,7 +160,7 @@ INVALID_QUERIES = [
     (lambda layout: layout.rank(xp=0), "the layout has no axis 'xp'; it has tp, cp, dp, pp, etp, ep, edp"),
     (
         lambda layout: layout.rank(tp=1, dp=0, pp=0, ep=0),
-        "no rank has the coordinates tp=1, dp=0, pp=0, ep=0: by tp, cp, dp, pp it is rank 1, which has tp=1, dp=0, "
+        "no rank has the coordinates tp=1, dp=0, pp=0, ep=0: tp, cp, dp, pp select rank 1, which has tp=1, dp=0, "
         "pp=0, ep=1",
     ),
     (lambda layout: layout.coordinates(8), "rank 8 is out of range for 8 ranks (0 to 7)"),

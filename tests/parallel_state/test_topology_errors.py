@@ -35,7 +35,7 @@ WRONG_REPORTS: list[tuple[dict[str, Any], str, tuple[int, ...]]] = [
     (
         dict(dp_rank=1),
         "ranks 5 and 7 both report tp=1, cp=0, dp=1, pp=1, and no rank reports tp=1, cp=0, dp=0, pp=1; "
-        "by the order of all other ranks, rank 5 is wrong",
+        "judging by the order of all other ranks, rank 5 is wrong",
         (5, 7),
     ),
     (dict(etp_rank=0), "ranks 4 and 5 both report etp=0, ep=0, edp=0, pp=1, and no rank reports etp=1,", (4, 5)),

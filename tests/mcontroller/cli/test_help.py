@@ -90,9 +90,11 @@ def test_a_program_adds_its_own_configuration(capsys: pytest.CaptureFixture[str]
     assert "default: 'chain_sum'" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", ["no_colon", "no_such_module:Config", "examples.ppo.config:Confg"])
+@pytest.mark.parametrize(
+    "path", ["no_colon", "no_such_module:Config", "no_such_package.config:Config", "examples.ppo.config:Confg"]
+)
 def test_a_configuration_that_cannot_be_imported_is_rejected(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"--config {path}: "):
+    with pytest.raises(ConfigError, match=f"--config is '{path}'"):
         roots([path])
 
 

@@ -114,7 +114,7 @@ def test_a_subset_of_ranks_shares_the_rows_of_all() -> None:
 
 
 def test_a_subset_without_a_collecting_rank_is_rejected() -> None:
-    with pytest.raises(DispatchError, match=r"none of the running ranks \[2, 3\] is there") as raised:
+    with pytest.raises(DispatchError, match=r"none of the running ranks \[2, 3\] has these coordinates") as raised:
         plan(Dispatch.MEGATRON_COMPUTE_PROTO, TP2_PP2_DP2, ranks=[2, 3])
     assert raised.value.ranks == (2, 3)
 

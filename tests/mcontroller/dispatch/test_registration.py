@@ -94,8 +94,8 @@ def test_register_without_parentheses_is_rejected_with_the_fix() -> None:
         def method(self: Any) -> None: ...
 
 
-def test_register_on_something_else_than_a_function_is_rejected() -> None:
-    with pytest.raises(DispatchError, match="write it below the decorator that made this object"):
+def test_register_on_something_other_than_a_function_is_rejected() -> None:
+    with pytest.raises(DispatchError, match="write it below the decorator that returned this"):
         register()(property(lambda self: 1))  # type: ignore[type-var]
 
 

@@ -22,7 +22,7 @@ def test_a_bare_tensor_is_a_reward_without_columns():
 
 
 def test_scores_of_another_shape_are_rejected_with_both_shapes():
-    with pytest.raises(DataError, match=r"shape \(3,\); the responses are \(3, 3\)"):
+    with pytest.raises(DataError, match=r"shape \(3,\); expected \(3, 3\)"):
         rewarded(lambda batch: torch.ones(3), BATCH)
 
 
