@@ -355,6 +355,9 @@ def plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: Collection[int
         TopologyError: the topology does not have an axis that the mode names.
         DispatchError: no rank would return a shard's result, or ``ranks`` contains a rank that does not exist.
     """
+    wrong = [rank for rank in ranks or () if not isinstance(rank, int)]
+    if wrong:
+        raise DispatchError(f"ranks contains {wrong[0]!r} of type {type(wrong[0]).__name__}; expected ints", ranks=ranks)
     return _plan(spec, topology, None if ranks is None else tuple(sorted(ranks)))
 
 

@@ -170,17 +170,20 @@ def session() -> tuple[str, str] | None:
 def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: float) -> list[PlacementGroup]:
     check_fits(shapes, name)
     lifetime = "detached" if detached else None
-    groups = []
-    for number, shape in enumerate(shapes):
-        unique = f"{name}/{uuid.uuid4().hex[:8]}/{number}"
-        bundles = [dict(shape.bundle) for _ in range(shape.processes)]
-        groups.append(placement_group(bundles, strategy="STRICT_PACK", name=unique, lifetime=lifetime))
+    groups: list[PlacementGroup] = []
     deadline = time.monotonic() + timeout
-    for group in groups:
-        if not group.wait(max(0.0, deadline - time.monotonic())):
-            for each in groups:
-                remove_placement_group(each)
-            raise _resource_error(shapes, name, f"it did not become free within {timeout:g} s")
+    try:
+        for number, shape in enumerate(shapes):
+            unique = f"{name}/{uuid.uuid4().hex[:8]}/{number}"
+            bundles = [dict(shape.bundle) for _ in range(shape.processes)]
+            groups.append(placement_group(bundles, strategy="STRICT_PACK", name=unique, lifetime=lifetime))
+        for group in groups:
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                raise _resource_error(shapes, name, f"it did not become free within {timeout:g} s")
+    except BaseException:  # also Ctrl-C: nobody else knows these groups
+        for group in groups:
+            remove_placement_group(group)
+        raise
     return groups
 
 

@@ -125,6 +125,11 @@ def test_ranks_that_do_not_exist_are_rejected(ranks: list[int]) -> None:
         plan(Dispatch.ONE_TO_ALL, TP2_PP2_DP2, ranks=ranks)
 
 
+def test_ranks_that_are_no_ints_are_rejected() -> None:
+    with pytest.raises(DispatchError, match="ranks contains 'a' of type str; expected ints"):
+        plan(Dispatch.ONE_TO_ALL, TP2_PP2_DP2, ranks=["a", 1])  # type: ignore[list-item]
+
+
 def test_rank_zero_cannot_be_asked_of_another_rank() -> None:
     with pytest.raises(DispatchError, match="rank 0 alone"):
         plan(Dispatch.RANK_ZERO, TP2_PP2_DP2, ranks=[1])
