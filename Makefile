@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast lint types bench clean
+.PHONY: demo test test-fast test-fake-cuda lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -19,6 +19,11 @@ test: $(STAMP)
 # Style, types, and every test that starts neither Ray nor a second process. CONTRIBUTING.md lists the tiers.
 test-fast: lint types
 	$(BIN)/python -m pytest -m "not processes" $(ARGS)
+
+# The GPU path with real values on a CPU: tests of workers that feed tensors through the workers' own methods.
+FAKE_CUDA := tests/fake_cuda tests/workers/test_parity.py tests/workers/checkpoint tests/workers/model/test_placement.py
+test-fake-cuda: $(STAMP)
+	$(BIN)/python -m pytest -p tests.fake_cuda.plugin $(FAKE_CUDA) tests/workers/weights/test_offload.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

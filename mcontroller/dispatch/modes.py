@@ -357,7 +357,8 @@ def plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: Collection[int
     """
     wrong = [rank for rank in ranks or () if not isinstance(rank, int)]
     if wrong:
-        raise DispatchError(f"ranks contains {wrong[0]!r} of type {type(wrong[0]).__name__}; expected ints", ranks=ranks)
+        kind = type(wrong[0]).__name__
+        raise DispatchError(f"ranks contains {wrong[0]!r} of type {kind}; expected ints", ranks=ranks)
     return _plan(spec, topology, None if ranks is None else tuple(sorted(ranks)))
 
 
