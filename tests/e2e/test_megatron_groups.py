@@ -57,7 +57,7 @@ def test_each_group_has_the_coordinates_that_megatron_reports(
     assert pool.holders == ["actor", "critic"]
 
 
-def test_rank_zero_listens_on_the_port_that_was_kept_for_it(critic: MegatronRayWorkerGroup) -> None:
+def test_rank_zero_listens_on_the_port_reserved_for_it(critic: MegatronRayWorkerGroup) -> None:
     """Torch's own store has been bound to it: without it there would be no world."""
     met = critic.rendezvous()
     assert [(each["rank"], each["world_size"]) for each in met] == [(rank, 4) for rank in range(4)]
