@@ -118,7 +118,7 @@ def test_a_worker_reports_its_coordinates() -> None:
 
 
 class Reinforce(ActorRolloutRefWorker):
-    """A user's own loss, with a metric of its own."""
+    """A custom loss with a custom metric."""
 
     def loss(self, rows: Any, output: torch.Tensor) -> Any:
         total = -(output[0] * rows.columns["advantages"] * rows.mask).sum()

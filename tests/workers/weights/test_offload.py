@@ -160,7 +160,7 @@ print(freed, tuple(held.shape), bool(held.any()))
 
 
 def test_the_process_returns_the_memory() -> None:
-    """In an interpreter of its own, whose allocator has nothing else to keep; zeros come back for what is discarded."""
+    """Run in a new interpreter, whose allocator keeps nothing else; discarded parts come back as zeros."""
     child = subprocess.run([sys.executable, "-c", FREES_64_MIB], capture_output=True, text=True, check=True, cwd=ROOT)
     freed, rest = child.stdout.split(maxsplit=1)
     assert int(freed) > 60 << 20

@@ -64,7 +64,7 @@ def built(model: ModelConfig, axes: Axes, fill: float | None = None) -> Model:
 
 
 def tensors(model: Model) -> list[torch.Tensor]:
-    """Everything that this rank holds of it, padding among it."""
+    """All weights and buffers of this rank, with padding."""
     return [shard.param.data for shard in named_shards(*model)] + [buffer for _, buffer in named_buffers(*model)]
 
 
@@ -115,7 +115,7 @@ def test_small_buckets_copy_the_same_weights() -> None:
 
 
 def separate_experts() -> float:
-    """Megatron's own layers, whose experts are modules of their own, and a change of dtype on the way."""
+    """Refit Megatron's own layers, with one module per expert, into another dtype."""
 
     def of(ep: int, dtype: str) -> Model:
         parallel, model = ParallelConfig(ep=ep), dataclasses.replace(EXPERTS, dtype=dtype)

@@ -15,7 +15,7 @@ from workers.weights.refit_plan import LocalTensor, Move, RefitPlan, Span, plan_
 
 
 def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[LocalTensor]]:
-    """By rank, its part of one matrix [rows, 4] that is cut ``ways`` ways, padded, with replicas."""
+    """By rank, its part of one matrix [rows, 4] that is divided into ``ways`` parts, padded, with replicas."""
     padded = -(-rows // (ways * pieces)) * ways * pieces
     whole = LocalTensor("weight", (rows, 4), dtype, 4)
     spans = [spans_of(padded // ways, pieces, ways, rank % ways, rows) for rank in range(ranks)]
