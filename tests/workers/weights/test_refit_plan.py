@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcontroller.errors import DataError
+from tests.parallel_state.layouts import unhurried
 from workers.weights.refit_plan import LocalTensor, Move, RefitPlan, Span, plan_refit, spans_of
 
 
@@ -43,6 +44,7 @@ def check_arrival(plan: RefitPlan, sources: list[list[LocalTensor]], targets: li
     assert [own.tolist() for own in got] == [places(held[0]).tolist() for held in targets]
 
 
+@unhurried
 @given(
     blocks=st.integers(1, 6),
     missing=st.integers(0, 3),
