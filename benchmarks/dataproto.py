@@ -1,4 +1,4 @@
-"""Compare DataProto with what it is made of: chunk + concat with bare torch, pickling with a copy of the memory.
+"""Compare DataProto with plain tensors: chunk + concat with bare torch, pickling with a copy of the memory.
 
     python -m benchmarks.dataproto [--megabytes 0.2 1 5 15 120] [--parts 8] [--repeats 21]
 

@@ -1,4 +1,4 @@
-"""What planning and dispatching cost, against the number of ranks; nothing here starts a process.
+"""Measure planning and dispatching by number of ranks, without worker processes, and the time of imports.
 
 python benchmarks/dispatch.py
 """
@@ -67,7 +67,7 @@ def round_trips(repeat: int) -> list[tuple[str, float, float | None]]:
         milliseconds = median_ms(lambda group=group, batch=batch: group.echo(batch), repeat)
         limit = LIMITS_MS["round trip"] if world_size == 4_096 else None
         each = milliseconds * 1000 / world_size
-        rows.append((f"mocked round trip, {world_size:5,} ranks ({each:.0f} us a rank)", milliseconds, limit))
+        rows.append((f"mocked round trip, {world_size:5,} ranks ({each:.0f} us per rank)", milliseconds, limit))
     return rows
 
 
@@ -91,7 +91,7 @@ def imports(repeat: int) -> list[tuple[str, float, float | None]]:
 
 
 def import_ms(statements: Mapping[str, str], repeat: int) -> dict[str, float]:
-    """The least milliseconds of each statement in a fresh interpreter, all of them taken in turn."""
+    """Return the least milliseconds of each statement in a fresh interpreter, measured alternately."""
     times: dict[str, list[float]] = {name: [] for name in statements}
     for _ in range(repeat):
         for name, statement in statements.items():

@@ -2,8 +2,9 @@
 
     python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20] [--peer-python PATH ...]
 
-Bare Ray does the least that could be right: one put a shard, one task a rank, one get of the ranks that return.
-``--peer-python`` is the interpreter of an environment that has verl 0.4 or 0.9, which then does the same work.
+Bare Ray is the minimum of correct hand-written code: one put per shard, one task per rank, one get of the ranks that
+return.
+``--peer-python`` is the interpreter of an environment that has verl 0.4 or 0.9, which then runs the same calls.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def make_batch(megabytes: float) -> DataProto:
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, run in turns so that what disturbs the machine disturbs all alike."""
+    """Return the median seconds of each, run alternately so that other load on the machine slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 2):
         for name, run in runs.items():
@@ -151,14 +152,14 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
 
 
 def bandwidth() -> float:
-    """Bytes a second of one copy of 120 MB into memory that has been touched before."""
+    """Return the bytes per second of one copy of 120 MB into memory that has been touched before."""
     source = np.ones(120_000_000, np.uint8)
     target = source.copy()
     return source.nbytes / interleaved({"copy": lambda: np.copyto(target, source)}, 5)["copy"]
 
 
 def peak_memory(run: Callable[[], Any]) -> int:
-    """The most resident bytes of this process above where it stood, shared memory included, while ``run`` runs."""
+    """Return the bytes by which ``run`` raises the resident memory of this process at its peak, with shared memory."""
     process, stop, most = psutil.Process(), threading.Event(), [0]
     before = process.memory_info().rss
 
@@ -175,7 +176,7 @@ def peak_memory(run: Callable[[], Any]) -> int:
 
 
 class Nowhere:
-    """A transport that answers at once, without ranks: what a call costs beside it is the controller's own."""
+    """A transport that answers at once, without ranks: the time of a call is that of the controller alone."""
 
     transport = "nowhere"
     parts = lengths = ()
@@ -206,8 +207,8 @@ class Nowhere:
 
 
 def report_cost_per_rank() -> None:
-    print("controller's own cost of a call with metrics out (tp 2, pp 2), without a transport; Python's collector of")
-    print("cycles, which now and then looks at every object of the process, is off in the second figure:")
+    print("the controller's time for a call with metrics out (tp 2, pp 2), without a transport; in the second figure")
+    print("per rank, Python's garbage collector is off:")
     answer = DataProto(meta_info={"metrics": {"rows": 2}})
     for world_size in (8, 64, 512, 4096):
         topology = Topology.from_layout(ParallelLayout(world_size, tp=2, pp=2))
@@ -218,12 +219,12 @@ def report_cost_per_rank() -> None:
         gc.disable()
         quiet = interleaved(runs, 9)["call"]
         gc.enable()
-        per_rank = f"{taken / world_size * 1e6:>8.1f} {quiet / world_size * 1e6:>8.1f} us a rank"
+        per_rank = f"{taken / world_size * 1e6:>8.1f} {quiet / world_size * 1e6:>8.1f} us per rank"
         print(f"{world_size:>6} ranks {taken * 1e3:>9.2f} ms {per_rank}")
 
 
 def report_compiled(bare: BareRay, repeats: int) -> None:
-    """The empty call as one of Ray's compiled graphs, which is given its method and its actors beforehand."""
+    """Report the empty call as one of Ray's compiled graphs, which fixes its method and its actors in advance."""
     graph = bare.compiled_empty()
     runs = {"compiled": lambda: ray.get(graph.execute(None)), "bare": bare.empty}
     try:
@@ -237,17 +238,17 @@ def report_compiled(bare: BareRay, repeats: int) -> None:
 
 
 def report_failure(group: Any) -> None:
-    """How long after a rank has raised the controller knows who it was; the other ranks wait for it."""
+    """Report how long after a rank raised the controller has its error, while the other ranks wait for it."""
     try:
         group.fail_on(3)
     except WorkerError as error:
         passed = time.time() - error.failed_at
         verdict = "ok" if passed <= 1 else "MISSED"
-        print(f"rank {error.rank} raised; the controller knew after {passed:.2f} s, at most 1.00  {verdict}")
+        print(f"rank {error.rank} raised; the controller had the error after {passed:.2f} s, at most 1.00  {verdict}")
 
 
 def report_start() -> None:
-    """A group of 4 beside 4 bare actors that import what its processes import, each started once to warm the files."""
+    """Report the start of a group of 4, and of 4 bare actors with the same imports; both are started once before."""
     code = "import torch, tensordict, mcontroller.data.protocol"
     pool = RayResourcePool([4], use_gpu=False)
 
@@ -270,15 +271,15 @@ def report(what: str, ours: float, bare: float, target: float) -> None:
 
 
 def report_peer(python: str, options: argparse.Namespace, ours: dict[str, float]) -> None:
-    """How many times longer the peer took for the same work, on the machine that we have left to it."""
+    """Report the ratio of the peer's times for the same calls, which it makes after ours have ended."""
     script = Path(__file__).with_name("roundtrip_verl.py")
     sizes = [f"{megabytes:g}" for megabytes in options.megabytes]
     command = [python, str(script), "--repeats", str(options.repeats), "--megabytes", *sizes]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    told = json.loads(done.stdout.splitlines()[-1])
-    print(f"{'verl ' + told['version']:<34} {'verl ms':>9} {'ours ms':>9} {'ratio':>7} {'at least':>8}")
+    peer_report = json.loads(done.stdout.splitlines()[-1])
+    print(f"{'verl ' + peer_report['version']:<34} {'verl ms':>9} {'ours ms':>9} {'ratio':>7} {'at least':>8}")
     for key, taken in ours.items():
-        target, peer = PEER_TARGETS.get(float(key.split()[0]), 1.0), told["seconds"][key]
+        target, peer = PEER_TARGETS.get(float(key.split()[0]), 1.0), peer_report["seconds"][key]
         verdict = "ok" if peer / taken >= target else "MISSED"
         name = key.replace(" ", " MB: ")
         print(f"{name:<34} {peer * 1e3:>9.2f} {taken * 1e3:>9.2f} {peer / taken:>7.2f} {target:>8.2f}  {verdict}")
@@ -328,7 +329,7 @@ def main() -> None:
     for python in options.peer_python:
         report_peer(python, options, ours)
     if not options.peer_python:
-        print("verl: absent (name environments that have it by --peer-python)")
+        print("verl: not measured (pass the interpreters of its environments with --peer-python)")
     report_cost_per_rank()
 
 

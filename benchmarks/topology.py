@@ -27,7 +27,7 @@ Row = tuple[str, float, tuple[str, float] | None, float | None]
 
 
 def fastest(work: Callable[[], Any], rounds: int) -> float:
-    """Return the milliseconds of the fastest of `rounds` runs."""
+    """Return the milliseconds of the fastest of ``rounds`` runs."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -37,7 +37,7 @@ def fastest(work: Callable[[], Any], rounds: int) -> float:
 
 
 def layout_of(ranks: int) -> ParallelLayout:
-    """A mixture-of-experts layout on `ranks` ranks, a multiple of 256."""
+    """Return a mixture-of-experts layout on ``ranks`` ranks, a multiple of 256."""
     return ParallelLayout(ranks, tp=8, pp=16, cp=2, ep=8, etp=2, vpp=2)
 
 

@@ -44,7 +44,7 @@ class ActorRolloutRefWorker(ModelWorker):
     """Actor, rollout and reference policy, or any of them, on one layout.
 
     Args:
-        config: of the actor and its rollout.
+        config: the configuration of the actor and its rollout.
         role: one or more of ``actor``, ``rollout``, ``ref``, joined by ``_``. An actor is trained; a rollout samples
             from the actor's weights, or from its own without an actor; a reference is a frozen copy.
 
@@ -206,7 +206,7 @@ class ActorRolloutRefWorker(ModelWorker):
             has the cost of that. None off the last stage.
 
         Raises:
-            ConfigError: the worker is no rollout.
+            ConfigError: the role does not include ``rollout``, or a setting in ``meta_info`` is invalid.
             DataError: a column or a token id is missing, a row is padding only or padded on the right, or a prompt is
                 longer than ``rollout.prompt_length``.
         """
@@ -231,7 +231,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def rollout_weights(self) -> PolicyWeights:
         """Return the policy's current weights, for the engine that generates: a stream of named tensors.
 
-        Called on the worker by the engine, and not through a group: the weights are brought back to the device here.
+        The engine calls this on the worker, not through a group. Offloaded weights are brought back to the device.
         """
         self.reload_for("rollout_weights")
         return PolicyWeights(self.model, self.context)
@@ -249,7 +249,7 @@ class ActorRolloutRefWorker(ModelWorker):
             off the last stage.
 
         Raises:
-            ConfigError: the worker is no actor, or the temperature is not above 0.
+            ConfigError: the role does not include ``actor``, or the temperature is not above 0.
             DataError: a column is missing or of a wrong shape, or responses are longer than
                 ``rollout.response_length``.
         """
@@ -281,12 +281,13 @@ class ActorRolloutRefWorker(ModelWorker):
                 and ``ref_log_prob`` under ``use_kl_loss``.
 
         Returns:
-            ``meta_info["metrics"]``, the same on every rank. If every step was skipped, only the learning rate and
-            sums are among them. So are the router losses of the model (``moe_aux_loss``, ``moe_seq_aux_loss``,
-            ``moe_global_aux_loss``, ``moe_z_loss``): see ``workers.train.router_losses``.
+            ``meta_info["metrics"]``, the same on every rank. They include the router losses of the model
+            (``moe_aux_loss``, ``moe_seq_aux_loss``, ``moe_global_aux_loss``, ``moe_z_loss``): see
+            ``workers.train.router_losses``. If every step was skipped, they are only the learning rate, the number of
+            skipped steps, and metrics that are sums.
 
         Raises:
-            ConfigError: the worker is no actor.
+            ConfigError: the role does not include ``actor``.
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
             NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
@@ -320,8 +321,9 @@ class ActorRolloutRefWorker(ModelWorker):
             ``meta_info["metrics"]``, as ``update_actor``.
 
         Raises:
-            ConfigError: the worker is no actor.
+            ConfigError: the role does not include ``actor``.
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
+            NonFiniteGradient: a gradient is NaN or Inf, and ``on_nonfinite`` of the optimizer is ``raise``.
         """
         self._require_role("actor", "update_sft")
         rows = self.rows_of_every_rank(
@@ -351,7 +353,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Copy the actor's weights to the reference, for instance after a supervised phase.
 
         Raises:
-            ConfigError: the worker is not both actor and reference.
+            ConfigError: the role does not include both ``actor`` and ``ref``.
         """
         self._require_role("actor", "sync_reference")
         self._require_role("ref", "sync_reference")
@@ -374,7 +376,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.sampled_batches = counters["sampled_batches"]
 
     def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
-        """Return the parts that can be offloaded; ``rollout`` is one if it has weights of its own."""
+        """Return the parts that can be offloaded; ``rollout`` is one if it has a copy of the weights."""
         parts = super().parts()
         if self.rollout is not None and self.rollout.holds_weights:
             parts["rollout"] = self.rollout
@@ -460,8 +462,8 @@ def _check_rollout(config: ActorConfig, worker: ActorRolloutRefWorker) -> None:
         }
         if overridden == {"build_model"}:
             raise ConfigError(
-                f"{type(worker).__name__} builds a model of its own, and rollout.parallel needs a copy of it in "
-                "another layout: override build_rollout_model too, or remove rollout.parallel",
+                f"{type(worker).__name__} overrides build_model, and rollout.parallel needs a copy of that model "
+                "in another layout: override build_rollout_model too, or remove rollout.parallel",
                 key="rollout.parallel",
                 value=config.rollout.parallel,
             )
@@ -473,6 +475,6 @@ def _parsed_roles(role: str) -> frozenset[str]:
     roles = role.split("_")
     if len(set(roles)) != len(roles) or not set(roles) <= set(_ROLES):
         raise ConfigError(
-            f"role is {role!r}; it is one or more of {', '.join(_ROLES)}, joined by '_'", key="role", value=role
+            f"role is {role!r}; expected one or more of {', '.join(_ROLES)}, joined by '_'", key="role", value=role
         )
     return frozenset(roles)

@@ -26,7 +26,7 @@ class CriticWorker(ModelWorker):
     """A model that computes a value for every response token.
 
     Args:
-        config: of the critic.
+        config: the configuration of the critic.
 
     Raises:
         LayoutError: the axes do not divide the world size.

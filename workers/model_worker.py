@@ -65,7 +65,7 @@ class ModelWorker(MegatronWorker):
     Attributes:
         parts_needed: by method, the parts (see ``offload``) that it computes with. They are brought back to the device
             before the method runs. A method without an entry gets all parts. An override that needs more parts
-            than the method that it overrides needs an entry of its own.
+            than the method that it overrides needs a new entry.
         model: the model chunks of this rank, inside DistributedDataParallel if they are trained.
         optimizer, scheduler: Megatron's; None if the model is not trained.
         phases: optimizer configurations by phase of training; ``phase`` is the one that the optimizer belongs to.
@@ -275,7 +275,7 @@ class ModelWorker(MegatronWorker):
         )
 
     def _step_metrics(self, norms: Sequence[float | None]) -> dict[str, float]:
-        """Learning rate, mean gradient norm and number of skipped steps (whose norm is None)."""
+        """Return learning rate, mean gradient norm, and number of skipped steps (those with a norm of None)."""
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
         grad_norm = {"grad_norm": sum(made) / len(made)} if made else {}
@@ -287,7 +287,7 @@ class ModelWorker(MegatronWorker):
     def _step(
         self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses
     ) -> tuple[float | None, list[dict[str, Tensor]]]:
-        """Train on one mini-batch: its gradient norm (None if the step was skipped) and its reports (none if so)."""
+        """Train on one mini-batch; return its gradient norm and reports; None and no reports if it was skipped."""
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.model:
             chunk.zero_grad_buffer()
@@ -316,7 +316,7 @@ class ModelWorker(MegatronWorker):
                 chunk.start_param_sync(force_sync=True)
 
     def _micro_batches(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
-        """The rows at ``index`` in micro-batches, as many as on every data-parallel rank (a collective).
+        """Divide the rows at ``index`` into micro-batches, as many on every data-parallel rank (a collective).
 
         ``most`` is the largest number of rows that any data-parallel rank has.
         """
@@ -331,7 +331,7 @@ class ModelWorker(MegatronWorker):
         return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=self.packed)
 
     def _of_every_shard(self, number: int) -> list[int]:
-        """The number of every data-parallel rank, in the order of their shards (a collective)."""
+        """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
         group = self.context.pg.dp
         numbers = torch.zeros(group.size(), dtype=torch.long, device=self.device)
         numbers[group.rank()] = number
@@ -349,8 +349,8 @@ class ModelWorker(MegatronWorker):
 
         Args:
             parts: of ``params``, ``reference`` (if there is one), ``grads`` and ``optimizer`` (if the model is
-                trained), ``rollout`` (if generation has weights of its own); None is all. Gradients are not kept,
-                because every update clears them first. Nor are a rollout's weights: it gets them again.
+                trained), ``rollout`` (if it has a copy of the weights); None is all. Gradients are not kept, because
+                every update clears them first. Nor are the weights of a rollout, which are updated before it generates.
 
         Raises:
             ConfigError: this role has no such part.
@@ -391,7 +391,7 @@ class ModelWorker(MegatronWorker):
         """Bring back the parts that ``method`` needs (see ``parts_needed``).
 
         Raises:
-            ConfigError: it needs some, and no model has been built.
+            ConfigError: the method needs parts, and no model has been built.
         """
         needed = self.parts_needed.get(method)
         if needed and not self.models():

@@ -19,10 +19,10 @@ __all__ = ["RewardModelWorker"]
 
 
 class RewardModelWorker(ModelWorker):
-    """A model that computes a score for every response. Its weights come from a checkpoint.
+    """A model that computes a score for every response. It is not trained; load its weights from a checkpoint.
 
     Args:
-        config: of the reward model.
+        config: the configuration of the reward model.
 
     Raises:
         LayoutError: the axes do not divide the world size.

@@ -80,7 +80,7 @@ class Prompts:
         entry = self.entries[index]
         ids = self.tokenizer.encode(entry["question"])
         _check_length("question", entry["question"], len(ids), "rollout.prompt_length", self.prompt_length)
-        row, mask = _padded(ids, self.prompt_length, len(ids), self.tokenizer.pad_token_id, left=True)
+        row, mask = _padded(ids, self.prompt_length, self.tokenizer.pad_token_id, left=True)
         return {"input_ids": row, "attention_mask": mask, "entry": entry}
 
 
@@ -98,7 +98,7 @@ class Demonstrations(Prompts):
         answer = prompt["entry"]["answer"]
         ids = [*self.tokenizer.encode(answer), self.tokenizer.eos_token_id]
         _check_length("answer", answer, len(ids), "rollout.response_length", self.response_length)
-        row, mask = _padded(ids, self.response_length, len(ids), self.tokenizer.pad_token_id, left=False)
+        row, mask = _padded(ids, self.response_length, self.tokenizer.pad_token_id, left=False)
         return {
             "input_ids": torch.cat((prompt["input_ids"], row)),
             "attention_mask": torch.cat((prompt["attention_mask"], mask)),
@@ -106,11 +106,11 @@ class Demonstrations(Prompts):
         }
 
 
-def _padded(ids: list[int], length: int, count: int, pad: int, *, left: bool) -> tuple[Tensor, Tensor]:
+def _padded(ids: list[int], length: int, pad: int, *, left: bool) -> tuple[Tensor, Tensor]:
     """Return the padded ids and their mask, int64 ``[length]``."""
     row = torch.full((length,), pad, dtype=torch.long)
     mask = torch.zeros(length, dtype=torch.long)
-    filled = slice(length - count, length) if left else slice(0, count)
+    filled = slice(length - len(ids), length) if left else slice(0, len(ids))
     row[filled] = torch.tensor(ids)
     mask[filled] = 1
     return row, mask

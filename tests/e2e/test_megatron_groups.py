@@ -22,7 +22,7 @@ from workers.config import ActorConfig, CriticConfig, load_config
 TRAINING = {"model": MODEL, "optim": OPTIM, "ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2, "ppo_epochs": 1}
 ROLLOUT = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
 SOON = 30
-"""Seconds: far less than the 600 of a collective's own timeout, which is what a rank left alone would wait."""
+"""[seconds] Far less than the timeout of a collective, 600, after which a rank without peers would fail by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def test_each_group_has_the_coordinates_that_megatron_reports(
     assert pool.holders == ["actor", "critic"]
 
 
-def test_rank_zero_listens_on_the_port_that_was_kept_for_it(critic: MegatronRayWorkerGroup) -> None:
-    """Torch's own store has been bound to it: without it there would be no world."""
+def test_rank_zero_listens_on_the_port_reserved_for_it(critic: MegatronRayWorkerGroup) -> None:
+    """The store of torch.distributed is bound to this port; without it no rank would find the others."""
     met = critic.rendezvous()
     assert [(each["rank"], each["world_size"]) for each in met] == [(rank, 4) for rank in range(4)]
     assert len({each["pid"] for each in met}) == 4

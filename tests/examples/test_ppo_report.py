@@ -27,7 +27,7 @@ def test_accuracy_is_that_of_the_first_and_the_last_measurement(run_dir):
     assert accuracy_before_and_after(read_metrics(run_dir / "metrics.jsonl")) == (0.25, 0.75)
 
 
-def test_the_report_says_where_accuracy_and_time_went(run_dir):
+def test_the_report_shows_accuracy_and_stage_times(run_dir):
     out = io.StringIO()
     write_report(run_dir, {"generate": 3.0, "update actor": 5.0}, 10.0, Console(file=out, width=200))
     text = out.getvalue()

@@ -24,7 +24,7 @@ def reward_fn(problems):
 
 
 def responded(reward_fn, entries, texts) -> DataProto:
-    """A batch as the actor gives it back when the model wrote these texts; prompts say something else altogether."""
+    """A batch as the actor returns it for these generated texts; the prompts are unrelated."""
     eos, pad = reward_fn.tokenizer.eos_token_id, reward_fn.tokenizer.pad_token_id
     ids = [[*reward_fn.tokenizer.encode(text), eos] for text in texts]
     width = max(map(len, ids))

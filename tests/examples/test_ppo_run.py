@@ -58,7 +58,7 @@ def test_ctrl_c_ends_every_process_of_the_run(tmp_path):
     try:
         output, _ = run.communicate(timeout=120)
     except subprocess.TimeoutExpired:
-        run.send_signal(signal.SIGABRT)  # says where it stands
+        run.send_signal(signal.SIGABRT)  # faulthandler prints its stacks
         output, _ = run.communicate()
     assert run.returncode == 130, output
     assert "interrupted" in output and "Traceback" not in output

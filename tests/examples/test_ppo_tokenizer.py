@@ -37,7 +37,7 @@ def test_a_text_with_something_unknown_is_rejected_with_its_name():
         CharTokenizer.of(QUESTIONS, ANSWERS).encode("12 * 3")
 
 
-def test_a_saved_vocabulary_gives_the_same_ids(tmp_path):
+def test_a_saved_vocabulary_has_the_same_ids(tmp_path):
     tokenizer = CharTokenizer.of(QUESTIONS, ANSWERS)
     tokenizer.save(tmp_path / "tokenizer.json")
     loaded = CharTokenizer.load(tmp_path / "tokenizer.json")

@@ -40,7 +40,7 @@ def actor(
     worker_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker,
     **changes: Any,
 ) -> Any:
-    """An initialised actor on this rank of a ``run_ranks`` world."""
+    """An initialized actor on this rank of a ``run_ranks`` world."""
     defaults = {
         "model": MODEL,
         "parallel": parallel,
@@ -57,7 +57,7 @@ def actor(
 
 
 def critic(parallel: dict[str, Any], **changes: Any) -> CriticWorker:
-    """An initialised critic on this rank."""
+    """An initialized critic on this rank."""
     defaults = {
         "model": MODEL,
         "parallel": parallel,
@@ -127,7 +127,7 @@ def experience(rows: int) -> DataProto:
 
 
 def own_shard(batch: DataProto, worker: Any) -> DataProto:
-    """The rows that dispatch gives to this rank: consecutive ones, by its place on the dp axis."""
+    """The rows that dispatch assigns to this rank: consecutive ones, by its coordinate on the dp axis."""
     group = worker.context.pg.dp
     return batch.chunk(group.size())[group.rank()]
 

@@ -75,7 +75,7 @@ def reference_after_learning() -> list[bool]:
     return [*answers, same()]
 
 
-def test_the_reference_stays_until_it_is_made_what_the_actor_is() -> None:
+def test_the_reference_does_not_change_before_sync_reference() -> None:
     assert run_ranks(reference_after_learning, 1)[0] == [True, False, True]
 
 
@@ -118,7 +118,7 @@ def test_a_worker_reports_its_coordinates() -> None:
 
 
 class Reinforce(ActorRolloutRefWorker):
-    """A user's own loss, with a metric of its own."""
+    """A custom loss with a custom metric."""
 
     def loss(self, rows: Any, output: torch.Tensor) -> Any:
         total = -(output[0] * rows.columns["advantages"] * rows.mask).sum()

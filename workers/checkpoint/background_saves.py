@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 __all__ = ["BackgroundSaves"]
 
-# The default from 0.17 on is the writer of another package.
+# From megatron-core 0.17 on, the default strategy needs another package.
 _MEGATRONS_OWN = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )

@@ -26,11 +26,11 @@ class Manifest(TypedDict):
     layout: dict[str, Any] | None
     """World size, and size and order of the axes; None if unknown."""
     parts: list[str]
-    """"model", "reference" and "optimizer", as far as it has them."""
+    """The parts that it has, of "model", "reference" and "optimizer"."""
     distributed_optimizer: bool
-    """Whether the state of the optimizer is that of a distributed one."""
+    """Whether the state was saved by a distributed optimizer."""
     scheduler_steps: int
-    """Steps that the learning-rate schedule has made."""
+    """Steps of the learning-rate schedule so far."""
     counters: dict[str, Any]
     """Counters of the worker, see ``ModelWorker.training``; empty if unknown."""
     weights: Shapes

@@ -52,7 +52,7 @@ def layout_of(training: TrainingState) -> dict[str, Any]:
 
 
 def weight_prefix(part: str) -> str:
-    """Return what the names of a part's weights start with in a checkpoint."""
+    """Return the prefix that the names of a part's weights have in a checkpoint."""
     return "" if part == "model" else f"{part}."
 
 

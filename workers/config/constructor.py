@@ -19,12 +19,12 @@ def check_constructor(cls: Any, config_class: type | None, args: Sequence[Any], 
     """
     signature = inspect.signature(cls.__init__)
     try:
-        given = signature.bind(None, *args, **kwargs).arguments
+        bound = signature.bind(None, *args, **kwargs).arguments
     except TypeError as error:
         names = ", ".join(list(signature.parameters)[1:])
         raise ConfigError(f"{cls.__name__}: {error}; its arguments are {names}", key=cls.__name__) from error
-    config = given.get("config")
-    if config_class is None or "config" not in given or isinstance(config, config_class):
+    config = bound.get("config")
+    if config_class is None or "config" not in bound or isinstance(config, config_class):
         return
     name, kind = config_class.__name__, type(config).__name__
     made = f"load_config({name}, {{...}})" if isinstance(config, Mapping) else f"{name}(...)"

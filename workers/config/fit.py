@@ -30,7 +30,7 @@ _CUSTOM_SPLIT = (
     "account_for_loss_in_pipeline_split",
 )
 
-# Fields of TransformerConfig with the only supported value, and the reason: with another value Megatron would silently
+# Fields of TransformerConfig, the only supported value, and the reason: with another value Megatron would silently
 # compute something else, or fail inside a layer.
 _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "multi_latent_attention": (False, "its sizes are not fields of TransformerConfig; override build_model"),

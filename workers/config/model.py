@@ -18,7 +18,7 @@ __all__ = ["ModelConfig"]
 class ModelConfig:
     """A GPT model. Sizes are those of the whole model, before any axis divides it.
 
-    With ``hf_path`` set, ``load_config`` reads every size that is not given from the checkpoint's ``config.json``.
+    With ``hf_path`` set, ``load_config`` reads every size that is not set from the checkpoint's ``config.json``.
     """
 
     vocab_size: int

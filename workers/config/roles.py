@@ -1,6 +1,7 @@
-"""ActorConfig, CriticConfig and RewardConfig: what the worker of each role is made with.
+"""ActorConfig, CriticConfig and RewardConfig: the configurations of the workers, one for each role.
 
-Each is checked as a whole when it is made: sizes against axes, lengths against the model, names against registries.
+A configuration is checked as a whole when it is created: sizes against axes, lengths against the model, names against
+registries.
 """
 
 from __future__ import annotations

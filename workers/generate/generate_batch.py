@@ -1,4 +1,4 @@
-"""Generate responses for a DataProto of prompts: checks the prompts, assigns seeds, and builds the result's columns."""
+"""Generate responses for a DataProto of prompts: check them, assign seeds, and build the columns of the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate_batch(
         prompts: this rank's prompts; ``meta_info`` may override the fields of ``config``.
         config: the default settings of sampling.
         vocab_size: token ids must be less than this.
-        call: number of batches that were sampled before, which every sample's seed depends on.
+        call: number of batches that were sampled before, on which every seed depends.
         dp_group: the ranks over which the batch is divided.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Rollouts that generate with Megatron: with the model that is trained, or with a copy in a layout of its own."""
+"""Rollouts that generate with Megatron: with the model that is trained, or with a copy in another layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["MegatronRollout", "RefitRollout"]
 
 
 class MegatronRollout:
-    """Generates with the given model in its own layout: every data-parallel rank for its own prompts.
+    """Generates with a model in the layout of that model; each data-parallel rank generates for its own prompts.
 
     Args:
         chunks: this rank's model chunks, wrapped in DistributedDataParallel or not.
@@ -91,7 +91,7 @@ class MegatronRollout:
 
 
 class RefitRollout:
-    """Generates with a copy of the weights in a layout of its own, in the same processes.
+    """Generates with a copy of the weights in another layout, in the same processes.
 
     The prompts of all data-parallel ranks of training are divided evenly over those of this layout, for any two
     numbers of ranks. Each rank of training's last stage gets its own rows back.

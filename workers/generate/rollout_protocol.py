@@ -78,10 +78,10 @@ class Rollout(Protocol):
 
     @property
     def holds_weights(self) -> bool:
-        """Whether it generates with weights of its own.
+        """Whether the engine keeps a copy of the weights.
 
-        They are then updated before a generation if the policy has changed or the engine has slept since the last
-        one; otherwise ``update_weights`` is called before every generation.
+        If it does, ``update_weights`` is called before a generation only if the policy has changed or the engine has
+        slept since the last one. If it does not, ``update_weights`` is called before every generation.
         """
         ...
 
@@ -94,6 +94,9 @@ class Rollout(Protocol):
         Args:
             prompts: the prompts, on the CPU.
             sampling: how to generate the batch.
+
+        Returns:
+            The responses, on any device; None on ranks that do not return them.
         """
         ...
 

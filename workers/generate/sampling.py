@@ -22,7 +22,7 @@ from workers.config import RolloutConfig
 
 __all__ = ["Sampling", "draw_tokens", "prompt_hashes", "sample_seeds", "uniform"]
 
-_BLOCK = 64  # weights that are summed first when a token is searched
+_BLOCK = 64  # weights in a block, see _search
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ def _descending(values: Tensor) -> Tensor:
 
 
 def _search(noise: Tensor, weights: Tensor) -> Tensor:
-    """int64 ``[rows]``: the part of [0, 1), divided by ``weights`` ``[rows, n]``, that contains ``noise``; never a 0.
+    """Return the index that ``noise`` draws from ``weights`` ``[rows, n]``, int64 ``[rows]``; its weight is never 0.
 
-    A block of weights is searched first and then the weight within it: a cumulative sum over all takes far longer.
+    The block of weights is searched first, and then the weight within it: a cumulative sum over all takes far longer.
     """
     blocks = torch.nn.functional.pad(weights, (0, -weights.size(-1) % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     sums = blocks.sum(-1)
@@ -181,7 +181,10 @@ def _search(noise: Tensor, weights: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, point: Tensor) -> Tensor:
-    """``[rows, 1]``: the first entry above ``point``; since sums are rounded, at most the last that adds to it."""
+    """Return the first index with a sum above ``point``, ``[rows, 1]``.
+
+    Sums are rounded: the result is at most the last index at which the sum grows.
+    """
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     return torch.searchsorted(cumulative, point, right=True).minimum(last)
 

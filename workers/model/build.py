@@ -62,14 +62,15 @@ def build_model(
             ``[batch, seq, 1]``) instead of logits. Embeddings are not tied then.
         model_provider: a function that builds each chunk. ``model`` is ignored then, and the weights are those of the
             provider, moved to the device and cast to the dtype of the chunk's own Megatron config.
-        initialize: False leaves the weights uninitialised, to be loaded later, whatever ``model.hf_path`` and
-            ``model.seed`` are.
+        initialize: False leaves the weights uninitialized, to be loaded later, and ignores ``model.hf_path`` and
+            ``model.seed``.
 
     Raises:
         DataError: the checkpoint at ``model.hf_path`` does not fit the model; with the names of its tensors.
         ConfigError: before the first collective: the axes do not divide the model, or differ from the context's; a
-            field is unknown or of a wrong type; Transformer Engine is requested and cannot run; a provider's chunk has
-            no Megatron config, or one that contradicts itself on the dtype.
+            field is unknown or of a wrong type; Transformer Engine is requested and cannot run. Also if Megatron
+            cannot build the model, or a provider's chunk has no Megatron config or one whose flags contradict its
+            dtype.
     """
     _check_axes(parallel, context)
     if model_provider is None:

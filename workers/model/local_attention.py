@@ -34,7 +34,7 @@ class TEDotProductAttention(MegatronModule):
     Arguments are those of Megatron's class of the same name.
 
     Raises:
-        ConfigError: the config has sliding windows, learnt softmax offsets or clipped logits, which need Transformer
+        ConfigError: the config has sliding windows, learned softmax offsets or clipped logits, which need Transformer
             Engine.
     """
 
@@ -95,7 +95,7 @@ class TEDotProductAttention(MegatronModule):
             DataError: an ``attention_bias``, or a sequence that context parallelism does not divide.
         """
         if attention_bias is not None:
-            raise DataError("attention_bias is given: the local attention has none, Transformer Engine's has")
+            raise DataError("the local attention does not support attention_bias: pass None, or use Transformer Engine")
         if self.cp > 1:
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
@@ -108,7 +108,7 @@ class TEDotProductAttention(MegatronModule):
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        """Each packed sequence attends to itself."""
+        """Compute the attention of each packed sequence to itself."""
         padded = packed.cu_seqlens_q_padded
         bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
         # From [rank's tokens, one rank after another] to [rank, its tokens]: a sequence is a slice of every row.

@@ -42,7 +42,7 @@ class TENorm(torch.nn.Module):
         self.bias = _norm_parameter(config, hidden_size, 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``hidden`` ``[..., hidden_size]``, normalised."""
+        """Return ``hidden`` ``[..., hidden_size]``, normalized."""
         return _normalized(hidden, self.weight, self.bias, self.eps, self.zero_centered)
 
 
@@ -58,7 +58,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_bias = _norm_parameter(config, input_size, 0.0) if has_bias else None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the linear layer's output for the normalised ``hidden`` ``[seq, batch, input_size]``."""
+        """Return the linear layer's output for the normalized ``hidden`` ``[seq, batch, input_size]``."""
         normalized = _normalized(hidden, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered)
         return super().forward(normalized, *args, **kwargs)
 

@@ -81,7 +81,7 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "use_cpu_initialization": False,  # each rank fills its own shards, and ``initialize_weights`` fills them again
-        "moe_token_dispatcher_type": "alltoall",  # also what lets lengths vary over pp, dense models included
+        "moe_token_dispatcher_type": "alltoall",  # also required for lengths that vary over pp, in dense models too
         # On a GPU it needs Apex or Transformer Engine.
         "gradient_accumulation_fusion": not torch.cuda.is_available(),
     }

@@ -33,7 +33,7 @@ class ValueHead(torch.nn.Module):
         self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
         """Return float32 ``[seq, batch, 1]`` of the whole sequence, from this rank's hidden states."""
-        # Returns are learnt in float32: a bfloat16 product would round a value to steps of 1/128 of itself.
+        # Returns are learned in float32: a bfloat16 product would round a value to steps of 1/128 of itself.
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
             # Every tp rank computes the same loss of all values: each keeps its own tokens' gradient, none is summed.

@@ -9,12 +9,12 @@ from megatron.core.models.gpt import GPTModel
 
 __all__ = ["mask_padded_vocabulary"]
 
-# Far below any logit, at any temperature in use, and finite: 0 * it is 0 where 0 * -inf would be NaN (an entropy).
+# Far below any logit at any temperature, but finite: a probability of 0 times -inf would make an entropy NaN.
 _IMPOSSIBLE = -3.0e4
 
 
 def mask_padded_vocabulary(chunk: GPTModel, vocab_size: int) -> None:
-    """Give entries from ``vocab_size`` on a probability of 0, in logits that are gathered over tp or not.
+    """Set the probability of entries from ``vocab_size`` on to 0, in logits that are gathered over tp or not.
 
     Args:
         chunk: a chunk of the model; ``chunk.unpadded_vocab_size`` is set to ``vocab_size``.

@@ -76,7 +76,7 @@ def check_prompts(batch: Mapping[str, Tensor], *, method: str, vocab_size: int, 
 
 
 def locate_tokens(batch: Mapping[str, Tensor], method: str, vocab_size: int, max_length: int) -> tuple[Tensor, Tensor]:
-    """Check the token ids and the attention mask, and return where the tokens of each row are.
+    """Check the token ids and the attention mask, and return the position of the tokens in each row.
 
     Args:
         batch: ``input_ids`` and ``attention_mask``, ``[rows, seq]``.

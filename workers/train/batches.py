@@ -39,7 +39,7 @@ class TokenBatch:
         tokens: ``[rows, seq]`` int64, each row from column 0.
         targets: ``[rows, targets]`` int64, the tokens to predict.
         predictors: ``[rows, targets]`` int64, the column of ``tokens`` whose output predicts each target.
-        mask: ``[rows, targets]`` float32, 0 where a target is padding or does not count.
+        mask: ``[rows, targets]`` float32, 0 if a target is padding or does not count.
         lengths: ``[rows]`` int64, the tokens of each row without padding.
         columns: further inputs of the loss, each ``[rows, targets]``.
         temperature: divides the logits when the rows are scored.

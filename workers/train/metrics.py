@@ -2,8 +2,8 @@
 
 Every metric has one rule. ``TOKEN_MEAN`` averages over all valid tokens of all mini-batches and ranks, ``SUM`` adds,
 ``MAX`` takes the largest value. For each micro-batch a loss reports the sum over its valid tokens for the first rule,
-and the value for the others. The result is the same on every rank of the layout. If no step was made there is no mean
-and no largest value. Such a metric is omitted: a curve then has a gap, and JSON no number that it cannot represent.
+and the value for the others. The result is the same on every rank of the layout. If no step was made, there is no mean
+and no largest value. Such a metric is omitted, since JSON cannot represent NaN; a curve has a gap there.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def least_count(lengths: Tensor, max_tokens: int, length_multiple: int = 1, *, p
 def _micro_batch(
     batch: TokenBatch, index: Tensor, size: int, length_multiple: int | None = None, filling: int = 0
 ) -> MicroBatch:
-    """``size`` rows, filled up with the row ``filling``; as wide as their longest if ``length_multiple`` is given."""
+    """``size`` rows, filled up with the row ``filling``; as wide as the longest if ``length_multiple`` is set."""
     rows = torch.full((size,), filling)
     rows[: len(index)] = index
     taken = batch.take(rows, len(index))
@@ -149,7 +149,7 @@ def _shortest(batch: TokenBatch, index: Tensor) -> int:
 
 
 def _even_groups(widths: Sequence[int], count: int, max_tokens: int, packed: bool) -> list[list[int]]:
-    """At most ``count`` groups with the least largest cost, found by bisection."""
+    """Return at most ``count`` groups with the largest cost as small as possible, found by bisection."""
     low, high = 0, max_tokens
     while high - low > 1:
         middle = (low + high) // 2
@@ -160,7 +160,7 @@ def _even_groups(widths: Sequence[int], count: int, max_tokens: int, packed: boo
 def _groups(widths: Sequence[int], max_tokens: int, packed: bool) -> list[list[int]]:
     """Group positions in ``widths``, longest first, so that no group of several costs more than ``max_tokens``.
 
-    Padded: each group takes as many of the longest remaining rows as fit, which gives the fewest groups. Packed: each
+    Padded: each group takes as many of the longest remaining rows as fit: no grouping has fewer groups. Packed: each
     row goes to the first group that has room for it (first-fit decreasing).
     """
     groups: list[list[int]] = []

@@ -135,8 +135,11 @@ class Step(NamedTuple):
 def guarded_step(optimizer: MegatronOptimizer) -> Step:
     """Make one step of Megatron's (chained) optimizer if the gradients are finite.
 
-    Megatron would clip by a norm of NaN and write NaN into every weight, so its step is left as soon as the norm is
-    known. The norm is a collective over all ranks that share the model; therefore all of them take the same decision.
+    Megatron would clip by a norm of NaN and write NaN into every weight, so a norm that is not finite ends its step
+    before any weight changes. All ranks that share the model compute the same norm, so all of them end the step.
+
+    Returns:
+        Whether the step was made, the norm, and whether float16 overflowed.
     """
     get_grad_norm = optimizer.get_grad_norm
 

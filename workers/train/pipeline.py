@@ -18,7 +18,7 @@ from workers.train.batches import TokenBatch
 __all__ = ["Forward", "Loss", "run_for_gradients", "run_for_scores", "scoring"]
 
 Forward = Callable[[nn.Module, TokenBatch], Any]
-"""Maps a model chunk and a micro-batch to the chunk's output: hidden states, or on the last stage what follows them."""
+"""Maps a model chunk and a micro-batch to hidden states, or on the last stage to the argument of ``Loss``."""
 Loss = Callable[[TokenBatch, Any], tuple[Tensor, Tensor, dict[str, Any]]]
 """Maps a micro-batch and the last stage's output to (loss summed over valid tokens, their number, the report)."""
 
@@ -91,7 +91,7 @@ def run_for_gradients(
 
 def _with_integer_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
     total, count, report = loss(rows, output)
-    # An Inf can leave finite gradients: as NaN it reaches every rank that checks them before the step.
+    # An infinite loss can have finite gradients. A loss of NaN makes them NaN, which the check before the step finds.
     total = total * torch.where(torch.isfinite(total.detach()), 1.0, math.nan)
     return total, count.to(torch.int), report
 

@@ -173,18 +173,18 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _is_unknown(shard: WeightShard) -> bool:
-    """Whether a weight is quantised, has no dims, or is divided in a way that does not follow from its name."""
-    quantised = type(shard.param.data) is not Tensor
+    """Whether a weight is quantized, has no dims, or is divided in a way that does not follow from its name."""
+    quantized = type(shard.param.data) is not Tensor
     uneven = hasattr(shard.param, "partition_sizes")  # several tensors of different sizes stacked, as Mamba's
     numbered = shard.name.startswith("decoder.layers.") and ".linear_fc" in shard.name
-    return quantised or shard.param.dim() == 0 or uneven or (shard.expert and not numbered)
+    return quantized or shard.param.dim() == 0 or uneven or (shard.expert and not numbered)
 
 
 def _check_known(names: Sequence[str]) -> None:
     if names:
         raise DataError(
-            f"cannot refit {', '.join(names)}: expected plain tensors with at least one dim, divided evenly, and as "
-            "weights of experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
+            f"cannot refit {', '.join(names)}: expected plain tensors with at least one dim, divided evenly; of "
+            "experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
             names=names,
         )
 

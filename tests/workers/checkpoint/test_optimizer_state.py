@@ -47,7 +47,7 @@ def _in_experts(fn: Any, parallel: dict[str, Any], path: str, distributed: bool)
 
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [(TOGETHER, APART), (APART, TOGETHER)], ids=["apart", "together"])
-def test_training_of_experts_continues_if_they_are_divided_otherwise(
+def test_training_of_experts_continues_in_another_layout(
     saved_in: tuple[int, dict[str, Any]], loaded_in: tuple[int, dict[str, Any]], distributed: bool, tmp_path: Path
 ) -> None:
     """With experts on other ranks than the other weights, Megatron has two optimizers instead of one."""

@@ -131,6 +131,6 @@ def test_custom_engine_generates_the_tokens_of_megatron_before_and_after_an_upda
 
 
 def test_weights_are_pulled_by_the_engine_only() -> None:
-    """See tests/mcontroller/test_worker_group.py for the error of a group that calls a method of this mode."""
+    """See tests/mcontroller/test_group.py for the error of a group that calls a method of this mode."""
     registration = registration_of(CustomEngineWorker, "rollout_weights")
     assert registration is not None and registration.dispatch_mode == Dispatch.DIRECT_ROLLOUT_METHOD

@@ -189,7 +189,7 @@ def rejected_custom_model() -> str:
 
 def test_custom_model_without_build_rollout_model_is_rejected() -> None:
     for message in run_ranks(rejected_custom_model, 2, timeout_s=30):
-        assert message.startswith("CustomModel builds a model of its own") and "override build_rollout_model" in message
+        assert message.startswith("CustomModel overrides build_model, ") and "override build_rollout_model" in message
 
 
 def stops_at_different_steps(max_rows: int) -> tuple[int, ...]:

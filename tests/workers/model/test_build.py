@@ -91,7 +91,7 @@ def test_layouts_compute_what_one_process_does(
     assert largest_difference(after, expected_after) < 1e-5
 
 
-def test_a_seed_decides_the_weights() -> None:
+def test_a_seed_determines_the_weights() -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         return Role(dataclasses.replace(SMALL_GPT, seed=seed), ParallelConfig()).weights()
 
@@ -100,7 +100,7 @@ def test_a_seed_decides_the_weights() -> None:
     assert largest_difference(one, other) > 0.01
 
 
-def test_weights_are_spread_as_megatron_spreads_them() -> None:
+def test_weights_have_the_standard_deviations_of_megatron() -> None:
     [weights] = run_ranks(lambda: Role(OF_EXPERTS, ParallelConfig()).weights(), 1)
     std, layers = OF_EXPERTS.init_method_std, OF_EXPERTS.num_layers
     for name, expected in {

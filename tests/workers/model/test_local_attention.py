@@ -64,7 +64,7 @@ LEFT_PADDING = torch.tensor([[False] * 8, [True] * 2 + [False] * 6, [True] * 5 +
     ],
 )
 @pytest.mark.parametrize("cp", [1, 2])
-def test_masks_say_what_is_seen(mask: torch.Tensor | None, allowed: torch.Tensor, cp: int) -> None:
+def test_masks_determine_the_visible_keys(mask: torch.Tensor | None, allowed: torch.Tensor, cp: int) -> None:
     def attended() -> torch.Tensor:
         mine = [zigzag_slice(tensor, cp, dist.get_rank(), dim=0) for tensor in inputs()]
         return attention(cp)(*mine, mask)
@@ -83,7 +83,7 @@ def test_the_last_queries_see_all_cached_keys() -> None:
         torch.testing.assert_close(output, by_definition(CAUSAL)[-queries:], rtol=0, atol=1e-6)
 
 
-def test_padding_hidden_from_every_key_gives_zeros_and_no_nan_gradient() -> None:
+def test_padding_hidden_from_every_key_has_zeros_and_no_nan_gradient() -> None:
     def gradient() -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = (tensor.requires_grad_() for tensor in inputs())
         output = attention()(query, key, value, LEFT_PADDING[:, None, None])
@@ -168,7 +168,7 @@ def test_a_sequence_that_does_not_divide_is_rejected() -> None:
     assert run_ranks(rejected, 2)[0].endswith("this rank has 3 of 6 tokens: pad sequences to a multiple of 4")
 
 
-def test_what_only_transformer_engine_computes_is_rejected_by_name() -> None:
+def test_fields_that_need_transformer_engine_are_rejected() -> None:
     def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
             attention(window_size=[3, 0])

@@ -73,7 +73,7 @@ def test_further_fields_pass_through_in_their_types() -> None:
         ({"_cpu_offloading_context": None}, "has no such field"),
     ],
 )
-def test_an_unknown_or_ill_typed_field_is_rejected_by_name(fields: dict[str, Any], message: str) -> None:
+def test_an_unknown_or_ill_typed_field_is_rejected_with_its_key(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         transformer_config(with_fields(**fields), ParallelConfig())
     [name] = fields

@@ -68,7 +68,7 @@ def test_experts_are_counted_over_all_ranks() -> None:
     ],
     ids=["tp2-pp2", "tp4", "experts", "tied"],
 )
-def test_what_is_loaded_is_what_is_there(model: ModelConfig, axes: dict[str, Any]) -> None:
+def test_loading_a_full_state_sets_every_weight(model: ModelConfig, axes: dict[str, Any]) -> None:
     def there_and_back(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         parallel = ParallelConfig(**axes)
         context = new_context(parallel)
@@ -81,7 +81,7 @@ def test_what_is_loaded_is_what_is_there(model: ModelConfig, axes: dict[str, Any
     torch.testing.assert_close(run_ranks(there_and_back, 4, state)[0], state, rtol=0, atol=0)
 
 
-def test_weights_of_another_model_are_rejected_by_name_on_every_rank() -> None:
+def test_weights_of_another_model_are_rejected_with_their_names_on_every_rank() -> None:
     def rejected(state: dict[str, torch.Tensor]) -> tuple[list[str], list[str], list[str]]:
         parallel = ParallelConfig(pp=2)
         context = new_context(parallel)

@@ -198,7 +198,7 @@ def trained_and_exported(out: Path) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
-def test_what_an_actor_has_learnt_is_a_model_for_transformers(tmp_path: Path) -> None:
+def test_a_trained_actor_is_exported_for_transformers(tmp_path: Path) -> None:
     trained = run_ranks(trained_and_exported, 2, tmp_path / "out")[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(model.lm_head.weight, trained["output_layer.weight"])
@@ -252,9 +252,7 @@ def test_a_configuration_comes_back_as_it_was(family: str, checkpoints: dict[str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_command_line_names_the_directory_and_what_is_to_be_otherwise(
-    family: str, checkpoints: dict[str, Path]
-) -> None:
+def test_a_command_line_sets_the_directory_and_overrides_fields(family: str, checkpoints: dict[str, Path]) -> None:
     overrides = [f"model.hf_path={checkpoints[family]}", "model.dtype=bfloat16", "model.transformer.fp8=hybrid"]
     config = load_config(CriticConfig, overrides=overrides)
     expected = model_config_from_hf(checkpoints[family], dtype="bfloat16", transformer={"fp8": "hybrid"})
@@ -295,7 +293,7 @@ def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(
         ("num_hidden_layers", None),
     ],
 )
-def test_what_would_be_computed_differently_is_rejected_by_name(
+def test_keys_that_would_change_the_computation_are_rejected(
     key: str, value: Any, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     config = json.loads((checkpoints["llama"] / "config.json").read_text())
@@ -381,7 +379,7 @@ def test_an_export_that_cannot_create_its_directory_is_rejected_on_every_rank(
         run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path / "file" / "out", timeout_s=30)
 
 
-def test_an_export_does_not_write_over_anything(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("here first")
     with pytest.raises(RankFailure, match="export into a new directory"):
         run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path)

@@ -110,7 +110,7 @@ def test_a_model_is_exported_under_the_name_that_it_was_read_with(family: str, t
     assert hf_config_of(dataclasses.replace(model, family=None)) == config  # found by its layers, too
 
 
-def test_layers_decide_the_family_of_a_model_without_one() -> None:
+def test_layers_determine_the_family_of_a_model_without_one() -> None:
     layers: dict[str, dict[str, Any]] = {
         "llama": {},
         "qwen2": {"add_qkv_bias": True},

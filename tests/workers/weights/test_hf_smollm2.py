@@ -27,7 +27,7 @@ from examples.smollm2 import prompts, shipped_gguf  # noqa: E402
 
 
 def logits_and_answer(path: Path, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """On one of three ranks: logits of the first prompt, and what it is answered."""
+    """On one of three ranks: logits of the first prompt, and the answer to it."""
     be_a_worker()
     config = ActorConfig(
         model=model_config_from_hf(path, dtype="float32"),

@@ -53,7 +53,7 @@ def trained(parallel: dict[str, Any], optim: dict[str, Any], model: dict[str, An
     ],
     ids=["tp2-pp2", "dist-opt", "vpp-dist-opt-bf16", "tp2-bf16", "experts", "overlap"],
 )
-def test_training_between_offloads_is_training_without(
+def test_training_between_offloads_equals_training_without(
     parallel: dict[str, Any], optim: dict[str, Any], model: dict[str, Any]
 ) -> None:
     kept = run_ranks(trained, 4, parallel, optim, model, False)
@@ -126,7 +126,7 @@ def saved_while_away(path: str) -> bool:
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_role_that_is_away_can_be_saved_and_loaded(tmp_path: Any) -> None:
+def test_an_offloaded_role_can_be_saved_and_loaded(tmp_path: Any) -> None:
     assert run_ranks(saved_while_away, 1, str(tmp_path)) == [True]
 
 
@@ -160,7 +160,7 @@ print(freed, tuple(held.shape), bool(held.any()))
 
 
 def test_the_process_returns_the_memory() -> None:
-    """In an interpreter of its own, whose allocator has nothing else to keep; zeros come back for what is discarded."""
+    """Run in a new interpreter, whose allocator keeps nothing else; discarded parts come back as zeros."""
     child = subprocess.run([sys.executable, "-c", FREES_64_MIB], capture_output=True, text=True, check=True, cwd=ROOT)
     freed, rest = child.stdout.split(maxsplit=1)
     assert int(freed) > 60 << 20

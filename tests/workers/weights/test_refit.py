@@ -64,7 +64,7 @@ def built(model: ModelConfig, axes: Axes, fill: float | None = None) -> Model:
 
 
 def tensors(model: Model) -> list[torch.Tensor]:
-    """Everything that this rank holds of it, padding among it."""
+    """All weights and buffers of this rank, with padding."""
     return [shard.param.data for shard in named_shards(*model)] + [buffer for _, buffer in named_buffers(*model)]
 
 
@@ -101,21 +101,21 @@ def there_and_back(
     ],
     ids=["dp8", "tp4", "vpp", "pp4-cp2", "tied-pp1-pp2", "tied-tp4", "ep2-ep4", "etp2", "pp2-ep4", "bf16"],
 )
-def test_there_and_back_every_number_is_the_same(model: ModelConfig, here: Axes, there: Axes) -> None:
+def test_refit_there_and_back_restores_every_number(model: ModelConfig, here: Axes, there: Axes) -> None:
     for arrived, returned, going, returning in run_ranks(there_and_back, 8, model, here, there, 1 << 20):
         assert (arrived, returned) == (0.0, 0.0)
         assert going.bytes_sent == going.least_bytes
         assert returning.bytes_sent == returning.least_bytes
 
 
-def test_small_buckets_carry_the_same() -> None:
+def test_small_buckets_copy_the_same_weights() -> None:
     arrived, returned, going, returning = run_ranks(there_and_back, 4, MODEL, TP2_PP2, {"tp": 4}, 4096)[0]
     assert (arrived, returned) == (0.0, 0.0)
     assert min(going.exchanges, returning.exchanges) > 10
 
 
 def separate_experts() -> float:
-    """Megatron's own layers, whose experts are modules of their own, and a change of dtype on the way."""
+    """Refit Megatron's own layers, with one module per expert, into another dtype."""
 
     def of(ep: int, dtype: str) -> Model:
         parallel, model = ParallelConfig(ep=ep), dataclasses.replace(EXPERTS, dtype=dtype)
@@ -134,7 +134,7 @@ def separate_experts() -> float:
     return difference(target, expected)
 
 
-def test_experts_one_by_one_and_a_change_of_dtype() -> None:
+def test_separate_experts_are_refit_into_another_dtype() -> None:
     assert run_ranks(separate_experts, 4) == [0.0] * 4
 
 
@@ -151,7 +151,7 @@ def bytes_to_one_tp_rank() -> tuple[int, int, int]:
     return lacking, report.bytes_sent, report.most_sent_by_a_rank
 
 
-def test_the_least_is_what_ranks_lack() -> None:
+def test_least_bytes_are_those_that_ranks_lack() -> None:
     first, second = run_ranks(bytes_to_one_tp_rank, 2)
     assert first[0] + second[0] == first[1] == second[1]
     assert first[2] == second[0] or first[2] == first[0]
@@ -190,7 +190,7 @@ def rejected(change: str) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_named_is_rejected() -> None:
+def test_tensors_of_unknown_position_are_rejected() -> None:
     for message in run_ranks(rejected, 2, "uneven"):
         assert message.startswith("cannot refit decoder.layers.0.self_attention.linear_qkv.weight: ")
 

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcontroller.errors import DataError
+from tests.parallel_state.layouts import unhurried
 from workers.weights.refit_plan import LocalTensor, Move, RefitPlan, Span, plan_refit, spans_of
 
 
 def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[LocalTensor]]:
-    """By rank, its part of one matrix [rows, 4] that is cut ``ways`` ways, padded, with replicas."""
+    """By rank, its part of one matrix [rows, 4] that is divided into ``ways`` parts, padded, with replicas."""
     padded = -(-rows // (ways * pieces)) * ways * pieces
     whole = LocalTensor("weight", (rows, 4), dtype, 4)
     spans = [spans_of(padded // ways, pieces, ways, rank % ways, rows) for rank in range(ranks)]
@@ -27,7 +28,7 @@ def indices(of_rank: list[LocalTensor]) -> set[int]:
 
 
 def check_arrival(plan: RefitPlan, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:
-    """Carry the plan out on the indices themselves: each must stand where the target has it."""
+    """Carry the plan out on the indices themselves: each must arrive at its position in the target."""
 
     def places(held: LocalTensor) -> np.ndarray:
         length = max((span.offset + span.stop - span.start for span in held.spans), default=0)
@@ -43,6 +44,7 @@ def check_arrival(plan: RefitPlan, sources: list[list[LocalTensor]], targets: li
     assert [own.tolist() for own in got] == [places(held[0]).tolist() for held in targets]
 
 
+@unhurried
 @given(
     blocks=st.integers(1, 6),
     missing=st.integers(0, 3),
@@ -50,7 +52,7 @@ def check_arrival(plan: RefitPlan, sources: list[list[LocalTensor]], targets: li
     pieces=st.sampled_from([1, 2]),
     limit=st.sampled_from([16, 40, 1 << 20]),
 )
-def test_every_index_arrives_where_it_belongs(
+def test_every_index_arrives_at_its_position(
     blocks: int, missing: int, ways: tuple[int, int], pieces: int, limit: int
 ) -> None:
     rows = blocks * 16 - (missing if pieces == 1 else 0)  # gated units have no padding
@@ -129,7 +131,7 @@ def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
                 assert [m for m in side if (m.source_rank, m.target_rank) == pair] == moves
 
 
-def test_another_model_is_rejected_by_name() -> None:
+def test_another_model_is_rejected_with_the_names() -> None:
     head = LocalTensor("head", (8, 4), "float32", 4)
     with pytest.raises(DataError, match=r"the source lacks \['head'\]") as caught:
         plan_refit(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
@@ -137,12 +139,12 @@ def test_another_model_is_rejected_by_name() -> None:
     assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
 
 
-def test_a_part_that_no_rank_has_is_rejected_by_name() -> None:
+def test_a_part_that_no_rank_has_is_rejected_with_its_name() -> None:
     with pytest.raises(DataError, match=r"weight: rank 0 needs indices 0 to 16 of dim 0; .* has index 8"):
         plan_refit([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
 
 
-def test_a_tensor_cut_along_two_dims_is_rejected_by_name() -> None:
+def test_a_tensor_divided_along_two_dims_is_rejected_with_its_name() -> None:
     across = [[LocalTensor("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
     with pytest.raises(DataError, match=r"weight is divided along dims \[0, 1\]"):
         plan_refit(cut(16, 2, 2), across, 64)

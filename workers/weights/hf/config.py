@@ -20,7 +20,7 @@ __all__ = ["ModelDescription", "family_at", "family_of", "hf_config_of", "model_
 
 
 class ModelDescription(Protocol):
-    """The type of ``workers.ModelConfig``, whose module imports this one."""
+    """The attributes of ``workers.ModelConfig`` that are read here; its module imports this one."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -65,7 +65,7 @@ def family_of(model: ModelDescription) -> ModelFamily:
     """Return ``model.family``, or without one the first registered family that is built like the model.
 
     Raises:
-        ConfigError: there is none, or ``model.family`` is built otherwise.
+        ConfigError: there is none, or ``model.family`` does not describe the model.
     """
     return family_like(_fields(model))
 
@@ -74,7 +74,7 @@ def hf_config_of(model: ModelDescription, value_head: bool = False) -> dict[str,
     """Return ``config.json`` of the model, of its own family; with a value head, of a classifier with one label.
 
     Raises:
-        ConfigError: no family is built like this; ``key`` and ``value`` are the field that none has.
+        ConfigError: no family is built like the model; ``key`` and ``value`` are those of a field that differs.
     """
     family = family_of(model)
     config = {

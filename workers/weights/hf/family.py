@@ -31,8 +31,8 @@ class ModelFamily(ABC):
     Attributes:
         model_type: the name that the family is registered under, as ``config.json`` has it.
         architecture: prefix of the class names in transformers, as in ``LlamaForCausalLM``.
-        add_qkv_bias, qk_layernorm, has_experts: the layers that the family has. By these the family of a model is
-            found that was not read from a Hugging Face directory.
+        add_qkv_bias, qk_layernorm, has_experts: the layers that the family has. They determine the family of a model
+            that was not read from a Hugging Face directory.
         names: the tensors that one tensor of Megatron's GPT model consists of, stacked along dim 0, by its name.
             ``{layer}`` and ``{expert}`` are numbers, counted from 0 over the whole model. q, k and v of
             ``linear_qkv`` are interleaved by query group.
@@ -84,7 +84,7 @@ class ModelFamily(ABC):
     def not_expressible(self, key: str, value: Any, expressible: Any) -> ConfigError:
         """Return the error for a field of the model that the family's ``config.json`` cannot express."""
         return ConfigError(
-            f"{key} is {value!r}: a config.json of model_type {self.model_type!r} can express {expressible!r} only",
+            f"{key} is {value!r}: a config.json of model_type {self.model_type!r} can only express {expressible!r}",
             key=key,
             value=value,
         )
@@ -119,7 +119,7 @@ def family_like(fields: Mapping[str, Any]) -> ModelFamily:
     """Return the family that a model is built like.
 
     Args:
-        fields: every field of ``ModelConfig``. If ``family`` is set, it is that family or none.
+        fields: every field of ``ModelConfig``. If ``family`` is set, no other family is considered.
 
     Raises:
         ConfigError: ``family`` is not registered, or differs from the model, or no family is built like the model.
@@ -136,10 +136,10 @@ def family_like(fields: Mapping[str, Any]) -> ModelFamily:
 
 
 def _distance(differences: Mapping[str, Any]) -> tuple[bool, int]:
-    """A family with other experts is the last to compare a model with."""
+    """Return a sort key: the number of differences, after all families that agree on having experts."""
     return "num_moe_experts" in differences, len(differences)
 
 
 def not_built(key: str, value: Any, built: Any) -> ConfigError:
     """Return the error for a key of ``config.json`` whose value changes what is computed, and is not built here."""
-    return ConfigError(f"config.json: {key} is {value!r}; built is {built!r} only", key=key, value=value)
+    return ConfigError(f"config.json: {key} is {value!r}; only {built!r} is supported", key=key, value=value)

@@ -1,6 +1,6 @@
-"""Directories of safetensors: read by slices, and written by several ranks that each write files of their own.
+"""Directories of safetensors: read in slices, and written by several ranks, each its own files.
 
-A directory that is written becomes visible when it is complete.
+A directory becomes visible when it is completely written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class WeightFiles:
 
     Args:
         directory: one with ``model.safetensors``, or with ``model.safetensors.index.json``.
-
 
     Raises:
         DataError: there are no safetensors, a file named in the index is missing, or one is damaged.
@@ -111,7 +110,7 @@ class WeightWriter:
     """Collect one rank's tensors, and write a file for every ``max_bytes`` of them.
 
     Args:
-        target: the directory of the export, as given to ``start_export``.
+        target: the directory of the export, as passed to ``start_export``.
         rank: the rank that writes; part of temporary file names.
         max_bytes: most bytes of a file with several tensors.
     """
@@ -163,7 +162,7 @@ def finish_export(
     """Rename the files, write the index and ``config.json``, and rename the directory to ``target``.
 
     Args:
-        target: the directory of the export, as given to ``start_export``.
+        target: the directory of the export, as passed to ``start_export``.
         config: content of ``config.json``.
         files: those of all ranks, in the order in which they are numbered.
         companions: a directory whose tokenizer and generation configuration are copied, or None.

@@ -15,7 +15,7 @@ __all__ = ["gguf_to_hf"]
 
 
 def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-    """Write the model and the tokenizer of a GGUF file into ``directory``; quantised weights become float32.
+    """Write the model and the tokenizer of a GGUF file into ``directory``; quantized weights become float32.
 
     The whole model is in the memory of this process for a moment.
 
@@ -34,7 +34,7 @@ def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) 
     location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**location)
-    # transformers does not save a model that it has read from quantised weights, even unpacked ones.
+    # transformers does not save a model that it has read from quantized weights, even unpacked ones.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

@@ -39,10 +39,9 @@ def load_hf(
 ) -> frozenset[str]:
     """Fill model chunks from a directory of safetensors (a collective), and return the names of tensors left out.
 
-    The names in the files are those of the family in ``config.json``; if it has none that is registered, those of
-    ``hf_tensors``. Values are cast to the dtype of the parameters; rows that pad the vocabulary become 0. A model with
-    a value head takes it from ``score.weight``. If the checkpoint has none, the head stays as it is, and its name is
-    returned.
+    The names in the files are those of the family in ``config.json``. If that is not registered, they are those that
+    ``hf_tensors`` uses. Values are cast to the dtype of the parameters; rows that pad the vocabulary become 0. A value
+    head is read from ``score.weight``. If the checkpoint has none, the head stays as it is, and its name is returned.
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
@@ -51,8 +50,8 @@ def load_hf(
 
     Raises:
         DataError: on every rank, before anything is copied: the model needs tensors that the checkpoint lacks, or the
-            checkpoint has tensors that the model lacks, or shapes differ; fields ``missing``, ``unexpected`` and
-            ``differing``.
+            checkpoint has tensors that the model lacks, or shapes differ (fields ``missing``, ``unexpected`` and
+            ``differing``); or files are missing or damaged.
     """
     family = raise_on_every_rank(lambda: family_at(path) or _family_of(chunks))
     shards = raise_on_every_rank(lambda: _mapped_shards(chunks, context, family))
@@ -68,9 +67,9 @@ def load_hf(
 def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over all tensors of the whole model under their Hugging Face names, in the model's order.
 
-    Every rank gets the same tensors. Each step is a collective: all ranks iterate, and to the end. Tensors are on the
-    model's device, without the vocabulary's padding; tied output weights come once, as the embedding. A tensor that no
-    axis divides may share its memory with the model: copy what you keep or change.
+    Every rank gets the same tensors. Each step is a collective: all ranks must iterate until the end. Tensors are on
+    the model's device, without the vocabulary's padding; tied output weights come once, as the embedding. A tensor that
+    no axis divides may share its memory with the model: copy what you keep or change.
 
     The names are those of the family ``chunk.model_family``, which ``build_model`` sets to ``ModelConfig.family``. If a
     chunk has none, they are those of the first registered family that is built like it.
@@ -245,7 +244,7 @@ def _mapped_shards(
 def _all_mapped(
     chunks: Sequence[torch.nn.Module], context: MegatronContext, family: ModelFamily | None
 ) -> list[_MappedShard]:
-    """As ``_mapped_shards``; DataError if buffers are part of the model, such as a learnt bias of experts."""
+    """As ``_mapped_shards``; DataError if buffers are part of the model, such as a learned bias of experts."""
     for name, buffer in named_buffers(chunks, context):
         if bool(buffer.any()):
             text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
@@ -279,9 +278,8 @@ def _check_names(plan: Sequence[_Entry], files: WeightFiles, family: ModelFamily
     shapes = {name: shape for entry in plan for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
     left = [entry for entry in plan if entry.is_value_head and entry.hf_names[0] not in files.names]
     missing = sorted(shapes.keys() - files.names - {entry.hf_names[0] for entry in left})
-    spare = names_of(family).get(
-        _OUTPUT_LAYER, ()
-    )  # in a checkpoint, and not in a model that ties it or has a value head
+    # A model with tied embeddings or a value head does not need the output layer of a checkpoint.
+    spare = names_of(family).get(_OUTPUT_LAYER, ())
     unexpected = sorted(name for name in files.names - shapes.keys() - {*spare} if not name.endswith(_DERIVED))
     differing = [
         f"{name} is {list(files.shape(name))}, the model's is {list(shapes[name])}"
