@@ -180,7 +180,7 @@ def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: fl
         for group in groups:
             if not group.wait(max(0.0, deadline - time.monotonic())):
                 raise _resource_error(shapes, name, f"it did not become free within {timeout:g} s")
-    except BaseException:  # also Ctrl-C: nobody else knows these groups
+    except BaseException:  # also Ctrl-C: only this function knows these groups
         for group in groups:
             remove_placement_group(group)
         raise
