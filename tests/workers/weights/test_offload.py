@@ -15,7 +15,7 @@ from tests.forking import run_ranks
 from tests.workers.roles import GREEDY, actor, critic, experience, own_shard, prompts, weights
 from workers.weights.offload import Offload
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def sizes(worker: Any) -> dict[str, int]:
