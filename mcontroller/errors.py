@@ -10,6 +10,7 @@ from parallel_state.errors import LayoutError, MControllerError, MissingPackageE
 __all__ = [
     "CallTimeout",
     "ConfigError",
+    "ConnectionLost",
     "DataError",
     "DispatchError",
     "GroupBroken",
@@ -106,6 +107,24 @@ class CallTimeout(GroupError, TimeoutError):
     timeout: float
     ranks: tuple[int, ...]
     stacks: dict[int, str]
+
+
+class ConnectionLost(GroupError):
+    """The connection to a worker process was lost and could not be restored, although Ray reports it alive.
+
+    Attributes:
+        role: the name of the group.
+        rank: the rank of the process.
+        node: the address of its node.
+        pid: the id of the process.
+        method: the method that was called.
+    """
+
+    role: str
+    rank: int
+    node: str
+    pid: int
+    method: str
 
 
 class GroupBroken(GroupError):

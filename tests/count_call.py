@@ -3,8 +3,8 @@
     python -m tests.count_call
 
 A real Ray group of one rank runs ``compute_log_prob`` on a tiny Megatron model. The frames are those on the stack of
-the controller when it calls Ray, and those on the stack of the worker process when ``GPTModel.forward`` is called. The
-types are the classes of this project that are instantiated meanwhile: in the controller during the whole call, in
+the controller when it calls ZeroMQ, and those on the stack of the worker process when ``GPTModel.forward`` is called.
+The types are the classes of this project that are instantiated meanwhile: in the controller during the whole call, in
 the process until ``GPTModel.forward``. The call's payload is listed, but not counted: batches in all their forms,
 how their rows are split, and how values are serialized.
 """
@@ -25,6 +25,7 @@ PACKAGES = ("parallel_state", "mcontroller", "workers")
 PAYLOAD = (
     "mcontroller.data.",
     "mcontroller.partition.",
+    "mcontroller.ray.references.",
     "mcontroller.ray.wire.",
     "workers.train.batches.",
     "workers.train.micro_batches.",
@@ -104,7 +105,7 @@ def count_call() -> Count:
         batch = experience(4)
         group.compute_log_prob(batch)  # plans and what else is cached after a first call
         group.start_count()
-        controller = Recorder(lambda frame: frame.f_globals.get("__name__") == "ray.actor", whole_call=True)
+        controller = Recorder(lambda frame: frame.f_globals.get("__name__") == "zmq.sugar.socket", whole_call=True)
         controller.start()
         group.compute_log_prob(batch)
         controller.stop()

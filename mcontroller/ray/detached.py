@@ -13,10 +13,12 @@ from ray import cloudpickle
 from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ResourceError
 from mcontroller.ray.process import ProcessInfo
+from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.resource_pool import SlotLease
-from mcontroller.ray.supervision import GroupProcesses, ProcessHandles, living_groups
+from mcontroller.ray.supervision import GroupProcesses, living_groups
 
 __all__ = ["NAMESPACE", "DetachedRecord", "RecordedLease", "attach", "find"]
 
@@ -32,13 +34,15 @@ class DetachedRecord:
         placements: its placement groups.
         classes: the worker class of each role.
         job: Ray's id of the driver that starts it.
-        infos: where its ranks run; empty until its start is complete.
+        infos: where its ranks run, with the keys of its channel; empty until its start is complete.
+        options: settings of its channel.
     """
 
     placements: Set[PlacementGroup]
     classes: dict[str, type]
     job: str
     infos: tuple[ProcessInfo, ...] = ()
+    options: ChannelOptions | None = None
 
 
 class RecordedLease:
@@ -58,8 +62,7 @@ class RecordedLease:
 
     def complete(self, handles: ProcessHandles) -> None:
         """Add the process infos to the record, when the start of the group is complete."""
-        infos = tuple(info for info in handles.infos(timeout=None) if info is not None)
-        _write(self._group, replace(self._record, infos=infos))
+        _write(self._group, replace(self._record, infos=tuple(handles.infos), options=handles.options))
 
     def release(self) -> None:
         """Delete the record and free the slots."""
@@ -114,8 +117,14 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
     if record is None or not record.infos:
         raise ResourceError(f"the cluster is still starting group {group}: try again", name=group, missing=missing)
     actors = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
-    info_refs = [ray.put(record.infos[_rank_of(name)]) for name in worker_names]
-    handles = ProcessHandles(list(worker_names), actors, info_refs, _AttachedLease(group, record.placements))
+    handles = ProcessHandles(
+        _AttachedLease(group, record.placements),
+        record.options or ChannelOptions(),
+        list(worker_names),
+        actors,
+        [actor.get_info.remote() for actor in actors],  # behind ``serve``, which does not end
+        [record.infos[_rank_of(name)] for name in worker_names],
+    )
     return GroupProcesses(worker_names[0].rsplit("/", 2)[0], handles, detached=True), record.classes
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import ray
-from ray.exceptions import RayTaskError
+import zmq
 
+from mcontroller.channel.queries import notify_from_finalizer
 from mcontroller.errors import GroupError
-from mcontroller.ray.process import CallHeader, fetch
+from mcontroller.ray.handles import ArgumentFailed, KeptValues, RemoteValue, Source, Stored, StoredValue, fetch
+from mcontroller.ray.process import CallHeader
+from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.supervision import GroupProcesses, SentCall
-from mcontroller.ray.wire import Packed, pack, unpack
-from mcontroller.transport import Arguments, Deferred, Fetch
+from mcontroller.ray.wire import decode, encode, is_larger, is_stored, store
+from mcontroller.transport import Arguments, Deferred
 
-__all__ = ["RayCall", "RayExecutor", "Stored"]
+__all__ = ["RayCall", "RayExecutor"]
 
 
 class RayExecutor:
@@ -42,10 +46,9 @@ class RayExecutor:
 
     def share(self, value: Any, readers: int) -> Any:
         """Return a ``Stored`` if several ranks read a large value, else the value."""
-        if readers <= 1:
+        if readers <= 1 or not is_larger(value, self.processes.handles.options.inline_bytes):
             return value
-        packed = pack(value)
-        return Stored(ray.put(packed)) if isinstance(packed, Packed) and packed.large else value
+        return Stored(StoredValue(store(value)))
 
     def submit(
         self,
@@ -64,32 +67,43 @@ class RayExecutor:
                 readers[id(each)].append(rank)
         with processes.sending:
             processes.check(self.role)
-            number = processes.next_call()
-            messages: dict[int, Any] = {}
+            call = RayCall(
+                processes,
+                self.role,
+                method,
+                tuple(arguments),
+                returning,
+                timeout=timeout,
+                number=processes.next_call(),
+                keep=measure,
+            )
+            messages: dict[int, list[Any]] = {}
             for each in arguments.values():
                 key = id(each)
                 if key not in messages:
-                    header = CallHeader(processes.caller, number, self.role, method, readers[key], measure)
-                    messages[key] = pack(each)._replace(header=tuple(header)).as_argument()
-            ranks = tuple(arguments)
-            call = RayCall(
-                processes, self.role, method, ranks, returning, timeout=timeout, number=number, measure=measure
-            )
+                    header = CallHeader(self.role, method, readers[key], measure)
+                    messages[key] = self._message(call, tuple(header), each)
             try:
-                processes.watch(call)
-                for rank, each in arguments.items():
-                    call.send(rank, messages[id(each)])
+                heads = zip(arguments.items(), processes.heads(call), strict=True)
+                processes.hub.send(call.outgoing((rank, [head, *messages[id(each)]]) for (rank, each), head in heads))
             except BaseException as error:
                 processes.break_while_sending(call, error)
                 raise
         return call
 
+    def _message(self, call: RayCall, header: tuple[Any, ...], arguments: Arguments) -> list[Any]:
+        """Return the frames of a message, and keep what it refers to as long as the call is not complete."""
+        encoded = encode(arguments, self.processes.handles.options.inline_bytes)
+        deferred = (value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, Deferred))
+        call.held += [encoded.stored, *(value.handles() for value in deferred)]
+        return [pickle.dumps((header, encoded.content)), *encoded.frames]
+
     def fetch(self, handles: Sequence[Any]) -> list[Any]:
-        """Return the values of object references; raise the error of the call that failed to produce one."""
+        """Return the values of handles; raise the error of the call that failed to produce one."""
         try:
             return fetch(handles)
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, GroupError) else error) from None
+        except ArgumentFailed as failed:
+            raise failed.error from None
 
     def shutdown(self) -> None:
         """Shut down the processes, and with them every role that they run."""
@@ -109,60 +123,67 @@ class RayCall(SentCall):
         *,
         timeout: float | None,
         number: int,
-        measure: bool,
+        keep: bool,
     ) -> None:
         super().__init__(role, method, ranks, timeout=timeout, number=number)
         self._processes = processes
-        self._measure = measure
-        self._returned: dict[int, list[Any]] = {rank: [] for rank in returning}
-        self._answers: list[Any] | None = None
+        self._returning = returning
+        self._keep = keep
+        self._kept = self._keep_values(returning) if keep else None
+        self._contents: dict[int, tuple[tuple[Any, ...], list[zmq.Frame]]] = {}
         self._values: list[Any] | None = None
         self._error: GroupError | None = None
 
-    def send(self, rank: int, message: Any) -> None:
-        """Send the call to one of its ranks. A measured call has two answers: the value, and its row count."""
-        run = self._processes.handles.actors[rank].call
-        answer = run.options(num_returns=2).remote(message) if self._measure else [run.remote(message)]
-        self.refs.append(answer[-1])
-        if rank in self._returned:
-            self._returned[rank] = answer
+    def take(self, rank: int, content: tuple[Any, ...], frames: list[zmq.Frame]) -> None:
+        """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
+        if rank in self._returning and not self._keep:
+            self._contents[rank] = content, frames
+            if self._kept is None and is_stored(content):
+                self._kept = self._keep_values(self._returning)
 
     @property
     def parts(self) -> list[Any]:
-        """References of the returned values, in the order of the results."""
-        return [answer[0] for answer in self._returned.values()]
+        """Handles of the returned values, in the order of the results."""
+        return [self._handle(rank, rows=False) for rank in self._returning]
 
     @property
     def lengths(self) -> list[Any]:
-        """References of the row counts of the returned values; empty unless the call is measured."""
-        return [answer[1] for answer in self._returned.values()] if self._measure else []
+        """Handles of the row counts of the returned values; empty unless the call is measured."""
+        return [self._handle(rank, rows=True) for rank in self._returning] if self._keep else []
+
+    def _handle(self, rank: int, *, rows: bool) -> RemoteValue:
+        handles = self._processes.handles
+        source = Source(handles.infos[rank].address, handles.actor_ids[rank])
+        return RemoteValue(source, self._processes.caller, self.number, rows, self._kept)
+
+    def _keep_values(self, ranks: Sequence[int]) -> KeptValues:
+        handles, caller = self._processes.handles, self._processes.caller
+        return KeptValues(partial(_release, handles, tuple(ranks), caller, self.number))
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
-        answers = self._settled(timeout)
+        self._settle(timeout)
         if self._values is None:
-            if self._measure:  # the answers are row counts
+            if self._keep:
                 self._values = fetch(self.parts)
             else:
-                by_rank = dict(zip(self.ranks, answers, strict=True))
-                self._values = [unpack(by_rank[rank], shared=joined) for rank in self._returned]
-            self._answers = []
+                self._values = decode([self._contents[rank] for rank in self._returning], shared=joined)
+                self._contents.clear()
+            self._kept = None
         return self._values
 
     def check(self, timeout: float | None = None) -> None:
         """Wait for every rank and raise the error of the call, if it failed."""
-        self._settled(timeout)
+        self._settle(timeout)
 
-    def _settled(self, timeout: float | None) -> list[Any]:
+    def _settle(self, timeout: float | None) -> None:
         if self._error is not None:
             raise self._error
-        if self._answers is None:
-            try:
-                self._answers = self._processes.settle(self, timeout)
-            except GroupError as error:
-                self._error = error
-                raise
-        return self._answers
+        try:
+            self._processes.settle(self, timeout)
+        except GroupError as error:
+            self._error = error
+            raise
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank has answered or failed; return whether that happened in time."""
@@ -174,22 +195,13 @@ class RayCall(SentCall):
 
     def cancel(self) -> None:
         """Cancel the call on all ranks if none has started it; otherwise all run it, and the values are dropped."""
-        if self._answers is None and self._error is None:
+        if self._values is None and self._error is None:
             text = f"{self.role}.{self.method} was cancelled"
             self._error = GroupError(text, role=self.role, method=self.method)
             self._processes.cancel(self)
 
 
-class Stored(Deferred):
-    """A value in the object store, for every rank that reads it."""
-
-    def __init__(self, ref: Any) -> None:
-        self._ref = ref
-
-    def handles(self) -> Sequence[Any]:
-        """Return the reference of the value."""
-        return (self._ref,)
-
-    def resolve(self, fetch: Fetch) -> Any:
-        """Return the value."""
-        return fetch((self._ref,))[0]
+def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:
+    """Release the result of a call on ranks, unless their processes have been ended."""
+    if not handles.killed:
+        notify_from_finalizer([handles.infos[rank].address for rank in ranks], "release", caller, number)

@@ -64,7 +64,7 @@ class RankFailure:
     Attributes:
         label: the rank.
         method: name of the method.
-        error: the exception, as Ray raised it.
+        error: the error that the process sent, or the exception with which Ray reports its death.
         call: the call that failed, compared by identity.
     """
 
@@ -86,8 +86,7 @@ class RankFailure:
     @property
     def cause(self) -> GroupError | None:
         """The error of this project that the worker process raised; None if the process ended instead."""
-        cause = getattr(self.error, "cause", None)
-        return cause if isinstance(cause, GroupError) else None
+        return self.error if isinstance(self.error, GroupError) else None
 
     @property
     def died(self) -> bool:

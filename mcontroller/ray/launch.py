@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
-from mcontroller.errors import ConfigError, ResourceError
+from mcontroller.channel.address import ChannelKeys
+from mcontroller.errors import CallTimeout, ConfigError, ResourceError
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
-from mcontroller.ray.process import Identity, WorkerProcess
+from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
+from mcontroller.ray.handles import Stored, StoredValue
+from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
+from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
-from mcontroller.ray.supervision import GroupProcesses, ProcessHandles, SentCall
-from mcontroller.ray.wire import Packed, pack
+from mcontroller.ray.supervision import GroupProcesses, SentCall
+from mcontroller.ray.wire import Packed, pack, store
+from mcontroller.transport import Arguments
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
 __all__ = ["launch"]
@@ -61,17 +68,19 @@ def launch(
     packed = {role: _pack_init(init) for role, init in roles.items()}
     lease = pool.lease(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
-    handles = ProcessHandles([], [], [], lease)
+    handles = ProcessHandles(lease, pool.channel)
+    deadline = None if timeout is None else time.monotonic() + timeout
     recorded: RecordedLease | None = None
     try:
         if detached:
             recorded = RecordedLease(unique, lease, {role: init.cls for role, init in roles.items()})
             handles.lease = recorded
-        _start(handles, pool, lease, unique, options, detached)
+        reports = _start(handles, pool, lease, unique, options, detached)
+        handles.infos = _await_infos(reports, next(iter(packed)), timeout)
         processes = GroupProcesses(name, handles, detached=detached)
-        call = _build(processes, pool, lease, packed, timeout)
-        processes.watch(call)
-        with _progress(name, call.refs) as show:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        call = _build(processes, pool, lease, packed, left)
+        with _progress(name, len(call.ranks)) as show:
             show(processes, call)
             processes.settle(call)
         if recorded is not None:
@@ -118,15 +127,44 @@ def _start(
     unique: str,
     options: Mapping[str, Any],
     detached: bool,
-) -> None:
+) -> list[Any]:
+    """Start the processes; return a reference of the ``ProcessInfo`` of each."""
     share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0}
+    keys = ChannelKeys.generate()
     for rank, bundle in enumerate(lease.bundles):
         name = f"{unique}/{rank}"
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
         handles.names.append(name)
-        handles.actors.append(_Actor.options(**chosen).remote())
-    handles.info_refs.extend(actor.get_info.remote() for actor in handles.actors)
+        handles.actors.append(_Actor.options(**chosen).remote(keys, handles.options))
+    reports = [actor.get_info.remote() for actor in handles.actors]
+    handles.watched.extend(actor.serve.remote() for actor in handles.actors)
+    return reports
+
+
+def _await_infos(reports: Sequence[Any], role: str, timeout: float | None) -> list[ProcessInfo]:
+    """Return where each process runs, as soon as all have reported it."""
+    end = None if timeout is None else time.monotonic() + timeout
+    late = list(reports)
+    while late:
+        ready, late = ray.wait(late, timeout=None if end is None else max(0.0, end - time.monotonic()))
+        if not ready:
+            ranks = tuple(reports.index(report) for report in late)
+            raise CallTimeout(
+                f"{role}.__init__ had no answer in {timeout:g} s: {len(late)} of {len(reports)} processes have not "
+                f"started, of ranks {', '.join(map(str, ranks))}",
+                role=role,
+                method="__init__",
+                timeout=timeout,
+                ranks=ranks,
+                stacks={},
+            )
+        try:
+            ray.get(ready)
+        except RayError as error:
+            failed = RankLabel(role, reports.index(ready[0]), {}, None)
+            raise first_cause([RankFailure(failed, "__init__", error)]) from None
+    return ray.get(list(reports))
 
 
 def _build(
@@ -136,16 +174,12 @@ def _build(
     packed: Mapping[str, Packed],
     timeout: float | None,
 ) -> SentCall:
-    actors = processes.handles.actors
-    endpoint = actors[0].reserve_endpoint.remote()
-    arguments = [each.as_argument() for each in packed.values()]
-    index = {role: position for position, role in enumerate(packed)}
-    refs = [
-        actor.build.remote(identity, endpoint, index, *arguments)
-        for actor, identity in zip(actors, _identities(pool, processes.name, lease), strict=True)
-    ]
-    first_role = next(iter(packed))
-    return SentCall(first_role, "__init__", tuple(range(len(actors))), refs, timeout)
+    inline_bytes = processes.handles.options.inline_bytes
+    large = sum(each.nbytes for each in packed.values()) > inline_bytes
+    classes = Stored(StoredValue(store(packed))) if large else packed
+    rendezvous = processes.handles.infos[0].rendezvous
+    arguments = [Arguments((each, rendezvous, classes)) for each in _identities(pool, processes.name, lease)]
+    return processes.call_processes(next(iter(packed)), "__init__", "build", arguments, timeout)
 
 
 def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[Identity]:
@@ -172,7 +206,7 @@ _Actor: Any = ray.remote(WorkerProcess)
 
 
 @contextmanager
-def _progress(name: str, refs: list[Any]) -> Iterator[Any]:
+def _progress(name: str, ranks: int) -> Iterator[Any]:
     """Show a progress bar of the ranks that have started, if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield lambda processes, call: None
@@ -182,12 +216,10 @@ def _progress(name: str, refs: list[Any]) -> Iterator[Any]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"starting {name}", total=len(refs))
+        task = bar.add_task(f"starting {name}", total=ranks)
 
         def show(processes: GroupProcesses, call: SentCall) -> None:
-            waiting = list(refs)
-            while waiting and not processes.wait(call, 0.2):
-                waiting = ray.wait(refs, num_returns=len(refs), timeout=0)[1]
-                bar.update(task, completed=len(refs) - len(waiting))
+            while not processes.wait(call, 0.2):
+                bar.update(task, completed=ranks - len(call.pending))
 
         yield show

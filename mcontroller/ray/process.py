@@ -1,13 +1,14 @@
 """WorkerProcess: the process of one rank, a Ray actor with the worker objects of one or several roles.
 
-Its methods run one at a time on the main thread of the process, as the same code does under torchrun. Queries that
-must be answered while a call is running go to its control server.
+One Ray task, ``serve``, occupies the main thread as long as the process exists. It receives calls from the channel and
+runs them one at a time, on the main thread, as the same code does under torchrun. The task fails when the process ends,
+with Ray's cause. Queries are answered on another thread while a call is running.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -19,21 +20,23 @@ from typing import Any, NamedTuple
 
 import ray
 
+from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.endpoint import Endpoint, ReceivedCall, Reply
+from mcontroller.channel.kept import KeptResults
+from mcontroller.channel.options import ChannelOptions
 from mcontroller.devices import device_of_rank
 from mcontroller.errors import GroupError, WorkerError
-from mcontroller.ray.control import Cancellation, ControlAddress, start_control_server
-from mcontroller.ray.wire import encode, open_argument, unpack
+from mcontroller.ray.handles import ArgumentFailed, ArgumentLost, fetch
+from mcontroller.ray.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
 
 __all__ = [
-    "ArgumentLost",
     "CallHeader",
-    "Endpoint",
     "Identity",
     "ProcessInfo",
+    "Rendezvous",
     "WorkerProcess",
     "choose_device",
-    "fetch",
     "sibling",
 ]
 
@@ -64,18 +67,20 @@ class ProcessInfo:
         node_id: Ray's id of the node.
         pid: process id.
         log: the files on that node that its output goes to.
-        control: address of its control server.
+        address: its address on the channel.
+        rendezvous: a port on its node that it has reserved for a rendezvous.
     """
 
     node: str
     node_id: str
     pid: int
     log: tuple[str, ...]
-    control: ControlAddress
+    address: Address
+    rendezvous: Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class Rendezvous:
     """Address and port of the rendezvous of a group."""
 
     address: str
@@ -86,129 +91,147 @@ class CallHeader(NamedTuple):
     """The header of a call to the ranks that get the same arguments; it is sent in front of the arguments.
 
     Attributes:
-        caller: identifies the controller that sent the call.
-        number: number of the call among those of the caller; numbers grow.
-        role: the role whose worker runs the method.
+        role: the role whose worker runs the method; None for a method of the process itself.
         method: name of the method.
         returning: the ranks, of those with these arguments, whose values are sent back.
-        measure: whether the row count of the value is returned too, as a second value.
+        keep: whether the value stays in the process, and only its row count is sent back.
     """
 
-    caller: str
-    number: int
-    role: str
+    role: str | None
     method: str
     returning: Sequence[int]
-    measure: bool
+    keep: bool
 
 
 class WorkerProcess:
-    """The worker objects of one rank by role, and the calls of their methods. ``launch`` starts it as a Ray actor."""
+    """The worker objects of one rank by role, and the calls of their methods. ``launch`` starts it as a Ray actor.
 
-    def __init__(self) -> None:
-        _keep_sigint_handler()
+    Args:
+        keys: the keys of the group.
+        options: settings of the channel.
+    """
+
+    def __init__(self, keys: ChannelKeys, options: ChannelOptions) -> None:
         self._roles: dict[str, Any] = {}
         self._identity = Identity("", -1, {})
-        self._reserved: socket.socket | None = None
         self._running: str | None = None
-        self._cancellation = Cancellation()
-        node = ray.util.get_node_ip_address()
-        handlers: dict[str, Callable[..., Any]] = {
-            "stack": self._stack,
-            "idle": lambda: self._running is None,
-            "prepare": self._cancellation.prepare,
-            "commit": self._cancellation.commit,
+        self._inline_bytes = options.inline_bytes
+        self._kept = KeptResults()
+        self._finished: dict[bytes, int] = {}
+        queries: dict[str, Callable[..., None]] = {
+            "stack": lambda reply: reply(self._stack()),
+            "idle": lambda reply: reply(self._running is None),
+            "value": self._read_value,
+            "release": self._release,
         }
-        control = start_control_server(node, handlers)
-        self._info = ProcessInfo(node, ray.get_runtime_context().get_node_id(), os.getpid(), _logs(), control)
+        node = ray.util.get_node_ip_address()
+        self._endpoint = Endpoint(node, keys, queries, options.ports)
+        self._reserved = _reserved_socket()
+        self._info = ProcessInfo(
+            node,
+            ray.get_runtime_context().get_node_id(),
+            os.getpid(),
+            _logs(),
+            self._endpoint.address,
+            Rendezvous(node, self._reserved.getsockname()[1]),
+        )
 
     def get_info(self) -> ProcessInfo:
         """Return where this process runs. For a process that has ended, Ray raises instead."""
         return self._info
 
-    def reserve_endpoint(self) -> Endpoint:
-        """Return an endpoint on this node with a port that no other process gets.
+    def serve(self) -> None:
+        """Run the calls that arrive on the channel, one at a time, as long as the process exists."""
+        while True:
+            call = self._endpoint.receive()
+            (role, method, returning, keep), content = pickle.loads(call.frames[0].buffer)
+            keep = keep and self._identity.rank in returning
+            error, rows, encoded = None, None, _NOTHING
+            if self._endpoint.cancellation.start(call.caller, call.number):
+                self._running = method
+                try:
+                    [arguments] = decode([(content, call.frames[1:])])
+                    args, kwargs = resolve(arguments, fetch)
+                    arguments, content, call.frames = None, None, []
+                    worker = self if role is None else self._roles[role]
+                    with call_context(worker, method):
+                        value = complete(getattr(worker, method)(*args, **kwargs))
+                    args, kwargs = None, None  # free them before the value is serialized
+                    if self._identity.rank in returning:
+                        rows = row_count(value) if keep else None
+                        encoded = encode(value, self._inline_bytes)
+                except BaseException as raised:
+                    error = self._error_of(role or "", method, raised)
+                finally:
+                    args, kwargs, value = None, None, None
+                    self._running = None
+            elif keep:
+                error = GroupError(f"{role}.{method} was cancelled", role=role, method=method)
+            self._answer(call, keep, error, rows, encoded)
 
-        The socket stays bound, never listens, and has SO_REUSEADDR: the kernel does not assign the port to a process
-        that asks for any free one, but torch's store, which sets SO_REUSEADDR too, can bind it and listen on it.
-        """
-        self._reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind(("", 0))
-        return Endpoint(self._info.node, self._reserved.getsockname()[1])
+    def _answer(
+        self, call: ReceivedCall, keep: bool, error: GroupError | None, rows: int | None, encoded: Encoded
+    ) -> None:
+        if keep or encoded.stored is not None:
+            self._kept.put((call.caller, call.number), (error, rows, encoded))
+        self._finished[call.caller] = call.number
+        sent = _NOTHING if keep else encoded
+        self._endpoint.answer(call, [pickle.dumps((error, sent.content)), *sent.frames])
 
-    def build(self, identity: Identity, endpoint: Endpoint, roles: Mapping[str, Any], *packed: Any) -> None:
+    def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.
 
         Args:
             identity: the rank and its environment.
-            endpoint: the rendezvous of the group.
-            roles: role -> index into ``packed``.
-            packed: packed (class, args, kwargs) of the workers.
+            rendezvous: the rendezvous of the group.
+            packed: packed (class, args, kwargs) of the workers, by role.
 
         Raises:
             WorkerError: a worker's constructor raised.
         """
         self._identity, self._running = identity, "__init__"
-        os.environ.update(identity.env, MASTER_ADDR=endpoint.address, MASTER_PORT=str(endpoint.port))
-        for role, index in roles.items():
+        os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
+        for role, each in packed.items():
             try:
-                construct, args, kwargs = open_argument(packed[index])[1]()  # loads torch, which reads the environment
+                construct, args, kwargs = each.unpack()  # loads torch, which reads the environment
                 choose_device(identity.device)
                 worker = construct(*args, **kwargs)
             except BaseException as error:  # report SystemExit too
                 raise self._error_of(role, "__init__", error) from None
             self._roles[role] = worker
             _siblings[role] = worker
-            if len(roles) > 1:
+            if len(packed) > 1:
                 worker.fused_worker_dict = _siblings
-        self._running = None
-
-    def call(self, message: Any) -> Any:
-        """Run one method of one role.
-
-        Args:
-            message: a ``CallHeader`` and the packed ``Arguments`` after it, as ``Packed.as_argument`` returns them.
-
-        Returns:
-            The encoded value, or None if this rank does not return; for a measured call, with the row count as a pair.
-
-        Raises:
-            WorkerError: the method raised.
-            ArgumentLost: the process producing an argument died.
-        """
-        header, read_arguments = open_argument(message)
-        caller, number, role, method, returning, measure = header
-        if not self._cancellation.start(caller, number):
-            return (None, None) if measure else None
-        self._running, rows = method, None
-        try:
-            args, kwargs = resolve(read_arguments(), fetch)
-            worker = self._roles[role]
-            with call_context(worker, method):
-                value = complete(getattr(worker, method)(*args, **kwargs))
-            del args, kwargs  # free them before the value is serialized
-            if self._identity.rank not in returning:
-                value = None
-            elif measure:
-                rows = row_count(value)
-            value = encode(value)
-        except BaseException as error:
-            raise self._error_of(role, method, error) from None
-        finally:
-            self._running = None
-        return (value, rows) if measure else value
 
     def finish(self) -> None:
         """Call ``before_shutdown`` of the workers of every role."""
+        self._running = "before_shutdown"
         for role, worker in self._roles.items():
-            self._running = "before_shutdown"
             try:
                 finish(worker)
             except BaseException as error:
                 raise self._error_of(role, "before_shutdown", error) from None
-            finally:
-                self._running = None
+
+    # ---- queries, answered on another thread -------------------------------------------------------------------------
+
+    def _read_value(self, reply: Reply, caller: bytes, number: int, rows: bool) -> None:
+        """Reply with (error, content) of a kept value, and its frames; or with (error, content) of its row count."""
+
+        def read(kept: tuple[GroupError | None, int | None, Encoded] | None) -> None:
+            if kept is None:
+                reply((GroupError(f"the result of call {number} was released before it was read"), None))
+            elif kept[0] is not None:
+                reply((kept[0], None))
+            elif rows:
+                reply((None, encode(kept[1], self._inline_bytes).content))
+            else:
+                reply((None, kept[2].content), kept[2].frames)
+
+        self._kept.read((caller, number), number <= self._finished.get(caller, -1), read)
+
+    def _release(self, reply: Reply, caller: bytes, number: int) -> None:
+        self._kept.release(caller, [number], self._finished.get(caller, -1))
+        reply(None)
 
     def _stack(self) -> str:
         """Return the stack of the call that runs on the main thread, if any; called from another thread."""
@@ -218,9 +241,9 @@ class WorkerProcess:
         return f"in {self._running}\n" + "".join(traceback.format_stack(frame))
 
     def _error_of(self, role: str, method: str, error: BaseException) -> GroupError:
-        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, GroupError):
-            return error.cause  # an argument that another group failed to produce
-        if isinstance(error, ArgumentLost):
+        if isinstance(error, ArgumentFailed):
+            return error.error
+        if isinstance(error, ArgumentLost) or (not role and isinstance(error, WorkerError)):
             return error
         rank = self._identity.rank
         cause = f"{type(error).__name__}: {_text(error)}"
@@ -241,6 +264,8 @@ class WorkerProcess:
         )
 
 
+_NOTHING = encode(None, 0)
+
 _siblings: dict[str, Any] = {}
 """The worker objects of this process by role."""
 
@@ -256,37 +281,6 @@ def sibling(role: str) -> Any:
     return _siblings[role]
 
 
-class ArgumentLost(GroupError):
-    """The process producing an argument died; ``actor`` is Ray's id of the process."""
-
-    actor: str
-
-
-def fetch(handles: Any) -> list[Any]:
-    """Return the values of object references, private to the caller.
-
-    Raises:
-        ArgumentLost: the process producing one of them died.
-    """
-    try:
-        values = ray.get(list(handles))
-    except ray.exceptions.ActorDiedError as error:
-        raise ArgumentLost(f"process producing an argument died: {error}", actor=str(error.actor_id)) from None
-    return [unpack(value) for value in values]
-
-
-def _keep_sigint_handler() -> None:
-    """Keep Ray from replacing the SIGINT handler while it reads the arguments of a task, for ``ray.cancel``.
-
-    Calls are cancelled through the control server here, never by a signal. The replacement would undo a handler that
-    native code has set, and takes 5% of an empty call.
-    """
-    from ray._private import utils
-
-    if hasattr(utils, "DeferSigint"):
-        utils.DeferSigint.create_if_main_thread = contextlib.nullcontext  # type: ignore[method-assign]
-
-
 def choose_device(index: int | None) -> None:
     """Make the GPU of LOCAL_RANK this thread's CUDA device; do nothing without an index, or if torch has no GPU."""
     if index is not None:
@@ -295,6 +289,18 @@ def choose_device(index: int | None) -> None:
         device = device_of_rank(index, int(os.environ["LOCAL_WORLD_SIZE"]))
         if device.type == "cuda":
             torch.cuda.set_device(device)
+
+
+def _reserved_socket() -> socket.socket:
+    """Return a socket with a port on this node that no other process gets.
+
+    It stays bound, never listens, and has SO_REUSEADDR: the kernel does not assign the port to a process that asks for
+    any free one, but torch's store, which sets SO_REUSEADDR too, can bind it and listen on it.
+    """
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 def _logs() -> tuple[str, ...]:

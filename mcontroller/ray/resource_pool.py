@@ -11,6 +11,7 @@ from typing import Self
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 
@@ -88,6 +89,7 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: slots of each bundle: how many processes, each of another group, may share it.
         detached: whether the pool outlives its driver.
         accelerator_type: use only nodes with GPUs of this type, e.g. ``"H100"``.
+        channel: ports of the processes, and the size of values that travel inside messages.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
@@ -101,12 +103,14 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: int = 1,
         detached: bool = False,
         accelerator_type: str | None = None,
+        channel: ChannelOptions | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix or f"pool{next(_unnamed)}"
         self.detached = detached
         self.accelerator_type = accelerator_type
+        self.channel = channel or ChannelOptions()
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
 
@@ -276,7 +280,8 @@ class RayResourcePool(ResourcePool):
         return self._pool_of(parts, "_".join(pool.name_prefix for pool in pools))
 
     def _kind(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("use_gpu", "max_colocate_count", "detached", "accelerator_type")}
+        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "channel")
+        return {name: getattr(self, name) for name in names}
 
     def _pool_of(self, parts: Sequence[_Part], name: str) -> RayResourcePool:
         counts = [count for part in parts for count in part.counts()]

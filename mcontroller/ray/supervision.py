@@ -2,31 +2,35 @@
 
 The first failure ends every process of the group. Ranks that wait for a peer in a collective would wait forever, so
 nothing more is sent to them: they are killed at once, and later calls raise GroupBroken with the first cause.
+
+The end of a process is noticed through its connection, which the kernel closes at once, and through Ray, which has the
+cause. A lost connection alone ends nothing: calls are sent again once it is restored, and each rank runs a call once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
+import pickle
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
-
-from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied
-from mcontroller.ray.control import ControlAddress, notify, query
+from mcontroller.channel.hub import Hub
+from mcontroller.channel.queries import ask, notify
+from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.process import ArgumentLost, ProcessInfo
-from mcontroller.ray.reservation import session
+from mcontroller.ray.handles import ArgumentLost
+from mcontroller.ray.process import CallHeader
+from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.wire import encode
+from mcontroller.transport import Arguments
 
-__all__ = ["GroupProcesses", "ProcessHandles", "SentCall", "living_groups"]
+__all__ = ["GroupProcesses", "SentCall", "living_groups"]
 
 DRAIN_SECONDS = 0.25
 """Time to wait for failures that come together with the first one, so that they are counted with it."""
@@ -37,8 +41,14 @@ CAUSE_SECONDS = 2.0
 QUERY_SECONDS = 5.0
 """Timeout of out-of-band queries."""
 
-END_SECONDS = 5.0
-"""Time to wait until killed processes are gone."""
+WATCH_SECONDS = 1.0
+"""Time between questions to Ray whether all processes exist, while a call is awaited and all connections are open."""
+
+LOST_SECONDS = 0.02
+"""Time between such questions while a connection is lost."""
+
+RECONNECT_SECONDS = 30.0
+"""Time in which a lost connection to a living process must be restored."""
 
 
 class SentCall:
@@ -48,28 +58,28 @@ class SentCall:
         role: the role that is called.
         method: name of the method.
         ranks: the ranks that run it.
-        refs: an object reference for each rank that it was sent to, ready once the rank has answered or failed.
         timeout: deadline in seconds after ``started``; None for no deadline.
-        number: number of the call among those of this controller; None for calls that cannot be cancelled.
+        number: number of the call among those of this controller.
         started: when the call was made, by ``time.monotonic``.
+        pending: the ranks that have not answered.
+        sent: the message to each rank that it was sent to, until the call is complete.
+        held: what must exist until the call is complete: the handles and references in its arguments.
+        failed: whether a rank has answered with an error.
     """
 
     def __init__(
-        self,
-        role: str,
-        method: str,
-        ranks: tuple[int, ...],
-        refs: Sequence[Any] = (),
-        timeout: float | None = None,
-        number: int | None = None,
+        self, role: str, method: str, ranks: tuple[int, ...], *, timeout: float | None = None, number: int
     ) -> None:
         self.role = role
         self.method = method
         self.ranks = ranks
-        self.refs = list(refs)
         self.timeout = timeout
         self.number = number
         self.started = time.monotonic()
+        self.pending = set(ranks)
+        self.sent: dict[int, list[Any]] = {}
+        self.held: list[Any] = []
+        self.failed = False
 
     def remaining(self, timeout: float | None = None) -> float | None:
         """Return the seconds until the deadline, or ``timeout`` if that is less; None for no limit."""
@@ -78,80 +88,14 @@ class SentCall:
             limits.append(self.started + self.timeout - time.monotonic())
         return max(0.0, min(limits)) if limits else None
 
+    def outgoing(self, messages: Iterable[tuple[int, list[Any]]]) -> Iterator[tuple[int, list[Any]]]:
+        """Yield the message to each rank, and keep it to be sent again if the connection is lost."""
+        for rank, frames in messages:
+            self.sent[rank] = frames
+            yield rank, frames
 
-class Releasable(Protocol):
-    """The slots that processes run in."""
-
-    def release(self) -> None:
-        """Free the slots, once the processes are gone."""
-
-
-@dataclass(eq=False, slots=True)
-class ProcessHandles:
-    """The actors of a group and the slots that they hold, as needed to end them.
-
-    Attributes:
-        names: name of each process, by rank; detached processes are found by it.
-        actors: Ray's handles of the processes, by rank.
-        info_refs: reference of the ``ProcessInfo`` of each process, by rank.
-        lease: the slots of the processes.
-    """
-
-    names: list[str]
-    actors: list[Any]
-    info_refs: list[Any]
-    lease: Releasable
-    _killed: bool = False
-    _freed: bool = False
-    _session: tuple[str, str] | None = field(default_factory=session)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-
-    @property
-    def reachable(self) -> bool:
-        """Whether this driver is still connected to the Ray cluster that the processes were started on."""
-        return self._session is not None and self._session == session()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the processes were killed, or are out of reach."""
-        return self._killed or not self.reachable
-
-    def infos(self, timeout: float | None = 0.0) -> list[ProcessInfo | None]:
-        """Return the info of each process; None for one that has not sent it within ``timeout`` seconds, or died."""
-        ray.wait(self.info_refs, num_returns=len(self.info_refs), timeout=timeout)
-        return [_value_or_none(ref) for ref in self.info_refs]
-
-    def control_addresses(self, ranks: Sequence[int]) -> list[ControlAddress | None]:
-        """Return the addresses of the control servers of these ranks."""
-        infos = self.infos()
-        return [info.control if info else None for info in (infos[rank] for rank in ranks)]
-
-    def probe(self) -> list[Any]:
-        """Return a reference for each process that fails once the process is gone."""
-        return [actor.get_info.remote() for actor in self.actors]
-
-    def end(self) -> None:
-        """Kill the processes, wait until they are gone, and free their slots.
-
-        A second call does nothing, unless the first was interrupted: then it does the same again.
-        """
-        with self._lock:
-            self._killed = True
-            if not self._freed and self.reachable:
-                self._kill()
-                self.lease.release()
-                self._freed = True
-
-    def _kill(self) -> None:
-        infos = self.infos()
-        for actor in self.actors:
-            ray.kill(actor)
-        deadline = time.monotonic() + END_SECONDS
-        ray.wait(self.probe(), num_returns=len(self.actors), timeout=END_SECONDS)
-        here = ray.get_runtime_context().get_node_id()
-        for info in infos:
-            while info is not None and info.node_id == here and _is_running(info.pid) and time.monotonic() < deadline:
-                time.sleep(0.002)
+    def take(self, rank: int, content: tuple[Any, ...], frames: list[Any]) -> None:
+        """Keep the answer of a rank. The base class drops it."""
 
 
 class GroupProcesses:
@@ -171,12 +115,23 @@ class GroupProcesses:
         self.handles = handles
         self.detached = detached
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
-        self.caller = uuid.uuid4().hex
+        self.caller = uuid.uuid4().hex.encode()
         self.sending = threading.RLock()
-        self._calls: list[SentCall] = []
+        self._calls: dict[int, SentCall] = {}
+        self._errors: list[tuple[SentCall, int, BaseException]] = []
+        self._lost: dict[int, float] = {}
+        self._restored: set[int] = set()
         self._broken: GroupError | None = None
         self._lock = threading.RLock()
         self._numbers = itertools.count()
+        itself = weakref.ref(self)  # the hub must not keep an unused group from being garbage-collected
+        self.hub = Hub(
+            self.caller,
+            lambda rank, frames: _alive(itself)._deliver(rank, frames),
+            lambda rank, established: _alive(itself)._connection_changed(rank, established),
+        )
+        self.hub.connect([info.address for info in handles.infos])
+        handles.hub = self.hub
         if not detached:
             weakref.finalize(self, handles.end)
         _living.add(self)
@@ -189,21 +144,45 @@ class GroupProcesses:
     @property
     def nodes(self) -> list[str]:
         """The address of the node of every rank."""
-        return [info.node if info else "unknown" for info in self.handles.infos(timeout=None)]
+        return [info.node for info in self.handles.infos]
 
     def next_call(self) -> int:
         """Return the number of a new call."""
         return next(self._numbers)
 
-    def watch(self, call: SentCall) -> None:
-        """Add a call to those in flight, so that waiting for any of them notices its failure."""
-        self._calls.append(call)
+    def heads(self, call: SentCall) -> list[bytes]:
+        """Add a call to those in flight; return the head of its message to each of its ranks."""
+        settled = min(self._calls, default=call.number)
+        if not self.detached:
+            self._calls[call.number] = call
+            return [pickle.dumps((call.number, settled, None))] * len(call.ranks)
+        [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
+        places = answer[0] if answer is not None else [None] * len(call.ranks)  # rank 0 has died, which ends the group
+        self._calls[call.number] = call
+        return [pickle.dumps((call.number, settled, place)) for place in places]
+
+    def call_processes(
+        self, role: str, shown: str, method: str, arguments: Sequence[Arguments], timeout: float | None = None
+    ) -> SentCall:
+        """Call a method of the ``WorkerProcess`` of every rank, with its own arguments; ``shown`` is its name."""
+        with self.sending:
+            call = SentCall(role, shown, tuple(range(self.world_size)), timeout=timeout, number=self.next_call())
+            call.held = list(arguments)
+            messages: list[list[Any]] = []
+            for each in arguments:
+                encoded = encode(each, self.handles.options.inline_bytes)
+                call.held.append(encoded.stored)
+                header = tuple(CallHeader(None, method, (), False))
+                messages.append([pickle.dumps((header, encoded.content)), *encoded.frames])
+            heads = self.heads(call)
+            self.hub.send(call.outgoing((rank, [heads[rank], *message]) for rank, message in enumerate(messages)))
+        return call
 
     def break_while_sending(self, call: SentCall, cause: BaseException) -> None:
         """End the group after an interrupt while a call was sent: ranks that have it would wait for the others."""
         self._break(
             lambda: GroupError(
-                f"{type(cause).__name__} while {call.role}.{call.method} was being sent: {len(call.refs)} of "
+                f"{type(cause).__name__} while {call.role}.{call.method} was being sent: {len(call.sent)} of "
                 f"{len(call.ranks)} ranks are known to have it",
                 role=call.role,
             )
@@ -212,62 +191,58 @@ class GroupProcesses:
     def check(self, role: str) -> None:
         """Raise GroupBroken if an earlier call has failed, whether or not the caller asked for its result."""
         ended = self.handles.ended
-        if not ended:
-            self._poll()
+        if not ended and self._poll():
+            self._break(lambda: self._cause_of(self._drain()))
         if self._broken is not None:
             self._raise_broken(role)
         if ended:
             by = "" if self.handles.reachable else ", together with the Ray cluster that it ran on"
             raise GroupError(f"group {role} has been shut down{by}: start it again to call it", role=role)
 
-    def settle(self, call: SentCall, timeout: float | None = None) -> list[Any]:
-        """Wait for all ranks of a call and return their answers, by position in ``call.ranks``.
+    def settle(self, call: SentCall, timeout: float | None = None) -> None:
+        """Wait until all ranks of a call have answered.
 
         Raises:
             WorkerError: the method raised on a rank of this call, which is the first cause.
             WorkerDied: the process of a rank ended.
+            ConnectionLost: a process cannot be reached any more, although it exists.
             CallTimeout: the deadline passed.
             GroupBroken: another call failed first.
         """
-        if self.handles.ended:
-            return self._settle_after_end(call)
+        if self.handles.ended and (call.pending or call.failed):
+            self._raise_ended(call)
         try:
-            if len(self._calls) > 1:
-                self._await(call, call.remaining(timeout))
-            answers = ray.get(call.refs, timeout=call.remaining(timeout))
-        except GetTimeoutError:
-            raise self._break(lambda: self._timeout_error(call, timeout)) from None
-        except RayError:
+            if not self._await(call, call.remaining(timeout)):
+                raise self._break(lambda: self._timeout_error(call, timeout))
+        except _Failed:
             if self.handles.ended and self._broken is None:  # shut down by another thread meanwhile
-                return self._settle_after_end(call)
-            self._fail(call)
-        self._remove(call)
-        return answers
+                self._raise_ended(call)
+            raise self._failure_of(call) from None
 
     def wait(self, call: SentCall, timeout: float | None = None) -> bool:
         """Return whether all ranks of a call have answered or failed within ``timeout`` seconds. Does not raise."""
         if self.handles.ended:
             return True
         try:
-            self._await(call, call.remaining(timeout))
-        except GetTimeoutError:
-            if call.remaining() != 0.0:
-                return False
-            self._break(lambda: self._timeout_error(call, None))
-        except RayError:
+            if not self._await(call, call.remaining(timeout)):
+                if call.remaining() != 0.0:
+                    return False
+                self._break(lambda: self._timeout_error(call, None))
+        except _Failed:
             self._break(lambda: self._cause_of(self._drain()))
         return True
 
     def cancel(self, call: SentCall) -> bool:
         """Cancel a call on all ranks if none has started it; return whether it was cancelled. See ``Cancellation``."""
-        if call.number is None or self.handles.ended:
+        if self.handles.ended:
             return False
-        addresses = self.handles.control_addresses(call.ranks)
+        addresses = [self.handles.infos[rank].address for rank in call.ranks]
         cancelled = False
         try:
-            cancelled = all(query(addresses, "prepare", self.caller, call.number, timeout=QUERY_SECONDS))
+            answers = ask(addresses, "prepare", self.caller, call.number, timeout=QUERY_SECONDS)
+            cancelled = all(answer is not None and answer[0] for answer in answers)
         finally:  # a rank that prepared and gets no decision would wait forever
-            notify(addresses, "commit", self.caller, call.number, cancelled, timeout=QUERY_SECONDS)
+            notify(addresses, "commit", self.caller, call.number, cancelled)
         return cancelled
 
     def shutdown(self) -> None:
@@ -280,80 +255,103 @@ class GroupProcesses:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
         """
         try:
-            call = self._send_finish()
+            with self.sending:
+                nothing = [Arguments()] * self.world_size
+                call = self.call_processes(self.name, "before_shutdown", "finish", nothing) if self._is_idle() else None
             if call is not None:
                 with contextlib.suppress(WorkerDied):
                     self.settle(call)
         finally:
             self.handles.end()
 
-    def _send_finish(self) -> SentCall | None:
-        with self.sending:
-            if not self._is_idle():
-                return None
-            refs = [actor.finish.remote() for actor in self.handles.actors]
-            call = SentCall(self.name, "before_shutdown", tuple(range(self.world_size)), refs)
-            self.watch(call)
-            return call
-
     def _is_idle(self) -> bool:
-        if self.handles.ended:
+        if self.handles.ended or self._poll() or self._broken is not None or self._calls:
             return False
-        self._poll()
-        if self._broken is not None or self._calls:
-            return False
-        return not self.detached or all(
-            query(self.handles.control_addresses(range(self.world_size)), "idle", timeout=QUERY_SECONDS)
+        if not self.detached:
+            return True
+        answers = ask([info.address for info in self.handles.infos], "idle", timeout=QUERY_SECONDS)
+        return all(answer is not None and answer[0] for answer in answers)
+
+    # ---- waiting: the hub calls the first two with its lock held -----------------------------------------------------
+
+    def _deliver(self, rank: int, frames: list[Any]) -> None:
+        call = self._calls.get(pickle.loads(frames[0].buffer))
+        if call is None or rank not in call.pending:  # the answer was sent again
+            return
+        error, content = pickle.loads(frames[1].buffer)
+        if error is None:
+            call.take(rank, content, frames[2:])
+        else:
+            self._errors.append((call, rank, error))
+            call.failed = True
+        call.pending.discard(rank)
+        if not call.pending:
+            call.sent.clear()
+            call.held.clear()
+            if not call.failed:
+                del self._calls[call.number]
+
+    def _connection_changed(self, rank: int, established: bool) -> None:
+        if not established:
+            self._lost.setdefault(rank, time.monotonic())
+        elif self._lost.pop(rank, None) is not None:
+            self._restored.add(rank)
+
+    def _await(self, call: SentCall, seconds: float | None) -> bool:
+        """Wait for one call; raise ``_Failed`` as soon as any call of the group has failed."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            pause = LOST_SECONDS if self._lost else WATCH_SECONDS
+            left = pause if end is None else min(pause, max(0.0, end - time.monotonic()))
+            self.hub.wait(partial(self._has_news, call, len(self._lost)), left)
+            if not call.pending and not call.failed:
+                return True
+            if self._errors or self.hub.closed or self._look_for_deaths():
+                raise _Failed
+            if end is not None and time.monotonic() >= end:
+                return False
+
+    def _has_news(self, call: SentCall, lost: int) -> bool:
+        return bool(not call.pending or self._errors or self._restored) or len(self._lost) != lost
+
+    def _poll(self) -> bool:
+        """Receive what has arrived, and return whether a call has failed or a process has died."""
+        self.hub.wait(lambda: True, 0)
+        return bool(self._errors) or (bool(self._lost or self._restored) and self._look_for_deaths())
+
+    def _look_for_deaths(self) -> bool:
+        """Return whether a process has died or cannot be reached; send calls again after a lost connection."""
+        while self._restored:
+            rank = self._restored.pop()
+            calls = [call for call in tuple(self._calls.values()) if rank in call.pending and rank in call.sent]
+            self.hub.send([(rank, call.sent[rank]) for call in calls])
+        found = self.handles.deaths()
+        for rank, since in tuple(self._lost.items()):
+            if rank not in found and time.monotonic() - since > RECONNECT_SECONDS:
+                found[rank] = self._connection_lost(rank)
+        known = {rank for _, rank, _ in self._errors}
+        self._errors += [(self._first_call(rank), rank, error) for rank, error in found.items() if rank not in known]
+        return bool(found)
+
+    def _first_call(self, rank: int) -> SentCall:
+        """Return the call that a rank is running, or a stand-in if it has none."""
+        calls = (call for call in tuple(self._calls.values()) if rank in call.pending)
+        return next(calls, None) or SentCall(self.name, "no call", (rank,), number=-1)
+
+    def _connection_lost(self, rank: int) -> ConnectionLost:
+        call, info = self._first_call(rank), self.handles.infos[rank]
+        label = self._label(call.role, rank)
+        return ConnectionLost(
+            f"{label} cannot be reached since {RECONNECT_SECONDS:g} s in {call.method}, although Ray reports its "
+            f"process alive: check the network between this node and {info.node}",
+            role=call.role,
+            rank=rank,
+            node=info.node,
+            pid=info.pid,
+            method=call.method,
         )
 
-    # ---- waiting ---------------------------------------------------------------------------------------------------
-
-    def _await(self, call: SentCall, seconds: float | None) -> None:
-        """Wait for one call; raise as soon as any call of the group has failed."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        own = set(call.refs)
-        known = tuple(self._calls)
-        calls = known if call in known else (call, *known)
-        answers = [_answers_of(rank, calls) for rank in range(self.world_size)]
-        nexts = [next(each, None) for each in answers]
-        while own:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            pending = [ref for ref in nexts if ref is not None]
-            ready, _ = ray.wait(pending, timeout=left, fetch_local=False)
-            if not ready:
-                raise GetTimeoutError
-            ray.get(ready)
-            own.difference_update(ready)
-            nexts = [next(each, None) if ref in ready else ref for ref, each in zip(nexts, answers, strict=True)]
-
-    def _poll(self) -> None:
-        """Remove calls that are complete. A rank answers in order: a rank with a pending call has no later answer."""
-        behind: set[int] = set()
-        for call in tuple(self._calls):
-            if len(behind) == self.world_size:
-                return
-            asked = {ref: rank for rank, ref in zip(call.ranks, call.refs, strict=True) if rank not in behind}
-            if not asked:
-                continue
-            ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=0, fetch_local=False)
-            try:
-                ray.get(ready)
-            except RayError:
-                self._break(lambda: self._cause_of(self._drain()))
-                return
-            behind.update(asked[ref] for ref in late)
-            if behind.isdisjoint(call.ranks):
-                self._remove(call)
-
-    def _remove(self, call: SentCall) -> None:
-        with contextlib.suppress(ValueError):  # another thread has removed it
-            self._calls.remove(call)
-
-    def _settle_after_end(self, call: SentCall) -> list[Any]:
-        """Return the answers of a call if they arrived before the end; else raise the cause of the end."""
-        with contextlib.suppress(RayError):
-            if self.handles.reachable:
-                return ray.get(call.refs, timeout=0)
+    def _raise_ended(self, call: SentCall) -> NoReturn:
         if self._broken is not None:
             self._raise_broken(call.role)
         raise GroupError(
@@ -370,15 +368,16 @@ class GroupProcesses:
             first_cause=self._broken,
         ) from self._broken
 
-    def _fail(self, call: SentCall) -> NoReturn:
+    def _failure_of(self, call: SentCall) -> GroupError:
         failures = self._drain()
         own = [failure for failure in failures if failure.call is call]
         if len(own) == len(call.ranks) and all(failure.upstream for failure in own):
-            self._remove(call)  # no rank has started: the arguments were never produced, and the group is intact
-            raise self._cause_of(own) from None
-        raise self._break(lambda: self._cause_of(failures)) from None
+            self._calls.pop(call.number, None)  # no rank has started: its arguments were never produced
+            self._errors = [entry for entry in self._errors if entry[0] is not call]
+            return self._cause_of(own)
+        return self._break(lambda: self._cause_of(failures))
 
-    def _break(self, make: Any) -> GroupError:
+    def _break(self, make: Callable[[], GroupError]) -> GroupError:
         with self._lock:
             if self._broken is None:
                 self._broken = make()
@@ -395,46 +394,42 @@ class GroupProcesses:
 
     def error_for(self, actor: str) -> GroupError | None:
         """Return the error that ended the process with Ray's id ``actor``; None for a process of another group."""
-        if all(each._actor_id.hex() != actor for each in self.handles.actors) or not self.handles.reachable:
+        if actor not in self.handles.actor_ids or not self.handles.reachable:
             return None
-        return self._broken or first_cause(self._drain())
+        if self._broken is None and not self.handles.ended:
+            self._break(lambda: self._cause_of(self._drain()))
+        return self._broken
 
     def _drain(self) -> list[RankFailure]:
         """Return the failures known so far, and those that come with them, up to the cause that they follow from."""
         end = time.monotonic() + CAUSE_SECONDS
-        probes = SentCall(self.name, "no call", tuple(range(self.world_size)), self.handles.probe())
-        failures = self._failures(probes)
+        failures = self._failures()
         while _is_incomplete(failures) and time.monotonic() < end:
-            failures = self._failures(probes)
+            failures = self._failures()
         return failures
 
-    def _failures(self, probes: SentCall) -> list[RankFailure]:
-        calls = [*self._calls, probes]
-        refs = [ref for call in calls for ref in call.refs]
-        ready = set(ray.wait(refs, num_returns=len(refs), timeout=DRAIN_SECONDS, fetch_local=False)[0])
+    def _failures(self) -> list[RankFailure]:
+        """Return the first failure of each rank, after waiting for more of them."""
+        failed = {call.number: call for call, _, _ in self._errors}.values()
+        failing = {rank for _, rank, _ in self._errors}
+        self.hub.wait(lambda: bool(failed) and all(call.pending <= failing for call in failed), DRAIN_SECONDS)
+        self._look_for_deaths()
         found: dict[int, RankFailure] = {}
-        infos = self.handles.infos()
-        for call in calls:
-            for rank, ref in zip(call.ranks, call.refs, strict=False):  # a call that is being sent has fewer refs
-                error = _error_or_none(ref) if ref in ready else None
-                if error is not None and rank not in found:
-                    found[rank] = RankFailure(self._label(call.role, rank, infos[rank]), call.method, error, call)
+        for call, rank, error in self._errors:
+            found.setdefault(rank, RankFailure(self._label(call.role, rank), call.method, error, call))
         return list(found.values())
 
-    def _label(self, role: str, rank: int, info: ProcessInfo | None) -> RankLabel:
+    def _label(self, role: str, rank: int) -> RankLabel:
         coordinates = self.coordinates.get(role)
-        return RankLabel(role, rank, coordinates[rank] if coordinates else {}, info)
+        return RankLabel(role, rank, coordinates[rank] if coordinates else {}, self.handles.infos[rank])
 
     def _timeout_error(self, call: SentCall, timeout: float | None) -> CallTimeout:
-        _, refs = ray.wait(call.refs, num_returns=len(call.refs), timeout=0, fetch_local=False)
-        late = [rank for rank, ref in zip(call.ranks, call.refs, strict=True) if ref in refs]
+        late = sorted(call.pending)
         unknown = "(no answer: the process is in native code that holds the interpreter, or is gone)"
-        answers = query(self.handles.control_addresses(late), "stack", timeout=QUERY_SECONDS)
-        stacks = {rank: answer or unknown for rank, answer in zip(late, answers, strict=True)}
-        infos = self.handles.infos()
-        labels = [self._label(call.role, rank, infos[rank]) for rank in late]
+        answers = ask([self.handles.infos[rank].address for rank in late], "stack", timeout=QUERY_SECONDS)
+        stacks = {rank: answer[0] if answer else unknown for rank, answer in zip(late, answers, strict=True)}
         limit = min(limit for limit in (call.timeout, timeout) if limit is not None)
-        listed = "\n".join(f"{label}:\n{stacks[label.rank]}" for label in labels)
+        listed = "\n".join(f"{self._label(call.role, rank)}:\n{stacks[rank]}" for rank in late)
         return CallTimeout(
             f"{call.role}.{call.method} had no answer in {limit:g} s from {len(late)} of {len(call.ranks)} "
             f"ranks, {', '.join(map(str, late))}:\n{listed}",
@@ -446,6 +441,10 @@ class GroupProcesses:
         )
 
 
+class _Failed(Exception):
+    """A call of the group has failed, or its processes have been ended."""
+
+
 _living: weakref.WeakSet[GroupProcesses] = weakref.WeakSet()
 
 
@@ -454,42 +453,14 @@ def living_groups() -> list[GroupProcesses]:
     return [group for group in list(_living) if not group.handles.ended]
 
 
+def _alive(reference: weakref.ref[GroupProcesses]) -> GroupProcesses:
+    group = reference()
+    if group is None:  # the hub is only used by methods of the group
+        raise ReferenceError("the group of this hub does not exist any more")
+    return group
+
+
 def _is_incomplete(failures: Sequence[RankFailure]) -> bool:
-    """Return whether more failures are expected: the cause of the known ones, or ranks without their arguments."""
-    failed = {id(failure.call): failure.call for failure in failures}
-    expected = sum(len(call.ranks) for call in failed.values())
-    return all(failure.follows for failure in failures) or (
-        all(failure.upstream for failure in failures) and len(failures) < expected
-    )
-
-
-def _answers_of(rank: int, calls: Sequence[SentCall]) -> Iterator[Any]:
-    """Yield the references of one rank, in the order in which it answers them."""
-    for call in calls:
-        if rank in call.ranks:
-            index = call.ranks.index(rank)
-            if index < len(call.refs):  # a call that is being sent has fewer refs
-                yield call.refs[index]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _value_or_none(ref: Any) -> Any:
-    try:
-        return ray.get(ref, timeout=0)
-    except RayError:
-        return None
-
-
-def _error_or_none(ref: Any) -> RayError | None:
-    try:
-        ray.get(ref)
-    except RayError as error:
-        return error
-    return None
+    """Return whether more failures are expected: all known ones are consequences of another, and ranks are pending."""
+    consequences = all(failure.follows for failure in failures) or all(failure.upstream for failure in failures)
+    return consequences and (not failures or any(failure.call.pending for failure in failures))

@@ -1,8 +1,10 @@
 """Serialization of values between processes: one small pickle, with its large buffers out of band.
 
-Ray stores the buffers of a ``Packed`` as they are and maps them into every reader, so a value is serialized once and
-written once. Each reader gets private memory (``Packed.unpack``) that it may write into. Tensors of every dtype travel
-as raw bytes. Ray counts the references of object references and actor handles inside a value, as it does elsewhere.
+A value that is larger than the limit of messages goes to Ray's object store (``encode``), which keeps the buffers of a
+``Packed`` as they are and maps them into every reader: it is serialized once and written once. The buffers of a smaller
+one are frames of the message. Each reader gets private memory that it may write into. Tensors of every dtype travel as
+raw bytes. Ray's object references and actor handles inside a value are pickled as Ray does it, which keeps the object
+or actor alive until its owner ends.
 
 Large buffers of the object store are mapped again as private memory instead of being copied. The store is one file in
 shared memory, which every reader maps and none may write. In a private mapping of the same range, the kernel copies a
@@ -20,7 +22,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,25 +33,31 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import psutil
 import ray
+import zmq
 from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from mcontroller.data.tensordicts import is_tensordict_itself
+from mcontroller.ray.references import read_reference, write_reference
 
 __all__ = [
-    "INLINE_BYTES",
+    "COPIED_BYTES",
     "IN_BAND_BYTES",
     "MAPPED_BYTES",
+    "Encoded",
     "Packed",
+    "decode",
     "encode",
-    "open_argument",
+    "is_larger",
+    "is_stored",
     "pack",
     "private_copies",
+    "store",
     "unpack",
 ]
 
-INLINE_BYTES = 64 * 1024
-"""Values up to this size are sent inline with the task that reads them; Ray's own limit is 100 KiB per task."""
+COPIED_BYTES = 32 * 1024
+"""The buffers of a value up to this size are copied into one frame, which costs less than a frame for each."""
 
 IN_BAND_BYTES = 1024
 """Buffers below this size are copied into the pickle, which costs less than an extra buffer."""
@@ -68,45 +76,36 @@ class Packed(NamedTuple):
     Attributes:
         data: the pickle, without the buffers.
         buffers: the out-of-band buffers.
-        held: Ray's object references and actor handles inside the value, which it keeps alive.
-        header: plain values for the reader, which can be read without unpickling the value.
+        held: Ray's object references and actor handles inside the value.
     """
 
     data: bytes
     buffers: list[Any]
     held: list[Any]
-    header: tuple[Any, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Size of the pickle and the buffers."""
-        return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
-
-    @property
-    def large(self) -> bool:
-        """Whether it goes to the object store instead of inline."""
-        return self.nbytes > INLINE_BYTES
-
-    def as_argument(self) -> Any:
-        """Return an argument for any number of tasks: a reference to one copy in the store, or bytes.
-
-        Ray does not pickle bytes again. A small value with handles is returned as it is, so that Ray counts them.
-        """
-        if self.large:
-            return ray.put(self)
-        return self if self.held else pickle.dumps((self.header, self.data, self._copied()), 5)
-
-    def inline(self) -> bytes:
-        """Return everything but the header as bytes; the buffers are copied."""
-        return pickle.dumps(self._replace(buffers=self._copied()), 5) if self.buffers else self.data
-
-    def _copied(self) -> list[bytearray]:
-        return [bytearray(memoryview(buffer)) for buffer in self.buffers]
+        return len(self.data) + sum([memoryview(buffer).nbytes for buffer in self.buffers])
 
     def unpack(self, shared: bool = False) -> Any:
         """Return the value in private memory; ``shared`` leaves the columns of batches ``Unread``."""
         views = [memoryview(buffer).toreadonly() for buffer in self.buffers]
         return _load(self.data, views if shared else private_copies(views), self.held)
+
+
+class Encoded(NamedTuple):
+    """A value in a message.
+
+    Attributes:
+        content: plain values for the pickle at the head of the message; ``decode`` reads them.
+        frames: the frames after it.
+        stored: the object in the store, if the value is there. The sender keeps it until the value has been read.
+    """
+
+    content: tuple[Any, ...]
+    frames: list[zmq.Frame]
+    stored: ray.ObjectRef | None = None
 
 
 def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
@@ -119,18 +118,63 @@ def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
         _arriving.reset(token)
 
 
-def open_argument(argument: Any) -> tuple[tuple[Any, ...], Callable[[], Any]]:
-    """Return the header of an ``as_argument``, and a function that reads the value into private memory."""
-    if isinstance(argument, bytes):
-        header, data, buffers = pickle.loads(argument)
-        return header, partial(_load, data, buffers, [])
-    return argument.header, argument.unpack
+def encode(value: Any, inline_bytes: int) -> Encoded:
+    """Serialize a value; put it into the store if it has more than ``inline_bytes``.
 
-
-def encode(value: Any) -> Any:
-    """Return ``value`` as a task returns it: plain, as bytes if it is small, or as a ``Packed``; see ``unpack``."""
+    Raises:
+        DataError: a tensor cannot be sent (sparse or quantized).
+    """
     packed = pack(value)
-    return packed if not isinstance(packed, Packed) or packed.large or packed.held else packed.inline()
+    if not isinstance(packed, Packed):
+        return Encoded((_PLAIN_VALUE, packed), [])
+    size = packed.nbytes
+    held = cloudpickle.dumps(packed.held) if packed.held else None
+    if size > inline_bytes:
+        reference = ray.put(packed._replace(held=[]))
+        return Encoded((_STORED, write_reference(reference), held), [], reference)
+    if size <= COPIED_BYTES:
+        copies = [bytearray(memoryview(buffer)) for buffer in packed.buffers]
+        return Encoded((_COPIED, packed.data, copies, held), [])
+    frames = [zmq.Frame(buffer, copy=True, track=False) for buffer in packed.buffers]  # the caller may write later
+    return Encoded((_FRAMES, packed.data, held), frames)
+
+
+_PLAIN_VALUE, _COPIED, _FRAMES, _STORED = range(4)
+"""How a value travels, at the head of ``Encoded.content``."""
+
+
+def decode(messages: Sequence[tuple[tuple[Any, ...], Sequence[zmq.Frame]]], shared: bool = False) -> list[Any]:
+    """Return the values of messages, given as content and frames, in private memory; ``shared`` as in ``unpack``."""
+    references = [read_reference(content[1]) for content, _ in messages if content[0] == _STORED]
+    objects = iter(ray.get(references) if references else ())
+    return [_decoded(content, frames, objects, shared) for content, frames in messages]
+
+
+def _decoded(content: tuple[Any, ...], frames: Sequence[zmq.Frame], objects: Iterator[Packed], shared: bool) -> Any:
+    if content[0] == _PLAIN_VALUE:
+        return content[1]
+    held = [] if content[-1] is None else cloudpickle.loads(content[-1])
+    if content[0] == _COPIED:
+        return _load(content[1], content[2], held)
+    if content[0] == _FRAMES:
+        return _load(content[1], [frame.buffer for frame in frames], held)
+    return next(objects)._replace(held=held).unpack(shared)
+
+
+def is_stored(content: tuple[Any, ...]) -> bool:
+    """Return whether the value of a message is in the object store."""
+    return bool(content[0] == _STORED)
+
+
+def is_larger(value: Any, inline_bytes: int) -> bool:
+    """Return whether ``encode`` would put a value into the store."""
+    packed = pack(value)
+    return isinstance(packed, Packed) and packed.nbytes > inline_bytes
+
+
+def store(value: Any) -> ray.ObjectRef:
+    """Put a value into the object store, for ``decode`` and ``unpack``."""
+    return ray.put(pack(value))
 
 
 def pack(value: Any) -> Any:
@@ -148,10 +192,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any, *, shared: bool = False) -> Any:
-    """Return the value of an ``encode`` or ``pack``, in private memory; ``shared`` as in ``Packed.unpack``."""
-    if isinstance(value, bytes):
-        inside = pickle.loads(value)
-        return _load(inside.data, inside.buffers, []) if isinstance(inside, Packed) else inside
+    """Return the value of a ``pack``, in private memory; ``shared`` as in ``Packed.unpack``."""
     return value.unpack(shared) if isinstance(value, Packed) else value
 
 

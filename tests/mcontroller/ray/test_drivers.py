@@ -14,9 +14,9 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
+from mcontroller.channel.queries import ask
 from mcontroller.errors import CallTimeout, ResourceError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ray.control import query
 from tests.mcontroller.ray.roles import Plain
 
 PRELUDE = """
@@ -52,8 +52,8 @@ def once_busy(name: str) -> RayWorkerGroup:
     """Another driver's detached group, which this one has found while a call of the other's was running."""
     while True:
         group = RayWorkerGroup.from_detached(name, timeout=1)
-        addresses = group.executor.processes.handles.control_addresses(range(group.world_size))
-        if not all(query(addresses, "idle", timeout=20)):
+        addresses = [info.address for info in group.executor.processes.handles.infos]
+        if not all(answer and answer[0] for answer in ask(addresses, "idle", timeout=20)):
             return group
         time.sleep(0.05)
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
+from mcontroller.channel.hub import Hub
 from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
-from mcontroller.ray.executor import RayCall
 from mcontroller.ray.failures import LOG_BYTES, is_follower
 from parallel_state import ParallelLayout
 from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit, Reporting
@@ -147,14 +148,13 @@ def test_a_call_interrupted_while_it_is_sent_ends_the_group_and_no_rank_waits_fo
 ) -> None:
     group = start("actor")
     pids = group.pid()
-    send = RayCall.send
+    send = Hub.send
 
-    def interrupted_at_rank_1(self: RayCall, rank: int, message: Any) -> None:
-        if rank == 1:
-            raise KeyboardInterrupt
-        send(self, rank, message)
+    def interrupted_at_rank_1(self: Hub, messages: Iterable[Any]) -> None:
+        send(self, itertools.islice(messages, 1))
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(RayCall, "send", interrupted_at_rank_1)
+    monkeypatch.setattr(Hub, "send", interrupted_at_rank_1)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         group.wait_for_file(str(tmp_path / "never"))

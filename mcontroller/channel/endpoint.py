@@ -1,0 +1,277 @@
+"""Endpoint: the side of a worker process. It receives calls on the main thread, and answers queries on another."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import pickle
+import random
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from mcontroller.channel.address import Address, ChannelKeys, endpoint_url
+from mcontroller.channel.cancellation import Cancellation
+from mcontroller.channel.links import configure
+from mcontroller.channel.order import CallOrder, CallQueue, Place
+
+__all__ = ["CONNECTIONS", "Endpoint", "ReceivedCall", "Reply"]
+
+CONNECTIONS = 4096
+"""Open connections of one socket. More are closed at once, so that strangers cannot use up the descriptors."""
+
+HANDSHAKE_MS = 5_000
+"""Milliseconds in which a new connection must prove that it has the key."""
+
+FRAME_BYTES = 1 << 30
+"""Size of the largest frame that is accepted."""
+
+WAIT_MS = 200
+"""Milliseconds between looks for a call that is missing in the order of several controllers."""
+
+Reply = Callable[..., None]
+"""Answers a query: called once, on any thread, with the value and optionally frames to send with it."""
+
+
+@dataclass(slots=True)
+class ReceivedCall:
+    """A call, as it arrived.
+
+    Attributes:
+        caller: the controller.
+        number: its number there.
+        frames: the frames after the channel's own.
+    """
+
+    caller: bytes
+    number: int
+    frames: list[Any]
+
+
+class Endpoint:
+    """Receives the calls of controllers and answers their queries, until the process ends.
+
+    A call consists of the frames ``pickle((number, settled, after))`` and those of its sender, an answer of
+    ``pickle(number)`` and those of the worker. Calls below ``settled`` have been answered, as the sender knows;
+    answers are sent again if a call arrives twice, because its connection was lost.
+
+    Args:
+        host: the address of this machine, as other machines know it.
+        keys: the keys of the group.
+        queries: a function for each query; it gets a ``Reply`` and the arguments of the query, and runs on a thread.
+        ports: the first and the last port to listen on; None for any.
+
+    Raises:
+        OSError: no port is free.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        keys: ChannelKeys,
+        queries: Mapping[str, Callable[..., None]],
+        ports: tuple[int, int] | None = None,
+    ) -> None:
+        self.cancellation = Cancellation()
+        self.order = CallOrder()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._context.max_sockets = 65_000
+        authenticator = _Authenticator(self._context, keys.client.public)
+        self._calls = _bound(self._context, keys)
+        self._queries = _bound(self._context, keys)
+        monitors = [each.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) for each in self._sockets]
+        self.address = Address(
+            host, *(_listen(each, host, ports) for each in self._sockets), keys.server.public, keys.client
+        )
+        self._queue: CallQueue[ReceivedCall] = CallQueue()
+        self._answers: dict[bytes, OrderedDict[int, Sequence[Any]]] = {}
+        own = {
+            "prepare": lambda reply, *call: reply(self.cancellation.prepare(*call)),
+            "commit": lambda reply, *call: reply(self.cancellation.commit(*call)),
+            "place": lambda reply, *call: reply(self.order.assign(*call)),
+        }
+        server = _QueryServer(self._queries, {**own, **queries}, authenticator, monitors)
+        threading.Thread(target=server.serve, name="channel queries", daemon=True).start()
+
+    @property
+    def _sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+        return self._calls, self._queries
+
+    def receive(self) -> ReceivedCall:
+        """Wait for the next call in order and return it. Called by the main thread."""
+        while True:
+            call = self._queue.next()
+            if call is not None:
+                return call
+            if self._queue.waiting and not self._calls.poll(WAIT_MS):
+                continue
+            caller = self._calls.recv()
+            head, *frames = self._calls.recv_multipart(copy=False)
+            number, settled, after = pickle.loads(head.buffer)
+            self._drop_answers(caller, settled)
+            call = ReceivedCall(caller, number, frames)
+            if not self._queue.add(caller, number, after and Place(*after), call):
+                self._answer_again(caller, number)
+
+    def answer(self, call: ReceivedCall, frames: Sequence[Any]) -> None:
+        """Send the answer of a call; ``bytes`` and ``zmq.Frame`` objects, which are not copied."""
+        self._answers.setdefault(call.caller, OrderedDict())[call.number] = frames
+        self._send(call.caller, call.number, frames)
+
+    def _send(self, caller: bytes, number: int, frames: Sequence[Any]) -> None:
+        send = self._calls.send
+        send(caller, zmq.SNDMORE)
+        send(pickle.dumps(number), zmq.SNDMORE)
+        for frame in frames[:-1]:
+            send(frame, zmq.SNDMORE, copy=False)
+        send(frames[-1], copy=False)
+
+    def _answer_again(self, caller: bytes, number: int) -> None:
+        frames = self._answers.get(caller, {}).get(number)
+        if frames is not None:  # else it has not run yet
+            self._send(caller, number, frames)
+
+    def _drop_answers(self, caller: bytes, settled: int) -> None:
+        answers = self._answers.get(caller)
+        while answers and next(iter(answers)) < settled:
+            answers.popitem(last=False)
+
+
+class _QueryServer:
+    """Answers queries, checks keys and bounds the number of connections, on one thread."""
+
+    def __init__(
+        self,
+        sock: zmq.Socket[Any],
+        handlers: Mapping[str, Callable[..., None]],
+        authenticator: _Authenticator,
+        monitors: Sequence[zmq.Socket[Any]],
+    ) -> None:
+        self._socket = sock
+        self._handlers = handlers
+        self._authenticator = authenticator
+        self._connections = {monitor: _Connections() for monitor in monitors}
+        self._replies: SimpleQueue[tuple[bytes, bytes, Sequence[Any]]] = SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def serve(self) -> None:
+        """Answer until the process ends."""
+        poller = zmq.Poller()
+        for each in (self._socket, self._authenticator.socket, *self._connections, self._wake):
+            poller.register(each, zmq.POLLIN)
+        while True:
+            for ready, _ in poller.poll():
+                if ready is self._socket:
+                    self._handle(*self._socket.recv_multipart())
+                elif ready is self._authenticator.socket:
+                    self._authenticator.answer()
+                elif ready == self._wake:
+                    self._send_replies()
+                else:
+                    self._connections[ready].note(recv_monitor_message(ready))
+
+    def _handle(self, client: bytes, query: bytes) -> None:
+        number, name, arguments = pickle.loads(query)
+
+        def reply(value: Any, frames: Sequence[Any] = ()) -> None:
+            if number:
+                self._replies.put((client, pickle.dumps((number, value)), frames))
+                os.eventfd_write(self._wake, 1)
+
+        self._handlers[name](reply, *arguments)
+
+    def _send_replies(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while not self._replies.empty():
+            client, head, frames = self._replies.get()
+            self._socket.send_multipart([client, head, *frames], copy=False)
+
+
+class _Authenticator:
+    """Answers ZeroMQ's question whether a client has the key (ZAP, RFC 27)."""
+
+    def __init__(self, context: zmq.Context[Any], allowed: bytes) -> None:
+        from zmq.utils.z85 import decode
+
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._allowed = decode(allowed)
+
+    def answer(self) -> None:
+        """Answer one question."""
+        sender, _, version, request, _, _, _, mechanism, *credentials = self.socket.recv_multipart()
+        known = mechanism == b"CURVE" and hmac.compare_digest(credentials[0], self._allowed)
+        verdict = (b"200", b"OK") if known else (b"400", b"not the key of the group")
+        self.socket.send_multipart([sender, b"", version, request, *verdict, b"", b""])
+
+
+class _Connections:
+    """The open connections of a socket. It shuts down those that are too many."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Note an event of the socket's monitor."""
+        descriptor = event["value"]
+        if event["event"] == zmq.EVENT_DISCONNECTED:
+            self._open.discard(descriptor)
+        elif len(self._open) < CONNECTIONS:
+            self._open.add(descriptor)
+        else:
+            _shut_down(descriptor, event["endpoint"].decode())
+
+
+def _shut_down(descriptor: int, endpoint: str) -> None:
+    """Shut down a connection to this endpoint; ZeroMQ then closes it. The descriptor may belong to another by now."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.getsockname()[1] == int(endpoint.rpartition(":")[2]):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _bound(context: zmq.Context[Any], keys: ChannelKeys) -> zmq.Socket[Any]:
+    sock = configure(context.socket(zmq.ROUTER))
+    sock.router_handover = True  # a controller that connects again replaces its lost connection
+    sock.handshake_ivl = HANDSHAKE_MS
+    sock.maxmsgsize = FRAME_BYTES
+    sock.zap_domain = b"mcontroller"
+    sock.curve_server, sock.curve_secretkey = True, keys.server.secret
+    return sock
+
+
+def _listen(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> int:
+    """Bind to the address that peers use; if none of the interfaces has it (behind a NAT), to all of them."""
+    try:
+        return _bind(sock, host, ports)
+    except zmq.ZMQError as error:
+        if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
+            raise
+    return _bind(sock, "*", ports)
+
+
+def _bind(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> int:
+    if ports is None:
+        sock.bind(endpoint_url(host, "*"))
+        return int(sock.last_endpoint.decode().rpartition(":")[2])
+    first, last = ports
+    candidates = list(range(first, last + 1))
+    start = random.randrange(len(candidates))  # the processes of a node begin at different ports
+    for port in candidates[start:] + candidates[:start]:
+        try:
+            sock.bind(endpoint_url(host, port))
+            return port
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(f"no free port from {first} to {last} on {host} for a worker process: allow more ports")

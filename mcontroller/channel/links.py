@@ -1,0 +1,115 @@
+"""Links: the connections of one process to many endpoints, through one ROUTER socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from mcontroller.channel.address import Address
+
+__all__ = ["SNDMORE", "Links", "configure"]
+
+HEARTBEAT_MS = 10_000
+"""Milliseconds between heartbeats. A node that vanishes without closing its connections is noticed after three."""
+
+RECONNECT_MS = 50
+"""Milliseconds until a lost connection is tried again."""
+
+CONNECT_MS = 5_000
+"""Timeout of a TCP connect in milliseconds."""
+
+_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
+_EVENTS, _POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)
+"""Plain integers: pyzmq's enumerations cost a microsecond at each use."""
+
+
+class Links:
+    """A ROUTER socket that connects to endpoints. Each has an id, which the socket's messages begin with.
+
+    Not safe for use by several threads at once.
+
+    Args:
+        name: identifies this process to the endpoints.
+    """
+
+    def __init__(self, name: bytes) -> None:
+        self.socket = configure(_context(os.getpid()).socket(zmq.ROUTER))
+        self.socket.routing_id = name
+        self.socket.reconnect_ivl = RECONNECT_MS
+        self.socket.connect_timeout = CONNECT_MS
+        self._monitor = self.socket.get_monitor_socket(_MONITORED)
+        self._ids: dict[str, bytes] = {}
+
+    @property
+    def filenos(self) -> tuple[int, int]:
+        """Descriptors to poll for reading: of messages, and of ``events``. Both are edge-triggered."""
+        return self.socket.fd, self._monitor.fd
+
+    def connect(self, link: bytes, url: str, address: Address) -> None:
+        """Connect to an endpoint. Messages can be sent at once; they leave when the connection is established."""
+        self._ids[url] = link
+        self.socket.curve_serverkey = address.server_key
+        self.socket.curve_publickey, self.socket.curve_secretkey = address.client.public, address.client.secret
+        self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, link)
+        self.socket.connect(url)
+
+    def disconnect(self, url: str) -> None:
+        """Close the connection to an endpoint, and drop what was not sent."""
+        if self._ids.pop(url, None) is not None:
+            self.socket.disconnect(url)
+
+    def send(self, link: bytes, frames: Sequence[Any]) -> None:
+        """Send a message: bytes are copied, ``zmq.Frame`` objects are not."""
+        send = self.socket.send
+        send(link, SNDMORE)
+        for frame in frames[:-1]:
+            send(frame, SNDMORE, copy=False)
+        send(frames[-1], copy=False)
+
+    def receive(self) -> Iterator[tuple[bytes, list[Any]]]:
+        """Yield the messages that have arrived: the link and the frames of each. Does not wait."""
+        socket = self.socket
+        while socket.get(_EVENTS) & _POLLIN:
+            link: bytes = socket.recv()
+            frames = [socket.recv(copy=False)]
+            while frames[-1].more:
+                frames.append(socket.recv(copy=False))
+            yield link, frames
+
+    def events(self) -> Iterator[tuple[bytes, bool]]:
+        """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
+        while self._monitor.get(_EVENTS) & _POLLIN:
+            event = recv_monitor_message(self._monitor)
+            link = self._ids.get(event["endpoint"].decode())
+            if link is not None:
+                yield link, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def close(self) -> None:
+        """Close all connections, and drop what was not sent. A second call does nothing."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self.socket.close(0)
+
+
+def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
+    """Set what both sides of the channel have in common: no limit of queued messages, heartbeats, IPv6."""
+    socket.sndhwm = socket.rcvhwm = socket.linger = 0
+    socket.ipv6 = True
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = 3 * HEARTBEAT_MS
+    return socket
+
+
+@cache
+def _context(pid: int) -> zmq.Context[Any]:
+    """Return the ZeroMQ context of this process's client sockets; a fork needs its own."""
+    context: zmq.Context[Any] = zmq.Context()
+    context.max_sockets = 65_000
+    return context

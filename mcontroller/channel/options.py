@@ -1,0 +1,37 @@
+"""ChannelOptions: the settings of a channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcontroller.errors import ConfigError
+
+__all__ = ["ChannelOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """Settings of the channel between a controller and its worker processes.
+
+    Raises:
+        ConfigError: the range of ports is empty, or a number is out of range.
+    """
+
+    ports: tuple[int, int] | None = None
+    """First and last TCP port that worker processes may listen on, two for each process; None for any free port."""
+    inline_bytes: int = 256 * 1024
+    """[bytes] Largest value that travels inside a message; larger ones go through Ray's object store."""
+
+    def __post_init__(self) -> None:
+        if self.ports is not None and not 0 < self.ports[0] < self.ports[1] < 65536:
+            raise ConfigError(
+                f"ports is {self.ports}; expected the first and the last of at least two TCP ports, 1 to 65535",
+                key="ports",
+                value=self.ports,
+            )
+        if not 0 <= self.inline_bytes <= 1 << 28:
+            raise ConfigError(
+                f"inline_bytes is {self.inline_bytes}; expected 0 to {1 << 28}",
+                key="inline_bytes",
+                value=self.inline_bytes,
+            )

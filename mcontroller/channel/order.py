@@ -1,0 +1,97 @@
+"""CallOrder: one order of calls on all ranks, when several controllers send them.
+
+Each rank runs the calls of one controller in the order of their numbers, in which they arrive. If there are several
+controllers (a detached group), each call first gets its place from rank 0, which answers with the calls after which
+the call's ranks run it. A rank that has not received that call yet waits for it. The place costs one round trip,
+0.2 ms; groups that end with their driver have one controller and need none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["CallOrder", "CallQueue", "Place"]
+
+MISSING_SECONDS = 5.0
+"""Time to wait for a call that has a place but has not arrived: its controller may have ended while sending it."""
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """The call after which another runs on a rank: its controller, and its number there."""
+
+    caller: bytes
+    number: int
+
+
+class CallOrder:
+    """Assigns places, on rank 0. Safe for use by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[int, Place] = {}
+
+    def assign(self, caller: bytes, number: int, ranks: Sequence[int]) -> list[Place | None]:
+        """Return, for each rank of a call, the call that it follows there; None for the first."""
+        place = Place(caller, number)
+        with self._lock:
+            before = [self._last.get(rank) for rank in ranks]
+            self._last.update(dict.fromkeys(ranks, place))
+        return before
+
+
+class CallQueue(Generic[T]):
+    """The calls that a rank has received: those of each controller by number, each once, after those that they follow.
+
+    Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._received: dict[bytes, int] = {}
+        self._ready: deque[T] = deque()
+        self._waiting: list[tuple[float, Place, Place, T]] = []
+
+    def add(self, caller: bytes, number: int, after: Place | None, call: T) -> bool:
+        """Add a call; return False if it was added before (it has been sent again after a lost connection)."""
+        if number <= self._received.get(caller, -1) or any(own == (caller, number) for _, _, own, _ in self._waiting):
+            return False
+        own = Place(caller, number)
+        if after is None or self._has(after):
+            self._append(own, call)
+            self._release()
+        else:
+            self._waiting.append((time.monotonic() + MISSING_SECONDS, after, own, call))
+        return True
+
+    def next(self) -> T | None:
+        """Return the next call that may run now, if there is one."""
+        if not self._ready and self._waiting and self._waiting[0][0] < time.monotonic():
+            _, _, own, call = self._waiting.pop(0)
+            self._append(own, call)
+            self._release()
+        return self._ready.popleft() if self._ready else None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether calls wait for one that has not arrived."""
+        return bool(self._waiting)
+
+    def _append(self, own: Place, call: T) -> None:
+        self._received[own.caller] = max(own.number, self._received.get(own.caller, -1))
+        self._ready.append(call)
+
+    def _release(self) -> None:
+        while True:
+            free = next((entry for entry in self._waiting if self._has(entry[1])), None)
+            if free is None:
+                return
+            self._waiting.remove(free)
+            self._append(free[2], free[3])
+
+    def _has(self, place: Place) -> bool:
+        return place.number <= self._received.get(place.caller, -1)

@@ -1,0 +1,154 @@
+"""Queries to worker processes while their main threads run calls: stacks, cancellation, kept results."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import select
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mcontroller.channel.address import Address
+from mcontroller.channel.links import Links
+
+__all__ = ["ask", "ask_each", "notify", "notify_from_finalizer"]
+
+
+def ask(
+    addresses: Sequence[Address | None], name: str, *arguments: Any, timeout: float | None
+) -> list[tuple[Any, list[Any]] | None]:
+    """Return the answer of each process, and the frames that came with it.
+
+    None for an unknown address, a process that has ended or cannot be reached, or no answer in ``timeout`` seconds.
+    """
+    return _client().ask(addresses, [(name, arguments)] * len(addresses), timeout)
+
+
+def ask_each(addresses: Sequence[Address], queries: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    """Ask each process its own query, a name with arguments; wait until all have answered, or are known to be gone."""
+    return _client().ask(addresses, queries, None)
+
+
+def notify(addresses: Sequence[Address | None], name: str, *arguments: Any) -> None:
+    """Send a query to each process; do not wait for the answers."""
+    _client().send(addresses, [(name, arguments)] * len(addresses), wanted=False)
+
+
+def notify_from_finalizer(addresses: Sequence[Address], name: str, *arguments: Any) -> None:
+    """Call ``notify``, now or before the next query of any thread if this one is in the middle of a query."""
+    _postponed.append((addresses, name, arguments))
+    if not sys.is_finalizing():
+        _client().send_postponed()
+
+
+_local = threading.local()
+
+_postponed: deque[tuple[Sequence[Address], str, tuple[Any, ...]]] = deque()
+
+
+def _client() -> _Client:
+    """Return the client of this thread. Its connections stay open for the next query, unless they are lost."""
+    client: _Client | None = getattr(_local, "client", None)
+    if client is None or client.pid != os.getpid():
+        client = _local.client = _Client()
+    return client
+
+
+class _Client:
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._links = Links(uuid.uuid4().hex.encode())
+        self._poll = select.poll()
+        for descriptor in self._links.filenos:
+            self._poll.register(descriptor, select.POLLIN)
+        self._connected: dict[Address, bytes] = {}
+        self._requests = itertools.count(1)
+        self._connections = itertools.count()
+        self._busy = False
+
+    def send_postponed(self) -> None:
+        """Send what finalizers have left, unless this thread is in the middle of a query."""
+        while _postponed and not self._busy:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                addresses, name, arguments = _postponed.popleft()
+                self.send(addresses, [(name, arguments)] * len(addresses), wanted=False)
+
+    def ask(
+        self,
+        addresses: Sequence[Address | None],
+        queries: Sequence[tuple[str, tuple[Any, ...]]],
+        timeout: float | None,
+    ) -> list[Any]:
+        end = None if timeout is None else time.monotonic() + timeout
+        waiting = self.send(addresses, queries, wanted=True)
+        answers: list[Any] = [None] * len(addresses)
+        while waiting:
+            with self._in_use():
+                for request, value, frames in self._received(waiting):
+                    answers[waiting.pop(request)[0]] = (value, frames)
+            left = None if end is None else end - time.monotonic()
+            if not waiting or (left is not None and left <= 0):
+                break
+            self._poll.poll(None if left is None else left * 1e3)
+        return answers
+
+    def send(
+        self, addresses: Sequence[Address | None], queries: Sequence[tuple[str, tuple[Any, ...]]], *, wanted: bool
+    ) -> dict[int, tuple[int, bytes]]:
+        """Send queries; return the position and the link of each, by the number of the request."""
+        waiting: dict[int, tuple[int, bytes]] = {}
+        with self._in_use():
+            self._drop_lost()
+            for position, (address, (name, arguments)) in enumerate(zip(addresses, queries, strict=True)):
+                if address is not None:
+                    link = self._link(address)
+                    number = next(self._requests) if wanted else 0
+                    self._links.send(link, [pickle.dumps((number, name, arguments))])
+                    waiting[number] = position, link
+        self.send_postponed()
+        return waiting
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep finalizers that run meanwhile from using the socket."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _link(self, address: Address) -> bytes:
+        link = self._connected.get(address)
+        if link is None:
+            for other in [other for other in self._connected if other.queries == address.queries]:
+                self._forget(other)  # a process that has ended, whose port another has taken
+            link = self._connected[address] = b"link%d" % next(self._connections)  # ZeroMQ takes no id twice
+            self._links.connect(link, address.queries, address)
+        return link
+
+    def _received(self, waiting: dict[int, tuple[int, bytes]]) -> Iterator[tuple[int, Any, list[Any]]]:
+        for _, frames in self._links.receive():
+            number, value = pickle.loads(frames[0].buffer)
+            if number in waiting:  # else it came after its timeout
+                yield number, value, frames[1:]
+        for lost in self._drop_lost():
+            for number in [number for number, (_, link) in waiting.items() if link == lost]:
+                del waiting[number]
+
+    def _drop_lost(self) -> list[bytes]:
+        """Close the connections that were lost or not accepted, and return them: their processes have ended."""
+        lost = [link for link, established in self._links.events() if not established]
+        for address in [address for address, link in self._connected.items() if link in lost]:
+            self._forget(address)
+        return lost
+
+    def _forget(self, address: Address) -> None:
+        del self._connected[address]
+        self._links.disconnect(address.queries)

@@ -1,0 +1,144 @@
+"""Handles: values that are kept elsewhere, in the object store or in the process that computed them.
+
+The result of a non-blocking call that may be passed on stays in the worker process (a ``RemoteValue``). The process
+that needs it asks the other one, on the channel, and gets the value in a message, or a reference to the object store.
+The controller only passes the address. A value is released when its last handle in the controller is garbage-collected.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ray
+
+from mcontroller.channel.address import Address
+from mcontroller.channel.queries import ask_each
+from mcontroller.errors import GroupError
+from mcontroller.ray.references import WrittenReference, read_reference, write_reference
+from mcontroller.ray.wire import decode, unpack
+from mcontroller.transport import Deferred, Fetch
+
+__all__ = ["ArgumentFailed", "ArgumentLost", "KeptValues", "RemoteValue", "Source", "Stored", "StoredValue", "fetch"]
+
+
+class ArgumentLost(GroupError):
+    """The process producing an argument died; ``actor`` is Ray's id of the process."""
+
+    actor: str
+
+
+class ArgumentFailed(Exception):
+    """A call of another group failed to produce an argument; ``error`` is the failure."""
+
+    def __init__(self, error: GroupError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Source(NamedTuple):
+    """A worker process that keeps values: its address, and Ray's id of the actor."""
+
+    address: Address
+    actor: str
+
+
+class KeptValues:
+    """Releases the results of a call in the worker processes when it is garbage-collected, or before.
+
+    Args:
+        release: called once, without waiting; possibly by the garbage collector.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.release = weakref.finalize(self, release)
+        self.release.atexit = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RemoteValue:
+    """The value that a call returned on one rank, or its row count.
+
+    Attributes:
+        source: the process of the rank.
+        caller: the controller of the call.
+        number: the number of the call there.
+        rows: whether this is the row count.
+        kept: keeps the value from being released; only in the controller.
+    """
+
+    source: Source
+    caller: bytes
+    number: int
+    rows: bool = False
+    kept: KeptValues | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteValue, (self.source, self.caller, self.number, self.rows)
+
+
+class StoredValue:
+    """A value in the object store, which exists as long as this handle does in the process that created it."""
+
+    def __init__(self, reference: ray.ObjectRef) -> None:
+        self.reference = reference
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stored_value, (write_reference(self.reference),)
+
+
+def _stored_value(written: WrittenReference) -> StoredValue:
+    return StoredValue(read_reference(written))
+
+
+class Stored(Deferred):
+    """A value in the object store, for every rank that reads it."""
+
+    def __init__(self, handle: StoredValue) -> None:
+        self._handle = handle
+
+    def handles(self) -> Sequence[Any]:
+        """Return the handle of the value."""
+        return (self._handle,)
+
+    def resolve(self, fetch: Fetch) -> Any:
+        """Return the value."""
+        return fetch((self._handle,))[0]
+
+
+def fetch(handles: Sequence[Any]) -> list[Any]:
+    """Return the values of handles, private to the caller. Waits until they have been computed.
+
+    Raises:
+        ArgumentLost: the process producing one of them died.
+        ArgumentFailed: the call producing one of them failed.
+    """
+    remote = [handle for handle in handles if isinstance(handle, RemoteValue)]
+    values = iter(_fetch_remote(remote) if remote else ())
+    return [
+        next(values) if isinstance(handle, RemoteValue) else unpack(ray.get(handle.reference)) for handle in handles
+    ]
+
+
+def _fetch_remote(handles: Sequence[RemoteValue]) -> list[Any]:
+    queries = [("value", (handle.caller, handle.number, handle.rows)) for handle in handles]
+    answers = ask_each([handle.source.address for handle in handles], queries)
+    messages = []
+    for handle, answer in zip(handles, answers, strict=True):
+        if answer is None:
+            raise _lost(handle, "its connection was closed")
+        (error, content), frames = answer
+        if error is not None:
+            raise ArgumentFailed(error)
+        messages.append((content, frames))
+    try:
+        return decode(messages)
+    except ray.exceptions.ObjectLostError as error:  # the process died between its answer and our reading
+        raise _lost(handles[0], str(error)) from None
+
+
+def _lost(handle: RemoteValue, why: str) -> ArgumentLost:
+    host = handle.source.address.host
+    return ArgumentLost(f"process producing an argument on {host} died: {why}", actor=handle.source.actor)

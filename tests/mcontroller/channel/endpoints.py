@@ -1,0 +1,59 @@
+"""Endpoints on threads of the test's process, and a controller that collects their answers."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.endpoint import Endpoint
+from mcontroller.channel.hub import Hub
+
+SECONDS = 30
+"""More than anything here takes, on a machine under load."""
+
+
+def start_endpoint(
+    keys: ChannelKeys,
+    respond: Callable[[list[bytes]], list[bytes]] = list,
+    ports: tuple[int, int] | None = None,
+) -> Address:
+    """An endpoint whose "main thread" answers each call with what ``respond`` makes of its frames."""
+    queries = {"double": lambda reply, number: reply(2 * number), "silent": lambda reply: None}
+    endpoint = Endpoint("127.0.0.1", keys, queries, ports)
+
+    def serve() -> None:
+        while True:
+            call = endpoint.receive()
+            endpoint.answer(call, respond([frame.bytes for frame in call.frames]))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return endpoint.address
+
+
+class Controller:
+    """Sends calls to endpoints and keeps the answers by call and rank."""
+
+    def __init__(self, addresses: list[Address], name: bytes = b"controller") -> None:
+        self.answers: dict[int, dict[int, list[bytes]]] = {}
+        self.changes: list[tuple[int, bool]] = []
+        self.hub = Hub(name, self._deliver, lambda *change: self.changes.append(change))
+        self.hub.connect(addresses)
+        self.ranks = range(len(addresses))
+
+    def _deliver(self, rank: int, frames: list[Any]) -> None:
+        number, *rest = frames
+        self.answers.setdefault(pickle.loads(number.buffer), {})[rank] = [frame.bytes for frame in rest]
+
+    def send(self, number: int, *frames: Any, settled: int = 0, after: tuple[bytes, int] | None = None) -> None:
+        self.hub.send((rank, [pickle.dumps((number, settled, after)), *frames]) for rank in self.ranks)
+
+    def result(self, number: int, seconds: float = SECONDS) -> dict[int, list[bytes]]:
+        assert self.hub.wait(lambda: len(self.answers.get(number, ())) == len(self.ranks), seconds)
+        return self.answers[number]
+
+    def call(self, number: int, *frames: Any) -> dict[int, list[bytes]]:
+        self.send(number, *frames)
+        return self.result(number)

@@ -1,0 +1,135 @@
+"""Who gets an answer, and what strangers can do."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+import pytest
+
+from mcontroller.channel import endpoint
+from mcontroller.channel.address import Address, ChannelKeys, KeyPair
+from mcontroller.channel.queries import ask
+from tests.mcontroller.channel.endpoints import SECONDS, Controller, start_endpoint
+
+
+@pytest.fixture
+def keys() -> ChannelKeys:
+    return ChannelKeys.generate()
+
+
+@pytest.fixture
+def address(keys: ChannelKeys) -> Address:
+    return start_endpoint(keys)
+
+
+def test_a_client_with_another_key_gets_no_answer(address: Address) -> None:
+    stranger = replace(address, client=KeyPair.generate())
+    assert ask([stranger], "double", 3, timeout=SECONDS) == [None]
+    assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
+    assert ask([stranger], "double", 3, timeout=SECONDS) == [None]
+
+
+def test_a_client_that_expects_another_server_sends_nothing(address: Address) -> None:
+    assert ask([replace(address, server_key=KeyPair.generate().public)], "double", 3, timeout=SECONDS) == [None]
+
+
+def test_a_call_with_another_key_does_not_run(keys: ChannelKeys) -> None:
+    runs: list[list[bytes]] = []
+    address = start_endpoint(keys, lambda frames: (runs.append(frames), frames)[1])
+    stranger = Controller([replace(address, client=KeyPair.generate())], b"controller")
+    stranger.send(0, b"harm")
+    assert stranger.hub.wait(lambda: (0, False) in stranger.changes, SECONDS)
+    assert Controller([address]).call(0, b"work") == {0: [b"work"]}
+    assert runs == [[b"work"]]
+
+
+def test_secrets_are_not_shown(address: Address, keys: ChannelKeys) -> None:
+    assert address.client.secret.decode() not in repr((address, keys))
+    assert keys.server.secret.decode() not in repr((address, keys))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"\xff\0\0\0\0\0\0\0\x01\x7f\x03"])
+def test_garbage_delays_nobody_and_leaves_no_trace(
+    address: Address, sent: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    controller = Controller([address])
+    with ExitStack() as open_ones:
+        for port in (address.call_port, address.query_port) * 20:
+            stranger = open_ones.enter_context(socket.create_connection((address.host, port)))
+            with suppress(ConnectionError):
+                stranger.sendall(sent)
+        assert controller.call(0, b"x") == {0: [b"x"]}
+        assert Controller([address], b"new").call(0, b"x") == {0: [b"x"]}
+        assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_silent_connection_is_closed(address: Address) -> None:
+    with socket.create_connection((address.host, address.call_port), timeout=SECONDS) as silent:
+        while silent.recv(100):  # the greeting of ZeroMQ, then the end of the connection
+            pass
+
+
+def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
+    keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "CONNECTIONS", 5)
+    address = start_endpoint(keys)
+    controller = Controller([address])
+    controller.call(0, b"x")
+    with ExitStack() as open_ones:
+        strangers = [
+            open_ones.enter_context(socket.create_connection((address.host, address.call_port), timeout=SECONDS))
+            for _ in range(8)
+        ]
+        late = strangers[-1]
+        with suppress(ConnectionError):
+            while late.recv(100):
+                pass
+        assert controller.call(1, b"y") == {0: [b"y"]}
+
+
+def test_ports_are_taken_from_the_range_and_a_full_range_is_an_error(keys: ChannelKeys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        first = min(free.getsockname()[1], 65_000)
+    ports = (first, first + 7)
+    found = {
+        port for _ in range(2) for a in [start_endpoint(keys, ports=ports)] for port in (a.call_port, a.query_port)
+    }
+    assert len(found) == 4
+    assert all(first <= port <= first + 7 for port in found)
+    with pytest.raises(OSError, match="no free port from"):
+        for _ in range(4):
+            start_endpoint(keys, ports=ports)
+
+
+def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", address.call_port), timeout=SECONDS)
+
+
+def test_a_machine_that_does_not_have_its_own_address_listens_on_all_that_it_has(keys: ChannelKeys) -> None:
+    elsewhere = endpoint.Endpoint("198.51.100.7", keys, {"double": lambda reply, number: reply(2 * number)}).address
+    assert elsewhere.host == "198.51.100.7"
+    assert ask([replace(elsewhere, host="127.0.0.1")], "double", 3, timeout=SECONDS) == [(6, [])]
+
+
+def test_a_process_that_does_not_answer_delays_no_longer_than_the_timeout(address: Address) -> None:
+    assert ask([address, address], "silent", timeout=0.1) == [None, None]
+
+
+def test_queries_of_several_threads_get_their_own_answers(address: Address) -> None:
+    got: dict[int, object] = {}
+
+    def query(number: int) -> None:
+        got[number] = ask([address], "double", number, timeout=SECONDS)
+
+    threads = [threading.Thread(target=query, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {number: [(2 * number, [])] for number in range(8)}
