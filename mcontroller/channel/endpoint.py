@@ -21,8 +21,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url
 from mcontroller.channel.cancellation import Cancellation
-from mcontroller.channel.links import configure
-from mcontroller.channel.order import CallOrder, CallQueue, Place
+from mcontroller.channel.links import configure, send_frames
+from mcontroller.channel.messages import pack_answer, unpack_call
+from mcontroller.channel.order import CallOrder, CallQueue
 
 __all__ = ["CONNECTIONS", "Endpoint", "ReceivedCall", "Reply"]
 
@@ -49,20 +50,20 @@ class ReceivedCall:
     Attributes:
         caller: the controller.
         number: its number there.
-        frames: the frames after the channel's own.
+        body: the content of the first frame.
+        frames: the other frames.
     """
 
     caller: bytes
     number: int
-    frames: list[Any]
+    body: memoryview
+    frames: list[zmq.Frame]
 
 
 class Endpoint:
     """Receives the calls of controllers and answers their queries, until the process ends.
 
-    A call consists of the frames ``pickle((number, settled, after))`` and those of its sender, an answer of
-    ``pickle(number)`` and those of the worker. Calls below ``settled`` have been answered, as the sender knows;
-    answers are sent again if a call arrives twice, because its connection was lost.
+    If a call arrives twice, because its connection was lost, its answer is sent again. See ``messages`` for the frames.
 
     Args:
         host: the address of this machine, as other machines know it.
@@ -115,30 +116,23 @@ class Endpoint:
             if self._queue.waiting and not self._calls.poll(WAIT_MS):
                 continue
             caller = self._calls.recv()
-            head, *frames = self._calls.recv_multipart(copy=False)
-            number, settled, after = pickle.loads(head.buffer)
-            self._drop_answers(caller, settled)
-            call = ReceivedCall(caller, number, frames)
-            if not self._queue.add(caller, number, after and Place(*after), call):
-                self._answer_again(caller, number)
+            first, *frames = self._calls.recv_multipart(copy=False)
+            head, body = unpack_call(first)
+            self._drop_answers(caller, head.settled)
+            call = ReceivedCall(caller, head.number, body, frames)
+            if not self._queue.add(caller, head.number, head.after, call):
+                self._answer_again(caller, head.number)
 
-    def answer(self, call: ReceivedCall, frames: Sequence[Any]) -> None:
-        """Send the answer of a call; ``bytes`` and ``zmq.Frame`` objects, which are not copied."""
-        self._answers.setdefault(call.caller, OrderedDict())[call.number] = frames
-        self._send(call.caller, call.number, frames)
-
-    def _send(self, caller: bytes, number: int, frames: Sequence[Any]) -> None:
-        send = self._calls.send
-        send(caller, zmq.SNDMORE)
-        send(pickle.dumps(number), zmq.SNDMORE)
-        for frame in frames[:-1]:
-            send(frame, zmq.SNDMORE, copy=False)
-        send(frames[-1], copy=False)
+    def answer(self, call: ReceivedCall, body: bytes, frames: Sequence[zmq.Frame] = ()) -> None:
+        """Send the answer of a call."""
+        message = [call.caller, pack_answer(call.number, body), *frames]
+        self._answers.setdefault(call.caller, OrderedDict())[call.number] = message
+        send_frames(self._calls, message)
 
     def _answer_again(self, caller: bytes, number: int) -> None:
-        frames = self._answers.get(caller, {}).get(number)
-        if frames is not None:  # else it has not run yet
-            self._send(caller, number, frames)
+        message = self._answers.get(caller, {}).get(number)
+        if message is not None:  # else it has not run yet
+            send_frames(self._calls, message)
 
     def _drop_answers(self, caller: bytes, settled: int) -> None:
         answers = self._answers.get(caller)
@@ -194,7 +188,7 @@ class _QueryServer:
             os.eventfd_read(self._wake)
         while not self._replies.empty():
             client, head, frames = self._replies.get()
-            self._socket.send_multipart([client, head, *frames], copy=False)
+            send_frames(self._socket, [client, head, *frames])
 
 
 class _Authenticator:

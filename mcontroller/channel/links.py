@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
 
-__all__ = ["SNDMORE", "Links", "configure"]
+__all__ = ["SNDMORE", "Links", "configure", "send_frames"]
 
 HEARTBEAT_MS = 10_000
 """Milliseconds between heartbeats. A node that vanishes without closing its connections is noticed after three."""
@@ -66,11 +66,7 @@ class Links:
 
     def send(self, link: bytes, frames: Sequence[Any]) -> None:
         """Send a message: bytes are copied, ``zmq.Frame`` objects are not."""
-        send = self.socket.send
-        send(link, SNDMORE)
-        for frame in frames[:-1]:
-            send(frame, SNDMORE, copy=False)
-        send(frames[-1], copy=False)
+        send_frames(self.socket, [link, *frames])
 
     def receive(self) -> Iterator[tuple[bytes, list[Any]]]:
         """Yield the messages that have arrived: the link and the frames of each. Does not wait."""
@@ -96,6 +92,13 @@ class Links:
             self.socket.disable_monitor()
             self._monitor.close(0)
             self.socket.close(0)
+
+
+def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
+    """Send a message of bytes, which are copied, and ``zmq.Frame`` objects, which are not."""
+    for frame in frames[:-1]:
+        socket.send(frame, SNDMORE, copy=False)
+    socket.send(frames[-1], copy=False)
 
 
 def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:

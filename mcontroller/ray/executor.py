@@ -77,26 +77,26 @@ class RayExecutor:
                 number=processes.next_call(),
                 keep=measure,
             )
-            messages: dict[int, list[Any]] = {}
+            messages: dict[int, tuple[bytes, list[zmq.Frame]]] = {}
             for each in arguments.values():
                 key = id(each)
                 if key not in messages:
                     header = CallHeader(self.role, method, readers[key], measure)
                     messages[key] = self._message(call, tuple(header), each)
             try:
-                heads = zip(arguments.items(), processes.heads(call), strict=True)
-                processes.hub.send(call.outgoing((rank, [head, *messages[id(each)]]) for (rank, each), head in heads))
+                ordered = [messages[id(each)] for each in arguments.values()]
+                processes.hub.send(call.outgoing(zip(processes.heads(call), ordered, strict=True)))
             except BaseException as error:
                 processes.break_while_sending(call, error)
                 raise
         return call
 
-    def _message(self, call: RayCall, header: tuple[Any, ...], arguments: Arguments) -> list[Any]:
-        """Return the frames of a message, and keep what it refers to as long as the call is not complete."""
+    def _message(self, call: RayCall, header: tuple[Any, ...], arguments: Arguments) -> tuple[bytes, list[zmq.Frame]]:
+        """Return the body and the frames of a message, and keep what it refers to until the call is complete."""
         encoded = encode(arguments, self.processes.handles.options.inline_bytes)
         deferred = (value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, Deferred))
         call.held += [encoded.stored, *(value.handles() for value in deferred)]
-        return [pickle.dumps((header, encoded.content)), *encoded.frames]
+        return pickle.dumps((header, encoded.content)), encoded.frames
 
     def fetch(self, handles: Sequence[Any]) -> list[Any]:
         """Return the values of handles; raise the error of the call that failed to produce one."""

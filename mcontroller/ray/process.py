@@ -144,13 +144,13 @@ class WorkerProcess:
         """Run the calls that arrive on the channel, one at a time, as long as the process exists."""
         while True:
             call = self._endpoint.receive()
-            (role, method, returning, keep), content = pickle.loads(call.frames[0].buffer)
+            (role, method, returning, keep), content = pickle.loads(call.body)
             keep = keep and self._identity.rank in returning
             error, rows, encoded = None, None, _NOTHING
             if self._endpoint.cancellation.start(call.caller, call.number):
                 self._running = method
                 try:
-                    [arguments] = decode([(content, call.frames[1:])])
+                    [arguments] = decode([(content, call.frames)])
                     args, kwargs = resolve(arguments, fetch)
                     arguments, content, call.frames = None, None, []
                     worker = self if role is None else self._roles[role]
@@ -176,7 +176,7 @@ class WorkerProcess:
             self._kept.put((call.caller, call.number), (error, rows, encoded))
         self._finished[call.caller] = call.number
         sent = _NOTHING if keep else encoded
-        self._endpoint.answer(call, [pickle.dumps((error, sent.content)), *sent.frames])
+        self._endpoint.answer(call, pickle.dumps((error, sent.content)), sent.frames)
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mcontroller.channel.hub import Hub
+from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
 from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
@@ -88,11 +89,21 @@ class SentCall:
             limits.append(self.started + self.timeout - time.monotonic())
         return max(0.0, min(limits)) if limits else None
 
-    def outgoing(self, messages: Iterable[tuple[int, list[Any]]]) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the message to each rank, and keep it to be sent again if the connection is lost."""
-        for rank, frames in messages:
-            self.sent[rank] = frames
-            yield rank, frames
+    def outgoing(self, messages: Iterable[tuple[CallHead, tuple[bytes, list[Any]]]]) -> Iterator[tuple[int, list[Any]]]:
+        """Yield the frames for each rank, and keep them to be sent again if the connection is lost.
+
+        Args:
+            messages: for each rank the head and the message, its body and further frames. Ranks that get the same
+                arguments have the same message.
+        """
+        packed: dict[tuple[CallHead, int], list[Any]] = {}
+        for rank, (head, message) in zip(self.ranks, messages, strict=True):
+            key = head, id(message)
+            if key not in packed:
+                body, frames = message
+                packed[key] = [pack_call(head, body), *frames]
+            self.sent[rank] = packed[key]
+            yield rank, packed[key]
 
     def take(self, rank: int, content: tuple[Any, ...], frames: list[Any]) -> None:
         """Keep the answer of a rank. The base class drops it."""
@@ -150,16 +161,16 @@ class GroupProcesses:
         """Return the number of a new call."""
         return next(self._numbers)
 
-    def heads(self, call: SentCall) -> list[bytes]:
+    def heads(self, call: SentCall) -> list[CallHead]:
         """Add a call to those in flight; return the head of its message to each of its ranks."""
         settled = min(self._calls, default=call.number)
         if not self.detached:
             self._calls[call.number] = call
-            return [pickle.dumps((call.number, settled, None))] * len(call.ranks)
+            return [CallHead(call.number, settled)] * len(call.ranks)
         [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
         places = answer[0] if answer is not None else [None] * len(call.ranks)  # rank 0 has died, which ends the group
         self._calls[call.number] = call
-        return [pickle.dumps((call.number, settled, place)) for place in places]
+        return [CallHead(call.number, settled, place) for place in places]
 
     def call_processes(
         self, role: str, shown: str, method: str, arguments: Sequence[Arguments], timeout: float | None = None
@@ -168,14 +179,13 @@ class GroupProcesses:
         with self.sending:
             call = SentCall(role, shown, tuple(range(self.world_size)), timeout=timeout, number=self.next_call())
             call.held = list(arguments)
-            messages: list[list[Any]] = []
+            messages: list[tuple[bytes, list[Any]]] = []
             for each in arguments:
                 encoded = encode(each, self.handles.options.inline_bytes)
                 call.held.append(encoded.stored)
                 header = tuple(CallHeader(None, method, (), False))
-                messages.append([pickle.dumps((header, encoded.content)), *encoded.frames])
-            heads = self.heads(call)
-            self.hub.send(call.outgoing((rank, [heads[rank], *message]) for rank, message in enumerate(messages)))
+                messages.append((pickle.dumps((header, encoded.content)), encoded.frames))
+            self.hub.send(call.outgoing(zip(self.heads(call), messages, strict=True)))
         return call
 
     def break_while_sending(self, call: SentCall, cause: BaseException) -> None:
@@ -275,12 +285,13 @@ class GroupProcesses:
     # ---- waiting: the hub calls the first two with its lock held -----------------------------------------------------
 
     def _deliver(self, rank: int, frames: list[Any]) -> None:
-        call = self._calls.get(pickle.loads(frames[0].buffer))
+        number, body = unpack_answer(frames[0])
+        call = self._calls.get(number)
         if call is None or rank not in call.pending:  # the answer was sent again
             return
-        error, content = pickle.loads(frames[1].buffer)
+        error, content = pickle.loads(body)
         if error is None:
-            call.take(rank, content, frames[2:])
+            call.take(rank, content, frames[1:])
         else:
             self._errors.append((call, rank, error))
             call.failed = True

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import zmq
+
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.endpoint import Endpoint
 from mcontroller.channel.hub import Hub
+from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
 
 SECONDS = 30
 """More than anything here takes, on a machine under load."""
@@ -27,7 +29,8 @@ def start_endpoint(
     def serve() -> None:
         while True:
             call = endpoint.receive()
-            endpoint.answer(call, respond([frame.bytes for frame in call.frames]))
+            body, *frames = respond([bytes(call.body), *(frame.bytes for frame in call.frames)])
+            endpoint.answer(call, body, [zmq.Frame(frame) for frame in frames])
 
     threading.Thread(target=serve, daemon=True).start()
     return endpoint.address
@@ -44,16 +47,17 @@ class Controller:
         self.ranks = range(len(addresses))
 
     def _deliver(self, rank: int, frames: list[Any]) -> None:
-        number, *rest = frames
-        self.answers.setdefault(pickle.loads(number.buffer), {})[rank] = [frame.bytes for frame in rest]
+        number, body = unpack_answer(frames[0])
+        self.answers.setdefault(number, {})[rank] = [bytes(body), *(frame.bytes for frame in frames[1:])]
 
-    def send(self, number: int, *frames: Any, settled: int = 0, after: tuple[bytes, int] | None = None) -> None:
-        self.hub.send((rank, [pickle.dumps((number, settled, after)), *frames]) for rank in self.ranks)
+    def send(self, number: int, body: bytes, *frames: Any, settled: int = 0) -> None:
+        first = pack_call(CallHead(number, settled), body)
+        self.hub.send((rank, [first, *frames]) for rank in self.ranks)
 
     def result(self, number: int, seconds: float = SECONDS) -> dict[int, list[bytes]]:
         assert self.hub.wait(lambda: len(self.answers.get(number, ())) == len(self.ranks), seconds)
         return self.answers[number]
 
-    def call(self, number: int, *frames: Any) -> dict[int, list[bytes]]:
-        self.send(number, *frames)
+    def call(self, number: int, body: bytes, *frames: Any) -> dict[int, list[bytes]]:
+        self.send(number, body, *frames)
         return self.result(number)
