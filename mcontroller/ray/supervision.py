@@ -150,7 +150,7 @@ class GroupProcesses:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return len(self.handles.actors)
+        return len(self.handles.infos)
 
     @property
     def nodes(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mcontroller.channel.kept import KeptResults
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
@@ -51,6 +53,11 @@ class Batches(Worker):
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def unshippable_unless_collected(self, batch: DataProto) -> Any:
         return batch if self.rank in (0, 2) else threading.Lock()
+
+    def kept_results(self) -> int:
+        """How many results of earlier calls the process keeps."""
+        [kept] = (each for each in gc.get_objects() if isinstance(each, KeptResults))
+        return len(kept)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def total(self, tensor: torch.Tensor) -> float:

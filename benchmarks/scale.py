@@ -1,0 +1,284 @@
+"""The controller's cost of a call, from 8 to 16,384 ranks.
+
+    python benchmarks/scale.py [--actors 8 24] [--light 8 128 1024 4096 16384] [--relay 1024] [--processes 4]
+
+Real Ray actors are compared with bare Ray, in alternation. Light endpoints are sockets of a few processes that answer
+every call at once, so that one machine holds thousands: the controller does the same work for them as for workers. The
+controller's CPU time includes ZeroMQ's thread, which encrypts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import pickle
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import zmq
+
+from mcontroller import (
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    WorkerGroup,
+    register,
+)
+from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.links import configure
+from mcontroller.channel.messages import pack_answer, unpack_call
+from mcontroller.channel.options import ChannelOptions
+from mcontroller.ray.executor import RayExecutor
+from mcontroller.ray.process import ProcessInfo, Rendezvous
+from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.supervision import GroupProcesses
+from parallel_state import ParallelLayout, Topology
+
+TARGETS_MS = {8: 1.2, 24: 3.0}
+LIGHT_TARGETS_MS = {128: 15.0}
+CPU_TARGET_US = 60
+
+
+class Nothing(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def empty(self) -> None:
+        return None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def same(self, value: Any) -> Any:
+        return value
+
+
+@ray.remote(num_cpus=0)
+class BareNothing:
+    def empty(self) -> None:
+        return None
+
+    def same(self, value: Any) -> Any:
+        return value
+
+
+class NoLease:
+    """The slots of light endpoints."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float]]:
+    """Return the median time [ms] and the mean CPU time of this process [us] of each, run alternately."""
+    process = psutil.Process()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    used: dict[str, float] = dict.fromkeys(runs, 0.0)
+    rounds, batch = 10, max(1, repeats // 10)
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            before = sum(process.cpu_times()[:2])
+            for _ in range(batch):
+                began = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - began)
+            used[name] += sum(process.cpu_times()[:2]) - before
+    return {name: (statistics.median(times[name]) * 1e3, used[name] / rounds / batch * 1e6) for name in runs}
+
+
+def report_actors(ranks: int) -> None:
+    pool = RayResourcePool([ranks], use_gpu=False)
+    began = time.perf_counter()
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Nothing), name_prefix="ours")
+    group.empty()
+    started = time.perf_counter() - began
+    began = time.perf_counter()
+    bare = [BareNothing.remote() for _ in range(ranks)]  # type: ignore[attr-defined]
+    ray.get([actor.empty.remote() for actor in bare])
+    bare_started = time.perf_counter() - began
+    runs = {"ours": group.empty, "bare": lambda: ray.get([actor.empty.remote() for actor in bare])}
+    taken = measure(runs, 300)
+    target = TARGETS_MS.get(ranks, float("inf"))
+    (ours, cpu), (other, other_cpu) = taken["ours"], taken["bare"]
+    verdict = "ok" if ours <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
+    print(
+        f"{ranks:>6} actors {ours:>9.2f} {other:>9.2f} {cpu / ranks:>9.0f} {other_cpu / ranks:>9.0f} "
+        f"{started:>8.1f} {bare_started:>8.1f}  {verdict}"
+    )
+    group.shutdown()
+    pool.shutdown()
+    for actor in bare:
+        ray.kill(actor)
+
+
+def report_threshold(sizes: list[int], ranks: int) -> None:
+    """Report the time of a call that takes and returns a value, inside messages and through the object store."""
+    print(f"a value in and out of {ranks} actors, ms:  in messages / through the store")
+    groups = {}
+    for name, inline_bytes in (("messages", 1 << 28), ("store", 1000)):
+        pool = RayResourcePool([ranks], use_gpu=False, channel=ChannelOptions(inline_bytes=inline_bytes))
+        groups[name] = RayWorkerGroup(pool, RayClassWithInitArgs(Nothing), name_prefix=name)
+    for size in sizes:
+        value = np.zeros(size, np.uint8)
+        taken = measure(
+            {name: lambda group=group, value=value: group.same(value) for name, group in groups.items()}, 50
+        )
+        print(f"{size / 1024:>8.0f} KiB {taken['messages'][0]:>9.2f} {taken['store'][0]:>9.2f}")
+    for group in groups.values():
+        group.shutdown()
+
+
+def serve_light(keys: ChannelKeys, count: int, reports: Connection) -> None:
+    """Run ``count`` light endpoints in this process: every call is answered with None."""
+    context: zmq.Context[Any] = zmq.Context()
+    context.max_sockets = 60_000
+    poller, ports = zmq.Poller(), []
+    for _ in range(count):
+        sock = configure(context.socket(zmq.ROUTER))
+        sock.curve_server, sock.curve_secretkey = True, keys.server.secret
+        ports.append(sock.bind_to_random_port("tcp://127.0.0.1", 10_000, 65_000, 1000))
+        poller.register(sock, zmq.POLLIN)
+    reports.send(ports)
+    answer = pickle.dumps((None, (0, None)))
+    while True:
+        for sock, _ in poller.poll():
+            caller, first, *_ = sock.recv_multipart(copy=False)
+            head, _ = unpack_call(first)
+            sock.send_multipart([caller.bytes, pack_answer(head.number, answer)])
+
+
+def light_group(ranks: int, processes: int) -> tuple[WorkerGroup[Any], list[Any]]:
+    """Return a group of light endpoints, and their processes."""
+    keys, servers, infos = ChannelKeys.generate(), [], []
+    share = [ranks // processes + (index < ranks % processes) for index in range(processes)]
+    pipes = []
+    for count in filter(None, share):
+        here, there = multiprocessing.Pipe()
+        servers.append(multiprocessing.Process(target=serve_light, args=(keys, count, there), daemon=True))
+        servers[-1].start()
+        pipes.append(here)
+    for pipe in pipes:
+        for port in pipe.recv():
+            address = Address("127.0.0.1", port, port, keys.server.public, keys.client)
+            infos.append(ProcessInfo("127.0.0.1", "", 0, (), address, Rendezvous("127.0.0.1", 0)))
+    handles = ProcessHandles(NoLease(), ChannelOptions(), infos=infos)
+    topology = Topology.from_layout(ParallelLayout(ranks))
+    executor = RayExecutor(GroupProcesses("light", handles), "light")
+    return WorkerGroup(Nothing, executor, "light", topology=topology), servers
+
+
+def report_light(ranks: int, processes: int) -> None:
+    before = psutil.Process().memory_info().rss
+    group, servers = light_group(ranks, min(processes, ranks))
+    began = time.perf_counter()
+    group.empty()
+    connected = time.perf_counter() - began
+    median, cpu = measure({"ours": group.empty}, max(10, min(300, 30_000 // ranks)))["ours"]
+    memory = (psutil.Process().memory_info().rss - before) / ranks / 1e3
+    target = LIGHT_TARGETS_MS.get(ranks, float("inf"))
+    verdict = "ok" if median <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
+    figures = f"{median:>9.2f} {'':>9} {cpu / ranks:>9.0f} {'':>9} {connected:>8.1f} {memory:>8.0f}"
+    print(f"{ranks:>6} light  {figures}  {verdict}")
+    group.shutdown()
+    for server in servers:
+        server.terminate()
+        server.join()
+    del group
+    gc.collect()
+
+
+def serve_relay(keys: ChannelKeys, count: int, reports: Connection) -> None:
+    """Run a relay: one endpoint that passes each call on to ``count`` light endpoints and joins their answers."""
+    group, _ = light_group(count, 1)
+    hub = group.executor.processes.hub
+    context: zmq.Context[Any] = zmq.Context()
+    sock = configure(context.socket(zmq.ROUTER))
+    sock.curve_server, sock.curve_secretkey = True, keys.server.secret
+    reports.send([sock.bind_to_random_port("tcp://127.0.0.1", 10_000, 65_000, 1000)])
+    answers: list[bytes] = []
+    group.executor.processes._deliver = lambda rank, frames: answers.append(frames[0].bytes)
+    while True:
+        caller, first = sock.recv_multipart()
+        answers.clear()
+        hub.send((rank, [first]) for rank in range(count))
+        hub.wait(lambda: len(answers) == count, None)
+        sock.send_multipart([caller, pickle.dumps(answers)])
+
+
+def report_relay(ranks: int, per_relay: int) -> None:
+    """Report what a relay for each node of ``per_relay`` ranks would cost the controller, and take."""
+    from mcontroller.channel.hub import Hub
+    from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
+
+    keys, servers, addresses = ChannelKeys.generate(), [], []
+    for _ in range(ranks // per_relay):
+        here, there = multiprocessing.Pipe()
+        servers.append(multiprocessing.Process(target=serve_relay, args=(keys, per_relay, there)))
+        servers[-1].start()
+        [port] = here.recv()
+        addresses.append(Address("127.0.0.1", port, port, keys.server.public, keys.client))
+    missing = [0]
+
+    def deliver(rank: int, frames: list[Any]) -> None:
+        for answer in pickle.loads(frames[0].buffer):  # the work that remains for every rank
+            unpack_answer(zmq.Frame(answer))
+            pickle.loads(answer[8:])
+            missing[0] -= 1
+
+    hub = Hub(b"controller", deliver, lambda rank, established: None)
+    hub.connect(addresses)
+
+    def call() -> None:
+        missing[0] = ranks
+        first = pack_call(CallHead(0, 0), b"x" * 100)
+        hub.send((rank, [first]) for rank in range(len(addresses)))
+        hub.wait(lambda: missing[0] == 0, None)
+
+    median, cpu = measure({"relay": call}, 20)["relay"]
+    print(f"{ranks:>6} ranks behind relays of {per_relay}: {median:.2f} ms, controller {cpu / ranks:.0f} us a rank")
+    hub.close()
+    for server in servers:
+        for child in psutil.Process(server.pid).children():
+            child.kill()
+        server.kill()
+        server.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actors", type=int, nargs="*", default=[8, 24])
+    parser.add_argument("--light", type=int, nargs="*", default=[8, 128, 1024, 4096, 16384])
+    parser.add_argument("--relay", type=int, nargs="*", default=[1024])
+    parser.add_argument("--threshold", type=int, nargs="*", default=[16, 64, 128, 256, 512, 1024, 4096], help="KiB")
+    parser.add_argument("--processes", type=int, default=8, help="processes of light endpoints")
+    options = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    multiprocessing.set_start_method("spawn")
+    cpus = max([8, *options.actors]) + 2
+    ray.init("local", num_cpus=cpus, object_store_memory=1_000_000_000, include_dashboard=False, logging_level="ERROR")
+    print(
+        "empty call: median ms, controller's CPU us a rank and call, start s (light: connections s, memory kB a rank)"
+    )
+    print(f"{'':>13} {'ours ms':>9} {'bare ms':>9} {'ours us':>9} {'bare us':>9} {'start s':>8} {'bare s':>8}")
+    for ranks in options.actors:
+        report_actors(ranks)
+    for ranks in options.light:
+        report_light(ranks, options.processes)
+    for ranks in options.relay:
+        report_relay(ranks, 64)
+    if options.threshold:
+        report_threshold([size * 1024 for size in options.threshold], 4)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Connections that are lost while their processes live."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcontroller.errors import ConnectionLost, GroupBroken
+from mcontroller.ray import RayWorkerGroup, supervision
+from mcontroller.ray.executor import RayExecutor
+from mcontroller.ray.supervision import GroupProcesses
+from mcontroller.transport import Arguments
+from tests.mcontroller.ray.roles import Numbered, Plain
+
+Start = Callable[..., RayWorkerGroup]
+
+
+class Network:
+    """Passes bytes on to an address, until it is cut."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._connections: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = self._listener.accept()[0], socket.create_connection(self._target)
+                self._connections += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+
+    def cut(self) -> None:
+        """Close the connections; new ones are accepted."""
+        while self._connections:
+            with contextlib.suppress(OSError):
+                self._connections.pop().shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Close the connections and accept no more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while content := source.recv(65536):
+            target.sendall(content)
+    for each in (source, target):
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def networks() -> Iterator[list[Network]]:
+    networks: list[Network] = []
+    yield networks
+    for network in networks:
+        network.end()
+
+
+def through(networks: list[Network], group: RayWorkerGroup) -> RayExecutor:
+    """Another controller of the group's processes, which reaches each of them through a network."""
+    handles = group.executor.processes.handles
+    infos = []
+    for info in handles.infos:
+        networks.append(Network(info.address.host, info.address.call_port))
+        infos.append(replace(info, address=replace(info.address, host="127.0.0.1", call_port=networks[-1].port)))
+    return RayExecutor(GroupProcesses("plain", replace(handles, infos=infos), detached=True), "plain")
+
+
+def call(executor: RayExecutor, method: str, *args: object) -> list[object]:
+    arguments = Arguments(args)
+    return executor.submit(method, {0: arguments, 1: arguments}, (0, 1), timeout=60).result()
+
+
+def test_a_call_goes_on_after_its_connection_is_restored_and_runs_once(start: Start, networks: list[Network]) -> None:
+    executor = through(networks, start("plain", Numbered))
+    assert call(executor, "number") == [1, 1]
+    for number in range(2, 5):
+        running = executor.submit("number", dict.fromkeys((0, 1), Arguments()), (0, 1), timeout=60)
+        networks[0].cut()
+        assert running.result() == [number, number]
+
+
+def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
+    start: Start, networks: list[Network], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "RECONNECT_SECONDS", 0.5)
+    group = start("plain", Plain)
+    executor = through(networks, group)
+    pids = call(executor, "pid")
+    networks[1].end()
+    with pytest.raises(ConnectionLost, match=r"plain rank 1 .* cannot be reached since 0.5 s in wait_for_file") as lost:
+        call(executor, "wait_for_file", str(tmp_path / "never"))
+    assert (lost.value.rank, lost.value.pid, lost.value.method) == (1, pids[1], "wait_for_file")
+    with pytest.raises(GroupBroken):
+        call(executor, "pid")
