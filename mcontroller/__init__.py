@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from mcontroller.dispatch.registration import MAGIC_ATTR as MAGIC_ATTR
     from mcontroller.dispatch.registration import register as register
     from mcontroller.errors import CallTimeout as CallTimeout
+    from mcontroller.channel.options import ChannelOptions as ChannelOptions
     from mcontroller.errors import ConfigError as ConfigError
+    from mcontroller.errors import ConnectionLost as ConnectionLost
     from mcontroller.errors import DataError as DataError
     from mcontroller.errors import DispatchError as DispatchError
     from mcontroller.errors import GroupBroken as GroupBroken

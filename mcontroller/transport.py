@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Handle = Any
-"""A transport's reference to a value that it keeps: a ``ray.ObjectRef``, or a holder in this process."""
+"""A transport's reference to a value that it keeps: in a worker process, in Ray's object store, or in this process."""
 
 Fetch = Callable[[Sequence[Handle]], list[Any]]
 """Returns the values of several handles at once. Each is private to the caller, who may write into it."""
@@ -99,6 +99,7 @@ class InFlightCall(Protocol):
         Raises:
             WorkerError: a rank's method raised.
             WorkerDied: the process of a rank ended.
+            ConnectionLost: a process cannot be reached, although it exists.
             CallTimeout: the deadline passed.
             GroupBroken: an earlier call of the group failed.
         """

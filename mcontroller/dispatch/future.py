@@ -33,7 +33,7 @@ class Future(Generic[T_co]):
 
     @property
     def parts(self) -> list[Any]:
-        """The transport's handles of the returned values, in the order of the results (over Ray: object references)."""
+        """The transport's handles of the returned values, in the order of the results."""
         return [part for call in self._calls for part in call.parts]
 
     def get(self, timeout: float | None = None) -> T_co:
