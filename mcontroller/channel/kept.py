@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["KeptResults"]
 
-Key = tuple[bytes, int]
+CallKey = tuple[bytes, int]
 """A call: its controller, and its number there."""
 
 Reader = Callable[[Any], None]
@@ -21,11 +21,11 @@ class KeptResults:
     """The results of calls, by call. A reader that comes before the result waits. Safe for use by several threads."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _results: dict[Key, Any] = field(default_factory=dict)
-    _readers: dict[Key, list[Reader]] = field(default_factory=dict)
+    _results: dict[CallKey, Any] = field(default_factory=dict)
+    _readers: dict[CallKey, list[Reader]] = field(default_factory=dict)
     _released: dict[bytes, set[int]] = field(default_factory=dict)
 
-    def put(self, key: Key, result: Any) -> None:
+    def put(self, key: CallKey, result: Any) -> None:
         """Keep a result until ``release``, and pass it to its readers; drop it if it was released before."""
         with self._lock:
             released = self._released.get(key[0], set())
@@ -37,7 +37,7 @@ class KeptResults:
         for read in readers:
             read(result)
 
-    def read(self, key: Key, finished: bool, read: Reader) -> None:
+    def read(self, key: CallKey, finished: bool, read: Reader) -> None:
         """Pass a result to ``read``, now or when it is there.
 
         Args:
