@@ -10,7 +10,6 @@ controller's CPU time includes ZeroMQ's thread, which encrypts.
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import pickle
 import resource
@@ -35,8 +34,9 @@ from mcontroller import (
     register,
 )
 from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import configure
-from mcontroller.channel.messages import pack_answer, unpack_call
+from mcontroller.channel.messages import CallHead, pack_answer, pack_call, unpack_answer, unpack_call
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.process import ProcessInfo, Rendezvous
@@ -136,49 +136,72 @@ def report_threshold(sizes: list[int], ranks: int) -> None:
         group.shutdown()
 
 
-def serve_light(keys: ChannelKeys, count: int, reports: Connection) -> None:
-    """Run ``count`` light endpoints in this process: every call is answered with None."""
+class LightProcess:
+    """A process that runs light endpoints, one batch after another. Created before Ray, because it is a fork."""
+
+    def __init__(self) -> None:
+        self.pipe, there = multiprocessing.Pipe()
+        self.process = multiprocessing.Process(target=serve_light, args=(there,), daemon=True)
+        self.process.start()
+
+    def start(self, keys: ChannelKeys, count: int, answers: int = 1) -> None:
+        """Start ``count`` endpoints that answer each call ``answers`` times; end those before."""
+        self.pipe.send((keys, count, answers))
+
+
+def serve_light(pipe: Connection) -> None:
+    """Run light endpoints as the pipe asks: every call is answered with None."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     context: zmq.Context[Any] = zmq.Context()
     context.max_sockets = 60_000
-    poller, ports = zmq.Poller(), []
-    for _ in range(count):
-        sock = configure(context.socket(zmq.ROUTER))
-        sock.curve_server, sock.curve_secretkey = True, keys.server.secret
-        ports.append(sock.bind_to_random_port("tcp://127.0.0.1", 10_000, 65_000, 1000))
-        poller.register(sock, zmq.POLLIN)
-    reports.send(ports)
     answer = pickle.dumps((None, (0, None)))
+    sockets: list[zmq.Socket[Any]] = []
     while True:
-        for sock, _ in poller.poll():
-            caller, first, *_ = sock.recv_multipart(copy=False)
-            head, _ = unpack_call(first)
-            sock.send_multipart([caller.bytes, pack_answer(head.number, answer)])
+        keys, count, answers = pipe.recv()
+        for sock in sockets:
+            sock.close()
+        sockets = [light_socket(context, keys) for _ in range(count)]
+        poller = zmq.Poller()
+        for each in (*sockets, pipe.fileno()):
+            poller.register(each, zmq.POLLIN)
+        pipe.send([int(sock.last_endpoint.decode().rpartition(":")[2]) for sock in sockets])
+        while not pipe.poll():
+            for sock, _ in poller.poll():
+                if not isinstance(sock, int):
+                    caller, first, *_ = sock.recv_multipart(copy=False)
+                    packed = pack_answer(unpack_call(first)[0].number, answer)
+                    sock.send_multipart([caller.bytes, packed if answers == 1 else pickle.dumps([packed] * answers)])
 
 
-def light_group(ranks: int, processes: int) -> tuple[WorkerGroup[Any], list[Any]]:
-    """Return a group of light endpoints, and their processes."""
-    keys, servers, infos = ChannelKeys.generate(), [], []
-    share = [ranks // processes + (index < ranks % processes) for index in range(processes)]
-    pipes = []
-    for count in filter(None, share):
-        here, there = multiprocessing.Pipe()
-        servers.append(multiprocessing.Process(target=serve_light, args=(keys, count, there), daemon=True))
-        servers[-1].start()
-        pipes.append(here)
-    for pipe in pipes:
-        for port in pipe.recv():
-            address = Address("127.0.0.1", port, port, keys.server.public, keys.client)
-            infos.append(ProcessInfo("127.0.0.1", "", 0, (), address, Rendezvous("127.0.0.1", 0)))
+def light_socket(context: zmq.Context[Any], keys: ChannelKeys) -> zmq.Socket[Any]:
+    sock = configure(context.socket(zmq.ROUTER))
+    sock.curve_server, sock.curve_secretkey = True, keys.server.secret
+    sock.bind("tcp://127.0.0.1:*")
+    return sock
+
+
+def start_light(processes: list[LightProcess], ranks: int, answers: int = 1) -> list[Address]:
+    """Return the addresses of ``ranks`` endpoints, spread over the processes."""
+    keys = ChannelKeys.generate()
+    for index, process in enumerate(processes):
+        process.start(keys, ranks // len(processes) + (index < ranks % len(processes)), answers)
+    ports = [port for process in processes for port in process.pipe.recv()]
+    return [Address("127.0.0.1", port, port, keys.server.public, keys.client) for port in ports]
+
+
+def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
+    infos = [ProcessInfo("127.0.0.1", "", 0, (), each, Rendezvous("127.0.0.1", 0)) for each in addresses]
     handles = ProcessHandles(NoLease(), ChannelOptions(), infos=infos)
-    topology = Topology.from_layout(ParallelLayout(ranks))
-    executor = RayExecutor(GroupProcesses("light", handles), "light")
-    return WorkerGroup(Nothing, executor, "light", topology=topology), servers
+    topology = Topology.from_layout(ParallelLayout(len(addresses)))
+    return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)
 
 
-def report_light(ranks: int, processes: int) -> None:
+def report_light(ranks: int, processes: list[LightProcess]) -> None:
+    addresses = start_light(processes, ranks)
     before = psutil.Process().memory_info().rss
-    group, servers = light_group(ranks, min(processes, ranks))
     began = time.perf_counter()
+    group = light_group(addresses)
     group.empty()
     connected = time.perf_counter() - began
     median, cpu = measure({"ours": group.empty}, max(10, min(300, 30_000 // ranks)))["ours"]
@@ -186,70 +209,31 @@ def report_light(ranks: int, processes: int) -> None:
     target = LIGHT_TARGETS_MS.get(ranks, float("inf"))
     verdict = "ok" if median <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
     figures = f"{median:>9.2f} {'':>9} {cpu / ranks:>9.0f} {'':>9} {connected:>8.1f} {memory:>8.0f}"
-    print(f"{ranks:>6} light  {figures}  {verdict}")
+    print(f"{ranks:>6} light  {figures}  {verdict}", flush=True)
     group.shutdown()
-    for server in servers:
-        server.terminate()
-        server.join()
-    del group
-    gc.collect()
 
 
-def serve_relay(keys: ChannelKeys, count: int, reports: Connection) -> None:
-    """Run a relay: one endpoint that passes each call on to ``count`` light endpoints and joins their answers."""
-    group, _ = light_group(count, 1)
-    hub = group.executor.processes.hub
-    context: zmq.Context[Any] = zmq.Context()
-    sock = configure(context.socket(zmq.ROUTER))
-    sock.curve_server, sock.curve_secretkey = True, keys.server.secret
-    reports.send([sock.bind_to_random_port("tcp://127.0.0.1", 10_000, 65_000, 1000)])
-    answers: list[bytes] = []
-    group.executor.processes._deliver = lambda rank, frames: answers.append(frames[0].bytes)
-    while True:
-        caller, first = sock.recv_multipart()
-        answers.clear()
-        hub.send((rank, [first]) for rank in range(count))
-        hub.wait(lambda: len(answers) == count, None)
-        sock.send_multipart([caller, pickle.dumps(answers)])
-
-
-def report_relay(ranks: int, per_relay: int) -> None:
-    """Report what a relay for each node of ``per_relay`` ranks would cost the controller, and take."""
-    from mcontroller.channel.hub import Hub
-    from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
-
-    keys, servers, addresses = ChannelKeys.generate(), [], []
-    for _ in range(ranks // per_relay):
-        here, there = multiprocessing.Pipe()
-        servers.append(multiprocessing.Process(target=serve_relay, args=(keys, per_relay, there)))
-        servers[-1].start()
-        [port] = here.recv()
-        addresses.append(Address("127.0.0.1", port, port, keys.server.public, keys.client))
+def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> None:
+    """Report the controller's cost if a relay for each ``per_relay`` ranks joined their answers, at no cost itself."""
     missing = [0]
 
     def deliver(rank: int, frames: list[Any]) -> None:
-        for answer in pickle.loads(frames[0].buffer):  # the work that remains for every rank
-            unpack_answer(zmq.Frame(answer))
-            pickle.loads(answer[8:])
+        for answer in pickle.loads(frames[0].buffer):  # what remains to be done for every rank
+            pickle.loads(unpack_answer(zmq.Frame(answer))[1])
             missing[0] -= 1
 
     hub = Hub(b"controller", deliver, lambda rank, established: None)
-    hub.connect(addresses)
+    hub.connect(start_light(processes, ranks // per_relay, per_relay))
 
     def call() -> None:
         missing[0] = ranks
         first = pack_call(CallHead(0, 0), b"x" * 100)
-        hub.send((rank, [first]) for rank in range(len(addresses)))
+        hub.send((relay, [first]) for relay in range(ranks // per_relay))
         hub.wait(lambda: missing[0] == 0, None)
 
-    median, cpu = measure({"relay": call}, 20)["relay"]
-    print(f"{ranks:>6} ranks behind relays of {per_relay}: {median:.2f} ms, controller {cpu / ranks:.0f} us a rank")
+    median, cpu = measure({"relay": call}, 50)["relay"]
+    print(f"{ranks:>6} behind relays of {per_relay}: {median:.2f} ms, {cpu / ranks:.0f} us a rank", flush=True)
     hub.close()
-    for server in servers:
-        for child in psutil.Process(server.pid).children():
-            child.kill()
-        server.kill()
-        server.join()
 
 
 def main() -> None:
@@ -262,7 +246,7 @@ def main() -> None:
     options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    multiprocessing.set_start_method("spawn")
+    processes = [LightProcess() for _ in range(options.processes if options.light or options.relay else 0)]
     cpus = max([8, *options.actors]) + 2
     ray.init("local", num_cpus=cpus, object_store_memory=1_000_000_000, include_dashboard=False, logging_level="ERROR")
     print(
@@ -272,9 +256,9 @@ def main() -> None:
     for ranks in options.actors:
         report_actors(ranks)
     for ranks in options.light:
-        report_light(ranks, options.processes)
+        report_light(ranks, processes)
     for ranks in options.relay:
-        report_relay(ranks, 64)
+        report_relay(ranks, 64, processes)
     if options.threshold:
         report_threshold([size * 1024 for size in options.threshold], 4)
     ray.shutdown()

@@ -14,6 +14,7 @@ check_packages(__file__)  # before anything else is imported, which could fail w
 from parallel_state.lazy import lazy_exports  # noqa: E402
 
 if TYPE_CHECKING:
+    from mcontroller.channel.options import ChannelOptions as ChannelOptions
     from mcontroller.config.registry import Registry as Registry
     from mcontroller.data.batch_ops import collate_fn as collate_fn
     from mcontroller.data.batch_ops import fold_batch_dim as fold_batch_dim
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from mcontroller.dispatch.registration import MAGIC_ATTR as MAGIC_ATTR
     from mcontroller.dispatch.registration import register as register
     from mcontroller.errors import CallTimeout as CallTimeout
-    from mcontroller.channel.options import ChannelOptions as ChannelOptions
     from mcontroller.errors import ConfigError as ConfigError
     from mcontroller.errors import ConnectionLost as ConnectionLost
     from mcontroller.errors import DataError as DataError

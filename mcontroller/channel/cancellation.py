@@ -20,11 +20,11 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._started: dict[str, int] = {}
-        self._prepared: set[tuple[str, int]] = set()
-        self._decisions: dict[tuple[str, int], bool] = {}
+        self._started: dict[bytes, int] = {}
+        self._prepared: set[tuple[bytes, int]] = set()
+        self._decisions: dict[tuple[bytes, int], bool] = {}
 
-    def start(self, caller: str, number: int) -> bool:
+    def start(self, caller: bytes, number: int) -> bool:
         """Return whether the call is to be run; wait while a decision about it is prepared."""
         with self._changed:
             while (caller, number) in self._prepared:
@@ -32,7 +32,7 @@ class Cancellation:
             self._started[caller] = number
             return not self._decisions.pop((caller, number), False)
 
-    def prepare(self, caller: str, number: int) -> bool:
+    def prepare(self, caller: bytes, number: int) -> bool:
         """Keep a call from starting until ``commit``; return False if it has started or is decided already."""
         with self._changed:
             possible = not self._has_started(caller, number) and (caller, number) not in self._decisions
@@ -40,7 +40,7 @@ class Cancellation:
                 self._prepared.add((caller, number))
             return possible
 
-    def commit(self, caller: str, number: int, cancelled: bool) -> None:
+    def commit(self, caller: bytes, number: int, cancelled: bool) -> None:
         """Let a prepared call start, or never start if it is ``cancelled``."""
         with self._changed:
             if not self._has_started(caller, number):
@@ -48,5 +48,5 @@ class Cancellation:
             self._prepared.discard((caller, number))
             self._changed.notify_all()
 
-    def _has_started(self, caller: str, number: int) -> bool:
+    def _has_started(self, caller: bytes, number: int) -> bool:
         return number <= self._started.get(caller, -1)

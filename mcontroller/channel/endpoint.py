@@ -90,14 +90,13 @@ class Endpoint:
         self._calls = _bound(self._context, keys)
         self._queries = _bound(self._context, keys)
         monitors = [each.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) for each in self._sockets]
-        self.address = Address(
-            host, *(_listen(each, host, ports) for each in self._sockets), keys.server.public, keys.client
-        )
+        call_port, query_port = (_listen(each, host, ports) for each in self._sockets)
+        self.address = Address(host, call_port, query_port, keys.server.public, keys.client)
         self._queue: CallQueue[ReceivedCall] = CallQueue()
         self._answers: dict[bytes, OrderedDict[int, Sequence[Any]]] = {}
         own = {
             "prepare": lambda reply, *call: reply(self.cancellation.prepare(*call)),
-            "commit": lambda reply, *call: reply(self.cancellation.commit(*call)),
+            "commit": self._commit,
             "place": lambda reply, *call: reply(self.order.assign(*call)),
         }
         server = _QueryServer(self._queries, {**own, **queries}, authenticator, monitors)
@@ -129,10 +128,13 @@ class Endpoint:
         self._answers.setdefault(call.caller, OrderedDict())[call.number] = message
         send_frames(self._calls, message)
 
+    def _commit(self, reply: Reply, caller: bytes, number: int, cancelled: bool) -> None:
+        self.cancellation.commit(caller, number, cancelled)
+        reply(None)
+
     def _answer_again(self, caller: bytes, number: int) -> None:
-        message = self._answers.get(caller, {}).get(number)
-        if message is not None:  # else it has not run yet
-            send_frames(self._calls, message)
+        if number in self._answers.get(caller, ()):  # else it has not run yet
+            send_frames(self._calls, self._answers[caller][number])
 
     def _drop_answers(self, caller: bytes, settled: int) -> None:
         answers = self._answers.get(caller)
@@ -257,7 +259,7 @@ def _listen(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> 
 def _bind(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> int:
     if ports is None:
         sock.bind(endpoint_url(host, "*"))
-        return int(sock.last_endpoint.decode().rpartition(":")[2])
+        return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
     first, last = ports
     candidates = list(range(first, last + 1))
     start = random.randrange(len(candidates))  # the processes of a node begin at different ports

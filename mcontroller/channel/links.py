@@ -49,7 +49,7 @@ class Links:
     @property
     def filenos(self) -> tuple[int, int]:
         """Descriptors to poll for reading: of messages, and of ``events``. Both are edge-triggered."""
-        return self.socket.fd, self._monitor.fd
+        return self.socket.fileno(), self._monitor.fileno()
 
     def connect(self, link: bytes, url: str, address: Address) -> None:
         """Connect to an endpoint. Messages can be sent at once; they leave when the connection is established."""
@@ -71,7 +71,7 @@ class Links:
     def receive(self) -> Iterator[tuple[bytes, list[Any]]]:
         """Yield the messages that have arrived: the link and the frames of each. Does not wait."""
         socket = self.socket
-        while socket.get(_EVENTS) & _POLLIN:
+        while int(socket.get(_EVENTS)) & _POLLIN:
             link: bytes = socket.recv()
             frames = [socket.recv(copy=False)]
             while frames[-1].more:
@@ -80,7 +80,7 @@ class Links:
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
-        while self._monitor.get(_EVENTS) & _POLLIN:
+        while int(self._monitor.get(_EVENTS)) & _POLLIN:
             event = recv_monitor_message(self._monitor)
             link = self._ids.get(event["endpoint"].decode())
             if link is not None:

@@ -82,7 +82,7 @@ class RemoteValue:
 class StoredValue:
     """A value in the object store, which exists as long as this handle does in the process that created it."""
 
-    def __init__(self, reference: ray.ObjectRef) -> None:
+    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
         self.reference = reference
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -152,22 +152,24 @@ class WorkerProcess:
                 try:
                     [arguments] = decode([(content, call.frames)])
                     args, kwargs = resolve(arguments, fetch)
-                    arguments, content, call.frames = None, None, []
+                    del arguments
+                    call.frames.clear()
                     worker = self if role is None else self._roles[role]
                     with call_context(worker, method):
                         value = complete(getattr(worker, method)(*args, **kwargs))
-                    args, kwargs = None, None  # free them before the value is serialized
+                    del args, kwargs  # free them before the value is serialized
                     if self._identity.rank in returning:
                         rows = row_count(value) if keep else None
                         encoded = encode(value, self._inline_bytes)
+                    del value
                 except BaseException as raised:
                     error = self._error_of(role or "", method, raised)
                 finally:
-                    args, kwargs, value = None, None, None
                     self._running = None
             elif keep:
                 error = GroupError(f"{role}.{method} was cancelled", role=role, method=method)
             self._answer(call, keep, error, rows, encoded)
+            del call, error, encoded  # the next call may come much later
 
     def _answer(
         self, call: ReceivedCall, keep: bool, error: GroupError | None, rows: int | None, encoded: Encoded

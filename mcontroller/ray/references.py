@@ -22,19 +22,20 @@ class WrittenReference(NamedTuple):
     status: bytes
 
 
-def write_reference(reference: ray.ObjectRef) -> WrittenReference:
+def write_reference(reference: ray.ObjectRef[Any]) -> WrittenReference:
     """Return the values of a reference. The object exists only as long as the reference does."""
     _, owner, status = _core_worker().serialize_object_ref(reference)
     return WrittenReference(reference.binary(), owner, status)
 
 
-def read_reference(written: WrittenReference) -> ray.ObjectRef:
+def read_reference(written: WrittenReference) -> ray.ObjectRef[Any]:
     """Return a reference to the object in this process."""
     object_id, owner, status = written
-    reference = ray.ObjectRef(object_id, owner)
+    reference: ray.ObjectRef[Any] = ray.ObjectRef(object_id, owner)  # type: ignore[arg-type]  # owners are bytes
     _core_worker().deserialize_and_register_object_ref(object_id, ray.ObjectRef.nil(), owner, status)
     return reference
 
 
 def _core_worker() -> Any:
-    return ray._private.worker.global_worker.core_worker
+    worker: Any = ray._private.worker.global_worker
+    return worker.core_worker

@@ -105,7 +105,7 @@ class Encoded(NamedTuple):
 
     content: tuple[Any, ...]
     frames: list[zmq.Frame]
-    stored: ray.ObjectRef | None = None
+    stored: ray.ObjectRef[Any] | None = None
 
 
 def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
@@ -172,7 +172,7 @@ def is_larger(value: Any, inline_bytes: int) -> bool:
     return isinstance(packed, Packed) and packed.nbytes > inline_bytes
 
 
-def store(value: Any) -> ray.ObjectRef:
+def store(value: Any) -> ray.ObjectRef[Any]:
     """Put a value into the object store, for ``decode`` and ``unpack``."""
     return ray.put(pack(value))
 

@@ -70,5 +70,6 @@ def test_nothing_is_left_after_a_thousand_calls(ray_cluster: None) -> None:
                 assert group.same(group.same_later(batch)) == batch
                 group.same_later(batch)
                 assert group.total(batch.batch["ids"]) == [4096 * 4095 / 2] * 2
+            group.same(batch)
             assert becomes(lambda: store_bytes() <= before)
             assert group.execute_all_sync("kept_results") == [0, 0]
