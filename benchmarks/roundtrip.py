@@ -44,8 +44,8 @@ from parallel_state import ParallelLayout, Topology
 LAYOUT = ParallelLayout(8, tp=2, pp=2)
 TOPOLOGY = Topology.from_layout(LAYOUT)
 SEQUENCE = 1024
-TARGETS = {0.2: 1.3, 15: 1.2, 120: 1.2}
-EMPTY_TARGET = 1.3
+TARGETS = {0.2: 0.5, 15: 1.05, 120: 1.05}
+EMPTY_TARGET = 0.25
 PEER_TARGETS = {0.2: 1.5, 15: 3.0, 120: 10.0}
 
 
