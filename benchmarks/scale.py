@@ -36,7 +36,7 @@ from mcontroller import (
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import configure
-from mcontroller.channel.messages import CallHead, pack_answer, pack_call, unpack_answer, unpack_call
+from mcontroller.channel.messages import pack_answer, pack_call, unpack_answer, unpack_call
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.process import ProcessInfo, Rendezvous
@@ -170,7 +170,7 @@ def serve_light(pipe: Connection) -> None:
             for sock, _ in poller.poll():
                 if not isinstance(sock, int):
                     caller, first, *_ = sock.recv_multipart(copy=False)
-                    packed = pack_answer(unpack_call(first)[0].number, answer)
+                    packed = pack_answer(unpack_call(first)[0][0], answer)
                     sock.send_multipart([caller.bytes, packed if answers == 1 else pickle.dumps([packed] * answers)])
 
 
@@ -227,7 +227,7 @@ def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> N
 
     def call() -> None:
         missing[0] = ranks
-        first = pack_call(CallHead(0, 0), b"x" * 100)
+        first = pack_call((0, 0, None), b"x" * 100)
         hub.send((relay, [first]) for relay in range(ranks // per_relay))
         hub.wait(lambda: missing[0] == 0, None)
 

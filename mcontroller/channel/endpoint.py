@@ -116,11 +116,10 @@ class Endpoint:
                 continue
             caller = self._calls.recv()
             first, *frames = self._calls.recv_multipart(copy=False)
-            head, body = unpack_call(first)
-            self._drop_answers(caller, head.settled)
-            call = ReceivedCall(caller, head.number, body, frames)
-            if not self._queue.add(caller, head.number, head.after, call):
-                self._answer_again(caller, head.number)
+            (number, settled, after), body = unpack_call(first)
+            self._drop_answers(caller, settled)
+            if not self._queue.add(caller, number, after, ReceivedCall(caller, number, body, frames)):
+                self._answer_again(caller, number)
 
     def answer(self, call: ReceivedCall, body: bytes, frames: Sequence[zmq.Frame] = ()) -> None:
         """Send the answer of a call."""
@@ -248,6 +247,7 @@ def _bound(context: zmq.Context[Any], keys: ChannelKeys) -> zmq.Socket[Any]:
 
 def _listen(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> int:
     """Bind to the address that peers use; if none of the interfaces has it (behind a NAT), to all of them."""
+    sock.ipv6 = ":" in host
     try:
         return _bind(sock, host, ports)
     except zmq.ZMQError as error:

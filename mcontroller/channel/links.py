@@ -54,6 +54,7 @@ class Links:
     def connect(self, link: bytes, url: str, address: Address) -> None:
         """Connect to an endpoint. Messages can be sent at once; they leave when the connection is established."""
         self._ids[url] = link
+        self.socket.ipv6 = ":" in address.host  # with IPv6, events name a mapped address after a reconnect
         self.socket.curve_serverkey = address.server_key
         self.socket.curve_publickey, self.socket.curve_secretkey = address.client.public, address.client.secret
         self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, link)
@@ -102,9 +103,8 @@ def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
 
 
 def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
-    """Set what both sides of the channel have in common: no limit of queued messages, heartbeats, IPv6."""
+    """Set what both sides of the channel have in common: no limit of queued messages, and heartbeats."""
     socket.sndhwm = socket.rcvhwm = socket.linger = 0
-    socket.ipv6 = True
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = 3 * HEARTBEAT_MS
     return socket

@@ -6,7 +6,6 @@ One frame instead of two, because CURVE encrypts each frame by itself: it takes 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 import zmq
 
@@ -18,30 +17,22 @@ _CALL = struct.Struct("<QQ?32sQ")
 _ANSWER = struct.Struct("<Q")
 
 
-class CallHead(NamedTuple):
-    """The head of a call.
-
-    Attributes:
-        number: its number at its controller; numbers grow.
-        settled: the calls of the controller below this number have been answered, and the answers have arrived.
-        after: the call that it follows on this rank; None for the previous one of its controller.
-    """
-
-    number: int
-    settled: int
-    after: Place | None = None
+CallHead = tuple[int, int, Place | None]
+"""The head of a call: its number at its controller, which grows; the number below which all calls of the controller
+have been answered, and the answers have arrived; and the call that it follows on this rank, None for the previous one
+of its controller."""
 
 
 def pack_call(head: CallHead, body: bytes) -> bytes:
     """Return the first frame of a call."""
-    caller, number = head.after or (b"", 0)
-    return _CALL.pack(head.number, head.settled, head.after is not None, caller, number) + body
+    number, settled, after = head
+    return _CALL.pack(number, settled, after is not None, *(after or (b"", 0))) + body
 
 
 def unpack_call(frame: zmq.Frame) -> tuple[CallHead, memoryview]:
     """Return the head of a call, and its body."""
     number, settled, follows, caller, after = _CALL.unpack_from(frame.buffer)
-    return CallHead(number, settled, Place(caller, after) if follows else None), frame.buffer[_CALL.size :]
+    return (number, settled, Place(caller, after) if follows else None), frame.buffer[_CALL.size :]
 
 
 def pack_answer(number: int, body: bytes) -> bytes:

@@ -166,11 +166,11 @@ class GroupProcesses:
         settled = min(self._calls, default=call.number)
         if not self.detached:
             self._calls[call.number] = call
-            return [CallHead(call.number, settled)] * len(call.ranks)
+            return [(call.number, settled, None)] * len(call.ranks)
         [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
         places = answer[0] if answer is not None else [None] * len(call.ranks)  # rank 0 has died, which ends the group
         self._calls[call.number] = call
-        return [CallHead(call.number, settled, place) for place in places]
+        return [(call.number, settled, place) for place in places]
 
     def call_processes(
         self, role: str, shown: str, method: str, arguments: Sequence[Arguments], timeout: float | None = None

@@ -11,7 +11,7 @@ import zmq
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.endpoint import Endpoint
 from mcontroller.channel.hub import Hub
-from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
+from mcontroller.channel.messages import pack_call, unpack_answer
 
 SECONDS = 30
 """More than anything here takes, on a machine under load."""
@@ -51,7 +51,7 @@ class Controller:
         self.answers.setdefault(number, {})[rank] = [bytes(body), *(frame.bytes for frame in frames[1:])]
 
     def send(self, number: int, body: bytes, *frames: Any, settled: int = 0) -> None:
-        first = pack_call(CallHead(number, settled), body)
+        first = pack_call((number, settled, None), body)
         self.hub.send((rank, [first, *frames]) for rank in self.ranks)
 
     def result(self, number: int, seconds: float = SECONDS) -> dict[int, list[bytes]]:
