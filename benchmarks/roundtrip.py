@@ -3,7 +3,8 @@
     python benchmarks/roundtrip.py [--megabytes 0.2 15 120] [--repeats 20] [--peer-python PATH ...]
 
 Bare Ray is the minimum of correct hand-written code: one put per shard, one task per rank, one get of the ranks that
-return.
+return. Both write a batch of 120 MB into the store; a call whose part of the store this process has not touched before
+takes 28,600 page faults and 50 to 100 ms longer, in both.
 ``--peer-python`` is the interpreter of an environment that has verl 0.4 or 0.9, which then runs the same calls.
 """
 

@@ -26,7 +26,7 @@ CONNECT_MS = 5_000
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 _EVENTS, _POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)
-"""Plain integers: pyzmq's enumerations cost a microsecond at each use."""
+"""Plain integers: pyzmq's enumerations cost time at each use."""
 
 
 class Links:

@@ -3,7 +3,7 @@
 Each rank runs the calls of one controller in the order of their numbers, in which they arrive. If there are several
 controllers (a detached group), each call first gets its place from rank 0, which answers with the calls after which
 the call's ranks run it. A rank that has not received that call yet waits for it. The place costs one round trip,
-0.2 ms; groups that end with their driver have one controller and need none.
+0.1 to 0.3 ms; groups that end with their driver have one controller and need none.
 """
 
 from __future__ import annotations
