@@ -166,7 +166,8 @@ class GroupProcesses:
         settled = min(self._calls, default=call.number)
         if not self.detached:
             self._calls[call.number] = call
-            return [(call.number, settled, None)] * len(call.ranks)
+            head: CallHead = (call.number, settled, None)
+            return [head] * len(call.ranks)
         [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
         places = answer[0] if answer is not None else [None] * len(call.ranks)  # rank 0 has died, which ends the group
         self._calls[call.number] = call
