@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from mcontroller.devices import device_of_rank
+from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.control import Cancellation, ControlAddress, start_control_server
 from mcontroller.ray.wire import encode, open_argument, unpack
@@ -153,8 +153,8 @@ class WorkerProcess:
         os.environ.update(identity.env, MASTER_ADDR=endpoint.address, MASTER_PORT=str(endpoint.port))
         for role, index in roles.items():
             try:
+                choose_device(identity.device)  # before the module of the worker is imported
                 construct, args, kwargs = open_argument(packed[index])[1]()  # loads torch, which reads the environment
-                choose_device(identity.device)
                 worker = construct(*args, **kwargs)
             except BaseException as error:  # report SystemExit too
                 raise self._error_of(role, "__init__", error) from None
@@ -288,13 +288,19 @@ def _keep_sigint_handler() -> None:
 
 
 def choose_device(index: int | None) -> None:
-    """Make the GPU of LOCAL_RANK this thread's CUDA device; do nothing without an index, or if torch has no GPU."""
+    """Make the GPU of this index this thread's CUDA device; do nothing without an index.
+
+    Raises:
+        ResourceError: the process sees too few GPUs, or the node has a driver and torch can use no GPU.
+    """
     if index is not None:
         import torch
 
         device = device_of_rank(index, int(os.environ["LOCAL_WORLD_SIZE"]))
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        else:
+            check_torch_without_gpu()
 
 
 def _logs() -> tuple[str, ...]:

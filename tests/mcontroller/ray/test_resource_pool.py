@@ -124,7 +124,7 @@ def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(ray_c
             assert [each["CUDA_VISIBLE_DEVICES"] for each in group.environment()] == ["0,1", "0,1"]
             assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
         assert ray.available_resources().get("GPU", 0) == 0
-        assert [bundle.gpu for bundle in pool.bundles()] == [0, 1]
+        assert [bundle.gpu for bundle in pool.bundles()] == ["0", "1"]
         for group in groups:
             group.shutdown()
 
