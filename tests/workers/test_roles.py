@@ -15,6 +15,7 @@ from mcontroller.local import LocalWorkerGroup
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
 from tests.forking import run_ranks
+from tests.training import device
 from tests.workers.roles import (
     MODEL,
     PROMPT,
@@ -87,8 +88,8 @@ def scored() -> dict[str, torch.Tensor]:
     last = []
     with worker.context.activate(), torch.no_grad():
         for row in batch.batch:
-            ids = row["input_ids"][row["attention_mask"] == 1]
-            last.append(worker.model[0](ids[None], torch.arange(len(ids))[None], None)[0, -1, 0])
+            ids = row["input_ids"][row["attention_mask"] == 1].to(device())
+            last.append(worker.model[0](ids[None], torch.arange(len(ids), device=device())[None], None)[0, -1, 0])
     return {"scores": worker.compute_rm_score(batch).batch["rm_scores"], "last": torch.stack(last)} | dict(batch.batch)
 
 
