@@ -20,10 +20,9 @@ test: $(STAMP)
 test-fast: lint types
 	$(BIN)/python -m pytest -m "not processes" $(ARGS)
 
-# The GPU path with real values on a CPU: tests of workers that feed tensors through the workers' own methods.
-FAKE_CUDA := tests/fake_cuda tests/workers/test_parity.py tests/workers/checkpoint tests/workers/model/test_placement.py
+# The GPU path with real values on a CPU. ARGS=--all runs every case of the tests of many layouts.
 test-fake-cuda: $(STAMP)
-	$(BIN)/python -m pytest -p tests.fake_cuda.plugin $(FAKE_CUDA) tests/workers/weights/test_offload.py $(ARGS)
+	$(BIN)/python -m pytest -p tests.fake_cuda.plugin tests/fake_cuda tests/workers $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 import sys
 
-collect_ignore = [] if "tests.fake_cuda.plugin" in sys.modules else ["test_device.py", "test_memory.py"]
+NEED_THE_PLUGIN = ["test_device.py", "test_memory.py", "test_workers.py"]
+collect_ignore = [] if "tests.fake_cuda.plugin" in sys.modules else NEED_THE_PLUGIN

@@ -166,7 +166,7 @@ def test_a_sequence_that_does_not_divide_is_rejected() -> None:
     def rejected() -> str:
         module = attention(cp=2)
         with pytest.raises(DataError) as caught:
-            module(*inputs(length=3), None)
+            module(*(tensor.to(device()) for tensor in inputs(length=3)), None)
         return str(caught.value)
 
     assert run_ranks(rejected, 2)[0].endswith("this rank has 3 of 6 tokens: pad sequences to a multiple of 4")
