@@ -12,6 +12,7 @@ tests of many layouts runs, and the tests that must fail on a GPU run and must f
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -23,6 +24,7 @@ from tests.fake_cuda import cuda_api, modes, nccl
 from tests.fake_cuda.not_on_a_gpu import reason_to_fail, runs_only_with_all
 
 
+@functools.cache
 def enable() -> None:
     """Turn the pretended device on in this thread, and in every process that is forked from it."""
     cuda_api.install()

@@ -9,7 +9,7 @@ import torch
 
 from tests.workers.roles import GREEDY, actor, experience, own_shard, prompts, weights
 
-ROWS, TOKENS = 8, 60
+ROWS = 8
 
 
 def computed(parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -19,7 +19,6 @@ def computed(parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
     scored = worker.compute_log_prob(own_shard(experience(ROWS), worker))
     metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
     return {
-        "dp": worker.context.pg.dp.rank(),
         "responses": None if generated is None else generated.batch["responses"],
         "log_probs": None if scored is None else scored.batch["old_log_probs"],
         "grad_norm": metrics["actor/grad_norm"],

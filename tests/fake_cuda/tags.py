@@ -29,9 +29,12 @@ current = _Current()
 
 
 def gpu_count() -> int:
-    """Return how many GPUs the process can see."""
+    """Return how many GPUs the process can see: of MIG devices one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(GPUS) if visible is None else len([name for name in visible.split(",") if name])
+    if visible is None:
+        return len(GPUS)
+    names = [name for name in visible.split(",") if name]
+    return min(len(names), 1) if visible.startswith("MIG-") else len(names)
 
 
 def gpu(index: int | None = None) -> torch.device:
