@@ -12,9 +12,9 @@ tests of many layouts runs, and the tests that must fail on a GPU run and must f
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -22,9 +22,9 @@ import pytest
 
 from tests.fake_cuda import cuda_api, modes, nccl
 from tests.fake_cuda.not_on_a_gpu import reason_to_fail, runs_only_with_all
+from tests.fake_cuda.tags import memory
 
 
-@functools.cache
 def enable() -> None:
     """Turn the pretended device on in this thread, and in every process that is forked from it."""
     cuda_api.install()
@@ -56,3 +56,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = reason_to_fail(item.nodeid)
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=reason, run=everything, strict=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the workers that uses a GPU in this process: CUDA does not survive the fork of ranks."""
+    before = _changes()
+    result = yield
+    if item.nodeid.startswith("tests/workers/") and _changes() != before:
+        raise AssertionError("the test uses a GPU in the process that forks ranks: use it inside run_ranks")
+    return result
+
+
+def _changes() -> int:
+    return sum(each.changes for each in memory.values())

@@ -53,13 +53,16 @@ class Memory:
         peak: the most so far.
         reserved: bytes that a caching allocator would keep: the most since ``empty``.
         peak_reserved: the most reserved so far.
+        changes: how often bytes were added.
     """
 
     def __init__(self) -> None:
+        self.changes = 0
         self.allocated = self.peak = self.reserved = self.peak_reserved = 0
 
     def add(self, size: int) -> None:
         """Count a storage of this size."""
+        self.changes += 1
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
         self.reserved = max(self.reserved, self.allocated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.ray.worker_group import RayWorkerGroup
 from tests.fake_cuda.device_roles import Ported
 
-PRETEND = {"runtime_env": {"worker_process_setup_hook": "tests.fake_cuda.plugin.enable"}}
+HERE = Path(__file__).parent
+PRETEND = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}{os.pathsep}{HERE.parents[1]}"}}}
 
 
 def seen_by_two_ranks(isolated: bool) -> tuple[list[Any], list[float]]:
