@@ -20,7 +20,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcontroller.errors import ResourceError
 
-__all__ = ["Bundle", "NodeShape", "Reservation", "by_address", "by_name", "check_fits", "fits", "session"]
+__all__ = [
+    "Bundle",
+    "NodeShape",
+    "Reservation",
+    "by_address",
+    "by_name",
+    "check_fits",
+    "fits",
+    "gpus_of_bundles",
+    "session",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +114,17 @@ class Reservation:
         """Return the bundles in rank order; reserve them if they are not reserved yet.
 
         Raises:
-            ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds).
+            ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds);
+                or Ray assigns one GPU to two bundles.
         """
         if not self.held:
             self._groups[:] = _reserve(self.shapes, self.name, self.detached, timeout)
-            self._bundles = _in_rank_order(self._groups, self.slots)
+            try:
+                self._bundles = _in_rank_order(self._groups, self.slots)
+            except BaseException:
+                _remove(self._groups)
+                self._groups.clear()
+                raise
             self._session = session()
         return self._bundles
 
@@ -246,7 +262,7 @@ def _by_gpu(group: PlacementGroup) -> Sequence[tuple[str | None, int]]:
         _gpu_name.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index in indices
     ]
-    named = zip(_distinct(ray.get(asks)), indices, strict=True)
+    named = zip(gpus_of_bundles(ray.get(asks)), indices, strict=True)
     return sorted(named, key=lambda bundle: by_name(bundle[0]))
 
 
@@ -255,7 +271,7 @@ def by_name(gpu: str) -> tuple[int, str]:
     return (int(gpu), "") if gpu.isdecimal() else (sys.maxsize, gpu)
 
 
-def _distinct(gpus: list[list[str]]) -> list[str]:
+def gpus_of_bundles(gpus: list[list[str]]) -> list[str]:
     """Return the GPU of every bundle of a node, of which each must have its own."""
     names = [name for bundle in gpus for name in bundle]
     if len(names) != len(gpus) or len(set(names)) != len(names):

@@ -11,7 +11,7 @@ from mcontroller import devices
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import ResourceError
 from mcontroller.ray.process import choose_device
-from mcontroller.ray.reservation import by_name
+from mcontroller.ray.reservation import by_name, gpus_of_bundles
 from workers.config import ParallelConfig
 from workers.megatron_worker import MegatronWorker
 
@@ -106,3 +106,13 @@ def test_a_rank_of_a_gpu_pool_without_a_driver_computes_on_the_cpu_with_a_warnin
 
 def test_gpus_are_ordered_by_index_and_uuids_by_name() -> None:
     assert sorted(["GPU-b", "10", "9", "GPU-a"], key=by_name) == ["9", "10", "GPU-a", "GPU-b"]
+
+
+@pytest.mark.parametrize("assigned", [[["0"], ["0"]], [["0", "1"], ["1", "0"]], [[], ["1"]]])
+def test_bundles_without_a_gpu_of_their_own_are_rejected(assigned: list[list[str]]) -> None:
+    with pytest.raises(ResourceError, match=r"each needs one of its own: do not set CUDA_VISIBLE"):
+        gpus_of_bundles(assigned)
+
+
+def test_every_bundle_has_its_gpu() -> None:
+    assert gpus_of_bundles([["GPU-b"], ["GPU-a"]]) == ["GPU-b", "GPU-a"]
