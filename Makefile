@@ -24,6 +24,7 @@ test-fast: lint types
 FAKE_CUDA := tests/fake_cuda tests/workers/test_parity.py tests/workers/checkpoint tests/workers/model/test_placement.py
 test-fake-cuda: $(STAMP)
 	$(BIN)/python -m pytest -p tests.fake_cuda.plugin $(FAKE_CUDA) tests/workers/weights/test_offload.py $(ARGS)
+	$(BIN)/python -m pytest -p tests.fake_cuda.with_transformer_engine tests/fake_cuda/transformer_engine $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
