@@ -110,7 +110,7 @@ def check_device(model: ModelConfig, capability: tuple[int, int], device: str) -
         raise _error(
             "model.transformer.fp8_recipe",
             name,
-            f"is {name!r}, which Transformer Engine does not have from {recipe.below[0]}.0 on, and {has}: use tensorwise",
+            f"is {name!r}, which Transformer Engine does not have from {recipe.below[0]}.0 on; {has}: use tensorwise",
         )
 
 

@@ -87,9 +87,7 @@ def _rotary(model: ModelConfig, with_engine: bool) -> GpuDefault:
         return GpuDefault(name, False, "the kernel is Transformer Engine's, and layers are local")
     if model.transformer.get("multi_latent_attention"):
         return GpuDefault(name, False, "multi-latent attention has another kernel")
-    return GpuDefault(
-        name, True, "one kernel, which reads the bounds of packed rows on the GPU; unfused, the host waits"
-    )
+    return GpuDefault(name, True, "one kernel, for which the host need not read the lengths of packed rows")
 
 
 def _activation(model: ModelConfig) -> GpuDefault:

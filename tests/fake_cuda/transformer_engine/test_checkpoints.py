@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
 
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, weights
@@ -62,8 +63,8 @@ def scales(load: str | None, save: str | None) -> tuple[Weights, bytes]:
         worker.load_checkpoint(load)
     if save is not None:
         worker.save_checkpoint(save, global_step=1)
-    state = worker.model[0].module.module if hasattr(worker.model[0], "module") else worker.model[0]
-    extra = {name: value for name, value in state.state_dict().items() if name.endswith("linear_proj._extra_state")}
+    state = unwrap_model(worker.model[0]).state_dict()
+    extra = {name: value for name, value in state.items() if name.endswith("linear_proj._extra_state")}
     return weights(worker), b"".join(value.cpu().numpy().tobytes() for value in extra.values())
 
 

@@ -46,7 +46,7 @@ def test_the_spec_is_transformer_engines() -> None:
     assert len(calls["DotProductAttention"]) == SMALL_GPT.num_layers
     assert {call["attn_mask_type"] for call in calls["DotProductAttention"]} == {"causal"}
     assert {call["params_dtype"] for call in calls["RMSNorm"]} == {torch.bfloat16}
-    assert all(call["fuse_wgrad_accumulation"] for call in calls["GroupedLinear"] or calls["TERowParallelLinear"])
+    assert {call["fuse_wgrad_accumulation"] for call in calls["TERowParallelGroupedLinear"]} == {True}
 
 
 def norms_of_queries(implementation: str) -> list[type]:

@@ -67,7 +67,7 @@ def test_weights_that_a_recipe_does_not_divide_are_rejected(
     sizes: dict[str, Any], axes: dict[str, int], recipe: str, key: str
 ) -> None:
     model = dataclasses.replace(gpt(fp8="e4m3", fp8_recipe=recipe), **sizes)
-    with pytest.raises(ConfigError, match="fp8 with .* needs multiples of") as caught:
+    with pytest.raises(ConfigError, match=r"fp8 with .* needs multiples of") as caught:
         check_fit(model, ParallelConfig(**axes))
     assert caught.value.fields["key"] == key
 
