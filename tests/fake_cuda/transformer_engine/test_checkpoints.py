@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_checkpoints_go_from_local_layers_to_transformer_engines_and_back(model:
 FP8 = {"dtype": "bfloat16", "hidden_size": 64, "ffn_hidden_size": 128, "transformer": {"fp8": "hybrid"}}
 
 
-def scales(load: str | None, save: str | None) -> tuple[Weights, bytes]:
+def scales(load: str | None, save: str | None) -> tuple[Weights, Weights]:
     worker = actor({}, "actor", model=MODEL | FP8)
     if load is None:
         worker.update_actor(experience(8))
@@ -64,12 +65,15 @@ def scales(load: str | None, save: str | None) -> tuple[Weights, bytes]:
     if save is not None:
         worker.save_checkpoint(save, global_step=1)
     state = unwrap_model(worker.model[0]).state_dict()
-    extra = {name: value for name, value in state.items() if name.endswith("linear_proj._extra_state")}
-    return weights(worker), b"".join(value.cpu().numpy().tobytes() for value in extra.values())
+    states = {name: value for name, value in state.items() if name.endswith("linear_proj._extra_state")}
+    return weights(worker), {
+        name: pickle.loads(value.cpu().numpy().tobytes())["scale_fwd"] for name, value in states.items()
+    }
 
 
 def test_scales_of_fp8_are_saved_and_loaded(tmp_path: Path) -> None:
     [(saved, scales_saved)] = run_ranks(scales, 1, None, str(tmp_path))
     [(loaded, scales_loaded)] = run_ranks(scales, 1, str(tmp_path), None)
     assert largest_difference(saved, loaded) == 0
-    assert scales_loaded == scales_saved != b""
+    assert largest_difference(scales_saved, scales_loaded) == 0
+    assert len(scales_saved) == MODEL["num_layers"] and all(scale[0] != 1 for scale in scales_saved.values())
