@@ -149,8 +149,8 @@ def set_max_connections(parallel: ParallelConfig) -> str:
         return f"{_CONNECTIONS} is not set: {reason}"
     if used:
         return (
-            f"{_CONNECTIONS} is not set, though {reason}: this process has used CUDA already; set it in the environment "
-            "of the worker processes"
+            f"{_CONNECTIONS} is not set, though {reason}: this process has used CUDA already; set it in the "
+            "environment of the worker processes"
         )
     os.environ[_CONNECTIONS] = value
     return f"{_CONNECTIONS}={value}: {reason}"
