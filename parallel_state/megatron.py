@@ -25,8 +25,10 @@ from parallel_state.errors import LayoutError, ParallelStateError
 from parallel_state.import_hook import patch_modules
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
+from parallel_state.requirements import require_importable
 
 if not cpu.install():
+    require_importable("transformer_engine")
     patch_modules(without_te.PATCHES)
 
 from megatron.core import parallel_state as mpu  # install() comes first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,8 +16,11 @@ from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
+from workers.model.gpu_defaults import set_max_connections
 
 __all__ = ["MegatronWorker"]
+
+_logger = logging.getLogger(__name__)
 
 
 class MegatronWorker(Worker):
@@ -55,6 +59,9 @@ class MegatronWorker(Worker):
         layout = parallel.layout(self.world_size)
         self.device = device_of_rank(self.local_rank, self.local_world_size)
         if self.device.type == "cuda":
+            explanation = set_max_connections(parallel)  # before the device is used
+            if self.rank == 0:
+                _logger.info(explanation)
             torch.cuda.set_device(self.device)
         address, port = self.get_master_addr_port()
         initialize_distributed(

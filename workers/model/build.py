@@ -14,9 +14,11 @@ from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_local, padded_vocab_size
+from workers.config.precision import check_device
+from workers.model.gpu_defaults import chosen_implementation, gpu_defaults
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
-from workers.model.local_spec import block_spec, chosen_implementation
+from workers.model.local_spec import block_spec
 from workers.model.placement import place_chunks
 from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
@@ -135,15 +137,20 @@ class _OwnModel:
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
             check_local(model, on_gpu=torch.cuda.is_available())
+        if torch.cuda.is_available():
+            check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
         if dist.get_rank() == 0:
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
+            for default in gpu_defaults(model):
+                _print_once(str(default))
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         model, context = self.model, self.context
+        spec = block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage)
         try:
             chunk = GPTModel(
                 config=self.config,
-                transformer_layer_spec=block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage),
+                transformer_layer_spec=spec,
                 vocab_size=padded_vocab_size(model.vocab_size, self.parallel.tp),
                 max_sequence_length=model.max_sequence_length,
                 pre_process=pre_process,
@@ -157,7 +164,7 @@ class _OwnModel:
                 pg_collection=context.pg,
                 vp_stage=vp_stage,
             )
-        except (AssertionError, ImportError) as error:
+        except (AssertionError, ImportError, ValueError) as error:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         if self.implementation == "local":
             use_gated_mlps(chunk)

@@ -25,7 +25,7 @@ from workers.model.zigzag import zigzag_positions
 __all__ = ["TEDotProductAttention"]
 
 # Fields of TransformerConfig that change attention in ways this module does not compute, and their neutral values.
-_NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla", "qk_clip": False, "log_max_attention_logit": False}
+_NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla"}
 
 
 class TEDotProductAttention(MegatronModule):
@@ -34,8 +34,7 @@ class TEDotProductAttention(MegatronModule):
     Arguments are those of Megatron's class of the same name.
 
     Raises:
-        ConfigError: the config has sliding windows, learned softmax offsets or clipped logits, which need Transformer
-            Engine.
+        ConfigError: the config has sliding windows or learned softmax offsets, which need Transformer Engine.
     """
 
     def __init__(

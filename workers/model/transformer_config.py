@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit
+from workers.model.gpu_defaults import gpu_defaults
 
 __all__ = ["coerced", "transformer_config"]
 
@@ -44,6 +45,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     check_fit(model, parallel)
     fields = _from_model(model) | _from_parallel(parallel)
     set_elsewhere = fields.keys() - _CHANGEABLE
+    fields |= {default.field: default.value for default in gpu_defaults(model)}
     further = {name: _further_field(name, value, set_elsewhere) for name, value in model.transformer.items()}
     try:
         return TransformerConfig(**(fields | further))
@@ -82,8 +84,7 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
         "fp16": dtype is torch.float16,
         "use_cpu_initialization": False,  # each rank fills its own shards, and ``initialize_weights`` fills them again
         "moe_token_dispatcher_type": "alltoall",  # also required for lengths that vary over pp, in dense models too
-        # On a GPU it needs Apex or Transformer Engine.
-        "gradient_accumulation_fusion": not torch.cuda.is_available(),
+        "gradient_accumulation_fusion": not torch.cuda.is_available(),  # on a GPU: ``gpu_defaults``
     }
     if model.num_moe_experts is not None:
         fields |= {
