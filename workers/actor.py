@@ -28,7 +28,7 @@ from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
 from workers.train.batch_checks import require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
-from workers.train.forward import forward_hidden, token_scores
+from workers.train.forward import forward_hidden, is_last_chunk, token_scores
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
@@ -116,7 +116,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Return hidden states, or on the last stage log-probabilities and entropies ``[2, rows, targets]``."""
         hidden = forward_hidden(model, rows, self.context.pg)
-        if not unwrap_model(model).post_process:
+        if not is_last_chunk(model):
             return hidden
         return token_scores(
             model,

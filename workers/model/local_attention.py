@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from mcontroller.errors import ConfigError, DataError
+from workers.model.packed_rows import bounds_on_host
 from workers.model.zigzag import zigzag_positions
 
 __all__ = ["TEDotProductAttention"]
@@ -109,12 +110,10 @@ class TEDotProductAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         """Compute the attention of each packed sequence to itself."""
-        padded = packed.cu_seqlens_q_padded
-        bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
         # From [rank's tokens, one rank after another] to [rank, its tokens]: a sequence is a slice of every row.
         key, value = (tensor.unflatten(0, (self.cp, -1)) for tensor in (key, value))
         outputs = []
-        for start, end in itertools.pairwise(bounds):
+        for start, end in itertools.pairwise(bounds_on_host(packed)):
             local = slice(start // self.cp, end // self.cp)
             sequence = [query[local], key[:, local].flatten(0, 1), value[:, local].flatten(0, 1)]
             query_of, key_of, value_of = (tensor.unsqueeze(1) for tensor in sequence)
