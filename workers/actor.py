@@ -93,12 +93,11 @@ class ActorRolloutRefWorker(ModelWorker):
         config = self.config
         if config.rollout.parallel is None:
             check_generation(config.parallel, "parallel")
-            return MegatronRollout(self.model, self.context, config.model.vocab_size, config.rollout.max_rows)
+            return self._megatron_rollout(self.model, self.context)
         layout = config.rollout.parallel.layout(self.world_size)
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
         copy = self.build_rollout_model(config.rollout.parallel, context)
-        rollout = MegatronRollout(copy, context, config.model.vocab_size, config.rollout.max_rows)
-        return RefitRollout(rollout, self.context)
+        return RefitRollout(self._megatron_rollout(copy, context), self.context)
 
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
         """Return this rank's chunks of the copy of the policy that generates.
@@ -389,6 +388,17 @@ class ActorRolloutRefWorker(ModelWorker):
         super().reload_for(method)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _megatron_rollout(self, chunks: list[nn.Module], context: MegatronContext) -> MegatronRollout:
+        settings = self.config.rollout
+        return MegatronRollout(
+            chunks,
+            context,
+            self.config.model.vocab_size,
+            settings.max_rows,
+            memory_fraction=settings.memory_fraction,
+            processes_on_node=self.local_world_size,
+        )
 
     def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
         """The rollout with the policy's current weights, and the metrics of updating them."""

@@ -138,7 +138,8 @@ def _inference_communication(module: Any) -> None:
     module._is_cuda = lambda tensor: None  # it asserts that the tensor is on a GPU
 
 
-PATCHES: dict[str, Patch] = WITHOUT_TE | PACKED_ROPE | {
+PATCHES: dict[str, Patch] = WITHOUT_TE | {
+    **PACKED_ROPE,
     "megatron.core.distributed.distributed_data_parallel": _data_parallel,
     "megatron.core.jit": _jit,
     "megatron.core.tensor_parallel.layers": _layers,

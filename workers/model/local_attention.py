@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from mcontroller.errors import ConfigError, DataError
+from workers.model.attend_once import attend_once
 from workers.model.packed_rows import bounds_on_host
 from workers.model.zigzag import zigzag_positions
 
@@ -165,7 +166,7 @@ class TEDotProductAttention(MegatronModule):
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         if query.size(0) == 1 and not is_causal and not dropout:
-            return self._attend_once(query, key, value, allowed)
+            return attend_once(query, key, value, allowed, self.scale)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [batch, heads, seq, width]
         with self._dropout_random_state() if dropout else contextlib.nullcontext():
             output = torch.nn.functional.scaled_dot_product_attention(
@@ -179,21 +180,6 @@ class TEDotProductAttention(MegatronModule):
                 enable_gqa=query.size(1) != key.size(1),
             )
         return output.permute(2, 0, 1, 3).flatten(2)
-
-    def _attend_once(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
-    ) -> torch.Tensor:
-        """As ``_attend``, for one query per sequence: two small products, faster than a kernel for many queries.
-
-        The heads that share keys are treated as queries, so that keys are read once for all of them.
-        """
-        _, batch, heads, width = query.shape
-        shared = (query * self.scale).view(batch, key.size(2), heads // key.size(2), width)
-        scores = torch.matmul(shared, key.permute(1, 2, 3, 0))  # [batch, groups, heads of a group, keys]
-        if allowed is not None:
-            scores.masked_fill_(~allowed, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        return torch.matmul(weights, value.permute(1, 2, 0, 3)).reshape(1, batch, heads * width)
 
     def _dropout_random_state(self) -> contextlib.AbstractContextManager[Any]:
         """Heads are divided over tp: each rank draws its own numbers, as in Megatron's DotProductAttention."""

@@ -69,10 +69,8 @@ def locate_own_targets(
         second = number == 2 * cp - 1 - rank
         own = (number == rank) | second
         index, row, column = index[own], row[own], (offset + piece * second)[own]
-    if packing is None:
-        position = column * len(mask) + row
-    else:
-        position = packing.bounds[:-1].long()[row] // cp + column
+    start_of_row, rows = (row, len(mask)) if packing is None else (packing.bounds.long()[row] // cp, 1)
+    position = column * rows + start_of_row
     if len(index) == 0:
         return OwnTargets(index.new_zeros(1), index.new_zeros(1), empty=True)
     return OwnTargets(index, position)
