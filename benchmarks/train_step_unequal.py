@@ -90,18 +90,9 @@ def seconds_of(side: Side, method: str, batch: DataProto) -> tuple[float, DataPr
 def compare_targets(model: ModelConfig, rounds: int) -> Table:
     """Score and train in both ways alternately; the first round warms up and is not measured."""
     table = Table(title="Rows of unequal length: the output layer", title_justify="left")
-    for head in (
-        "",
-        "targets that count",
-        "all columns",
-        "rows per target",
-        "ours",
-        "rows per target",
-        "s before",
-        "s",
-        "ratio",
-    ):
-        table.add_column(head, justify="right" if head else "left")
+    heads = ("", "targets", "rows, all columns", "rows, ours", "per target", "s, all columns", "s, ours", "ratio")
+    for head in heads:
+        table.add_column(head, justify="right" if head else "left", no_wrap=not head)
     model = dataclasses.replace(model, max_sequence_length=PROMPT + RESPONSE)
     for packed in (False, True):
         sides = [side(worker_class, model, packed) for worker_class in (EveryColumn, ActorRolloutRefWorker)]
@@ -123,9 +114,8 @@ def compare_targets(model: ModelConfig, rounds: int) -> Table:
                 f"{method}, {'packed' if packed else 'padded'}",
                 f"{counted:,}",
                 f"{before:,}",
-                f"{before / counted:.1f}x",
                 f"{after:,}",
-                f"{after / counted:.2f}x",
+                f"{before / counted:.1f}x, {after / counted:.2f}x",
                 f"{medians[0]:.3f}",
                 f"{medians[1]:.3f}",
                 f"{medians[1] / medians[0]:.2f}x",
@@ -136,7 +126,8 @@ def compare_targets(model: ModelConfig, rounds: int) -> Table:
 def check_equal(one: DataProto, other: DataProto) -> None:
     """Exit if the two ways compute different log-probabilities or metrics."""
     if one.batch is not None and len(one):
-        differences = [float((one.batch[name] - other.batch[name]).abs().max()) for name in one.batch]
+        columns = dict(one.batch)
+        differences = [float((columns[name] - other.batch[name]).abs().max()) for name in columns]
     else:
         metrics = one.meta_info["metrics"]
         differences = [abs(metrics[name] - other.meta_info["metrics"][name]) for name in metrics]

@@ -27,7 +27,8 @@ from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 
 if not cpu.install():
-    patch_modules({**without_te.PATCHES, **packed_rope.PATCHES})
+    patch_modules(without_te.PATCHES)
+    patch_modules(packed_rope.PATCHES)
 
 from megatron.core import parallel_state as mpu  # install() comes first
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-collect_ignore = [] if "tests.fake_cuda.plugin" in sys.modules else ["test_device.py"]
+_tests = [path.name for path in Path(__file__).parent.glob("test_*.py")]
+collect_ignore = [] if "tests.fake_cuda.plugin" in sys.modules else _tests
