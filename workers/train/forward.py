@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,11 +69,11 @@ def token_scores(
         chunk_tokens: see there.
     """
     chunk, own, group = unwrap_model(model), _own(rows, pg), pg.tp
+    project: Callable[[Tensor], Tensor] = functools.partial(_logits, chunk)
     if _has_output_layer(chunk):
         if chunk.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
         chosen = hidden.flatten(0, 1).index_select(0, own.predictors)
-        project = functools.partial(_logits, chunk)
     else:
         chosen, project = _at_predictors(hidden, own), _unchanged
         group = None if hidden.size(-1) >= vocab_size else pg.tp
