@@ -134,11 +134,14 @@ def _attend_to_allowed_keys(
     forward = functools.partial(type(core).forward, core, query, key, value, attention_mask)
     if attention_mask is None:
         return forward(*args, **kwargs)
-    plain = core.config.window_size is None and core.config.softmax_type == "vanilla"
-    if plain and type(core).__module__.startswith("megatron.core.extensions."):
+    if type(core).__module__.startswith("megatron.core.extensions.") and _is_plain(core.config):
         scale = core.config.softmax_scale or 1.0 / math.sqrt(query.size(-1))
         return attend_once(query, key, value, ~attention_mask, scale)
     return forward(**kwargs | {"attn_mask_type": AttnMaskType.arbitrary})
+
+
+def _is_plain(config: Any) -> bool:
+    return config.window_size is None and config.softmax_type == "vanilla"
 
 
 @contextlib.contextmanager
@@ -147,9 +150,9 @@ def last_position_only(chunks: Sequence[Any], tokens: TokenPositions) -> Iterato
 
     Layers with experts compute all positions, since which tokens they drop may depend on how many there are.
     """
-    last = [layer for chunk in chunks if chunk.post_process for layer in chunk.decoder.layers[-1:]]
-    dense = [layer for layer in last if isinstance(layer.mlp, MLP)]
-    handles = [layer.register_forward_hook(functools.partial(_keep_last_position, tokens)) for layer in last]
+    blocks = [chunk.decoder for chunk in chunks if chunk.post_process]
+    dense = [layer for block in blocks for layer in block.layers[-1:] if isinstance(layer.mlp, MLP)]
+    handles = [block.register_forward_hook(functools.partial(_keep_last_position, tokens)) for block in blocks]
     for layer in dense:
         layer._forward_mlp = functools.partial(_forward_last_position, layer, tokens)
     try:
@@ -165,11 +168,8 @@ def _forward_last_position(layer: Any, tokens: TokenPositions, hidden: Tensor, *
     return type(layer)._forward_mlp(layer, tokens.select_last(hidden), *args, **kwargs)
 
 
-def _keep_last_position(
-    tokens: TokenPositions, layer: Any, args: Any, output: tuple[Tensor, Any]
-) -> tuple[Tensor, Any]:
-    hidden, context = output
-    return hidden if hidden.size(0) == 1 else tokens.select_last(hidden), context
+def _keep_last_position(tokens: TokenPositions, block: nn.Module, args: Any, hidden: Tensor) -> Tensor:
+    return hidden if hidden.size(0) == 1 else tokens.select_last(hidden)
 
 
 @contextlib.contextmanager
