@@ -57,7 +57,8 @@ def limits(parallel: dict[str, int], fraction: float) -> tuple[int, int, list[st
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    limit = Measured(context.pg, torch.device("cpu"), fraction=fraction, processes_on_node=1)
+    device = torch.device(torch.cuda.current_device())
+    limit = Measured(context.pg, device, fraction=fraction, processes_on_node=1)
     one = RowBytes(cache=60, workspace=40)
     return limit.of(one, 100), limit.of(one, 100), records
 
