@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
@@ -31,9 +32,9 @@ def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerC
             of the configuration, or has a value of another type; OptimizerConfig itself rejects the fields.
     """
     further = further_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
-    if further.get("optimizer_cpu_offload") and not torch.cuda.is_available():
-        key = "optim.megatron.optimizer_cpu_offload"
-        text = f"{key}=True moves states from a GPU to host memory, and CUDA is not available; leave it out"
+    if further.get("use_precision_aware_optimizer") and not gpt_layer_specs.HAVE_TE:
+        key = "optim.megatron.use_precision_aware_optimizer"
+        text = f"{key}=True needs Transformer Engine's FusedAdam, and the package transformer_engine cannot be imported"
         raise ConfigError(text, key=key, value=True)
     try:
         return OptimizerConfig(
