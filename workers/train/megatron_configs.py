@@ -36,6 +36,10 @@ def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerC
         key = "optim.megatron.use_precision_aware_optimizer"
         text = f"{key}=True needs Transformer Engine's FusedAdam, and the package transformer_engine cannot be imported"
         raise ConfigError(text, key=key, value=True)
+    if further.get("optimizer_cpu_offload") and not torch.cuda.is_available():
+        key = "optim.megatron.optimizer_cpu_offload"
+        text = f"{key}=True moves the optimizer from a GPU to host memory, and CUDA is not available; leave it out"
+        raise ConfigError(text, key=key, value=True)
     try:
         return OptimizerConfig(
             optimizer=optim.optimizer,

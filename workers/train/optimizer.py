@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -135,8 +136,18 @@ def make_optimizer(
     except (AssertionError, ImportError, ParallelStateError, ValueError) as error:
         text = f"megatron-core cannot build optim.optimizer={config.optimizer!r}: {error}"
         raise ConfigError(text, key="optim.optimizer", value=config.optimizer) from error
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.init_state_fn is None:
+            part.init_state_fn = _init_momentum
     model_config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _init_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Create the state of SGD, which Megatron leaves out; a checkpoint is loaded into it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> OptimizerParamScheduler:

@@ -86,6 +86,7 @@ def test_the_scale_of_the_loss_is_checked_for_the_optimizer_of_sft_too() -> None
         ({"sgd_momentums": 0.1}, "OptimizerConfig has no such field; did you mean sgd_momentum"),
         ({"decoupled_lr": "high"}, "is 'high'; OptimizerConfig expects Optional[float]"),
         ({"main_params_dtype": "float8", "use_precision_aware_optimizer": True}, "expects one of float32, bfloat16"),
+        ({"optimizer_cpu_offload": True}, "to host memory, and CUDA is not available"),
         ({"use_precision_aware_optimizer": True}, "needs Transformer Engine's FusedAdam"),
     ],
 )
