@@ -36,7 +36,7 @@ test-newest:
 
 $(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,test]"
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,muon,test]"
 	touch $@
 
 lint: $(STAMP)
