@@ -47,11 +47,16 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
 # Prefix of fields of OptimizerConfig -> the optimizers that read them.
 _FIELDS_OF = {
     "sgd_": ("sgd",),
-    "muon_": ("muon", "adaptive_muon"),
+    "muon_": ("muon",),
     "adaptive_muon_": ("adaptive_muon",),
     "soap_": ("soap",),
-    "lion_": ("lion", "muon", "adaptive_muon"),
+    "lion_": ("lion", "muon"),
     "decoupled_weight_decay": ("adam",),
+}
+_UNSUPPORTED = {
+    "adaptive_muon": "its first step fails with emerging-optimizers 0.3",
+    "dist_muon": "its buffers are not those of optim.distributed_optimizer; use muon",
+    "soap": "megatron-core cannot save its state in a checkpoint",
 }
 # Field -> the switch among the other fields without which it has no effect.
 _NEEDS = {
@@ -107,7 +112,7 @@ class OptimConfig:
     on_nonfinite: str = "raise"
     """Reaction to NaN or Inf in the gradients: raise (stop the run) or skip (omit the step and count it)."""
     optimizer: str = "adam"
-    """Name of the optimizer in Megatron-Core: adam, sgd, or one of the package emerging-optimizers such as muon."""
+    """Name of the optimizer in Megatron-Core: adam, sgd, or with emerging-optimizers muon, lion."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's OptimizerConfig, under Megatron's names."""
 
@@ -142,10 +147,13 @@ class OptimConfig:
 
 def _check_further(optim: OptimConfig) -> None:
     """Check ``optim.megatron`` as far as no model and no megatron-core is needed."""
+    if optim.optimizer in _UNSUPPORTED:
+        text = f"optim.optimizer={optim.optimizer!r} is not supported: {_UNSUPPORTED[optim.optimizer]}"
+        raise ConfigError(text, key="optim.optimizer", value=optim.optimizer)
     if optim.optimizer == "sgd" and (tuple(optim.betas), optim.eps) != (OptimConfig().betas, OptimConfig().eps):
         text = "optim.betas and optim.eps are Adam's, and optim.optimizer is 'sgd': use optim.megatron.sgd_momentum"
         raise ConfigError(text, key="optim.betas", value=optim.betas)
-    if optim.optimizer not in ("adam",) and optim.distributed_optimizer:
+    if optim.optimizer != "adam" and optim.distributed_optimizer:
         raise ConfigError(
             f"optim.distributed_optimizer shards the state of adam only, and optim.optimizer is {optim.optimizer!r}",
             key="optim.distributed_optimizer",

@@ -27,6 +27,7 @@ def critic(dtype: str = "float32", ddp: dict[str, Any] | None = None, **optim: A
         ({"megatron": {"bf16": True}}, "optim.megatron.bf16", "follows from model.dtype"),
         ({"megatron": {"sgd_momentum": 0.5}}, "optim.megatron.sgd_momentum", "it belongs to sgd"),
         ({"optimizer": "sgd", "megatron": {"muon_momentum": 0.5}}, "optim.megatron.muon_momentum", "belongs to muon"),
+        ({"optimizer": "soap"}, "optim.optimizer", "cannot save its state in a checkpoint"),
         ({"optimizer": "sgd", "eps": 1e-4}, "optim.betas", "use optim.megatron.sgd_momentum"),
         ({"optimizer": "sgd", "distributed_optimizer": True}, "optim.distributed_optimizer", "state of adam only"),
         ({"megatron": {"timers": "all"}}, "optim.megatron.timers", "timers of Megatron-LM"),
