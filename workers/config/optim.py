@@ -112,7 +112,7 @@ class OptimConfig:
     on_nonfinite: str = "raise"
     """Reaction to NaN or Inf in the gradients: raise (stop the run) or skip (omit the step and count it)."""
     optimizer: str = "adam"
-    """Name of the optimizer in Megatron-Core: adam, sgd, or with emerging-optimizers muon, lion."""
+    """Name of the optimizer in Megatron-Core: adam, sgd, or muon or lion of the package emerging-optimizers."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's OptimizerConfig, under Megatron's names."""
 
