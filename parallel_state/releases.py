@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -84,8 +85,11 @@ def _parameter_groups(module: Any) -> None:
     In 0.16, groups that differ in nothing else are taken for one group when a checkpoint is loaded.
     """
     keys = module.param_group_identifier_keys
-    if "max_lr" not in keys:
-        module.param_group_identifier_keys = (*keys, "max_lr", "min_lr")
+    if "max_lr" in keys:
+        return
+    importer = sys.modules.get("megatron.core.optimizer.distrib_optimizer")  # has its own name for the keys
+    for each in (module, *([importer] if importer is not None else [])):
+        each.param_group_identifier_keys = (*keys, "max_lr", "min_lr")
 
 
 PATCHES: dict[str, Patch] = {"megatron.core.optimizer.optimizer": _parameter_groups}
