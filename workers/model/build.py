@@ -110,7 +110,9 @@ def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
             )
 
 
-def _with_groups(provider: ModelProvider, pg: ProcessGroupCollection) -> Callable[..., torch.nn.Module]:
+def _with_groups(
+    provider: Callable[..., torch.nn.Module], pg: ProcessGroupCollection
+) -> Callable[..., torch.nn.Module]:
     """Return the provider with the process groups bound to its parameter ``pg_collection``, if it has one."""
     accepts = "pg_collection" in inspect.signature(provider).parameters
     return functools.partial(provider, pg_collection=pg) if accepts else provider
