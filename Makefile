@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-fake-cuda lint types bench clean
+.PHONY: demo test test-fast test-fake-cuda test-newest lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -24,6 +24,20 @@ test-fast: lint types
 test-fake-cuda: $(STAMP)
 	$(BIN)/python -m pytest -p tests.fake_cuda.plugin tests/fake_cuda tests/workers --ignore=tests/fake_cuda/transformer_engine $(ARGS)
 	$(BIN)/python -m pytest -p tests.fake_cuda.with_transformer_engine tests/fake_cuda/transformer_engine $(ARGS)
+
+# The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
+# Python 3.12, nothing is tested. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
+NEWEST       := .venv-newest
+NEWEST_TESTS := tests/parallel_state $(addprefix tests/workers/,checkpoint generate model train test_parity.py test_process_groups.py test_roles.py)
+PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
+test-newest:
+	@if test -z "$(PYTHON312)"; then echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"; \
+	else $(MAKE) --no-print-directory $(NEWEST)/.installed && $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS); fi
+
+$(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
+	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,muon,test]"
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -46,4 +60,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) build *.egg-info

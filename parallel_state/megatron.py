@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import re
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel_state import cpu, packed_rope, without_te
+from parallel_state import cpu, packed_rope, releases, without_te
 from parallel_state.errors import LayoutError, ParallelStateError
 from parallel_state.import_hook import patch_modules
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
@@ -29,13 +28,11 @@ from parallel_state.requirements import require_importable
 
 if not cpu.install():
     require_importable("transformer_engine")
-    patch_modules(without_te.PATCHES)
-    patch_modules(packed_rope.PATCHES)
+    patch_modules(without_te.PATCHES | packed_rope.PATCHES | releases.PATCHES)
 
 from megatron.core import parallel_state as mpu  # install() comes first
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils
 
 __all__ = ["MegatronContext", "initialize_distributed"]
 
@@ -113,7 +110,7 @@ class MegatronContext:
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
-                order=layout.order,
+                order=_complete_order(layout),
                 distributed_timeout_minutes=timeout_s / 60,  # Megatron passes it to timedelta, which accepts fractions
                 create_gloo_process_groups=dist.get_backend() != "gloo",
             )
@@ -192,6 +189,12 @@ def _check(layout: ParallelLayout) -> None:
         )
 
 
+def _complete_order(layout: ParallelLayout) -> str:
+    """Return the order with the axes of size 1 that it leaves out; megatron-core 0.19 requires tp in it."""
+    named = layout.order.split("-")
+    return "-".join([*named, *(axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis not in named)])
+
+
 def _share_gloo_groups() -> None:
     """Use the groups also as Megatron's second set of groups, its gloo groups, if they are gloo groups already."""
     for name, group in vars(mpu).items():
@@ -203,18 +206,11 @@ def _parallel_state_names() -> list[str]:
     return [name for name in vars(mpu) if re.fullmatch(r"_[A-Z][A-Z_]*|_global_process_group_list", name)]
 
 
-def _moe_metrics() -> tuple[ModuleType, tuple[str, ...]]:
-    """Return the module and the names of the globals in which Megatron collects the router's losses."""
-    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):  # megatron-core 0.16
-        return moe_utils, ("_MOE_LAYER_WISE_LOGGING_TRACKER",)
-    return importlib.import_module("megatron.core.transformer.moe.moe_logging"), ("_MOE_METRICS_TRACKER",)
-
-
 # All globals of Megatron that belong to one layout.
 _LAYOUT_GLOBALS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (mpu, tuple(_parallel_state_names())),
     (megatron_random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
-    _moe_metrics(),
+    releases.moe_metrics(),
 )
 
 

@@ -177,7 +177,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``."""
         if self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
-            self.set_up(phases if "actor" in self.roles else {})
+            self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
         if "rollout" in self.roles:
             self.rollout = self.build_rollout()
         if "ref" in self.roles:

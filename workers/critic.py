@@ -71,7 +71,7 @@ class CriticWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the model, with the weights of ``model.hf_path`` or of ``model.seed``, and its optimizer."""
-        self.set_up({"ppo": self.config.optim})
+        self.set_up({"ppo": self.config.optim}, self.config.ddp)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto | None:

@@ -1,6 +1,7 @@
 """The base class of actor, critic and reward worker: a model on a layout that is scored, trained and saved.
 
-To change what is computed, override ``build_model``, ``build_optimizer``, ``forward_step``, ``loss`` or ``metrics``.
+To change what is computed, override ``build_model``, ``build_optimizer``, ``parameter_groups``,
+``forward_step``, ``loss`` or ``metrics``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ from workers.train.micro_batches import (
 )
 from workers.train.mini_batches import mini_batch_rows
 from workers.train.nonfinite import all_finite, raise_nonfinite
-from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
+from workers.train.optimizer import (
+    ParameterGroups,
+    guarded_step,
+    make_optimizer,
+    make_scheduler,
+    standard_parameter_groups,
+    wrap_for_training,
+)
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
 from workers.train.router_losses import RouterLosses
 from workers.weights.hf.model import export_hf
@@ -123,8 +131,24 @@ class ModelWorker(MegatronWorker):
         self, model: Sequence[Any], config: OptimConfig
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         """Return the optimizer of ``model`` (inside DistributedDataParallel) and its learning-rate schedule."""
-        optimizer = make_optimizer(model, config)
+        optimizer = make_optimizer(model, config, self.context.pg, self.parameter_groups(model, config))
         return optimizer, make_scheduler(optimizer, config)
+
+    def parameter_groups(self, model: Sequence[Any], config: OptimConfig) -> ParameterGroups:
+        """Return settings of single parameters that differ from the optimizer's: learning rates, weight decay.
+
+        The keys select parameters by name pattern, attribute or function (``megatron.core.optimizer.ParamKey``); every
+        rank returns the same. An override extends the result of this method, which is Megatron's own.
+
+        Args:
+            model: this rank's chunks, inside DistributedDataParallel.
+            config: the optimizer.
+
+        Example:
+            >>> slow = ParamGroupOverride(max_lr=config.lr / 10, min_lr=config.min_lr / 10)
+            >>> return {**super().parameter_groups(model, config), ParamKey(name="*router.weight"): slow}
+        """
+        return standard_parameter_groups(model, config)
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Run one micro-batch through one chunk.
@@ -153,17 +177,18 @@ class ModelWorker(MegatronWorker):
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
-    def set_up(self, phases: Mapping[str, OptimConfig]) -> None:
+    def set_up(self, phases: Mapping[str, OptimConfig], ddp: Mapping[str, Any] | None = None) -> None:
         """Build the model, and the optimizer of the first of ``phases``; without phases it is not trained.
 
         Args:
             phases: optimizer configurations by phase.
+            ddp: further fields of Megatron's DistributedDataParallelConfig.
         """
         self.check_call_context()
         self.model = self.build_model()
         self.phases = dict(phases)
         for phase, optim in list(phases.items())[:1]:
-            self.model = wrap_for_training(self.model, optim)
+            self.model = wrap_for_training(self.model, optim, self.context.pg, ddp)
             self.use_phase(phase)
 
     def use_phase(self, phase: str, *, reset: bool = False) -> None:
@@ -205,7 +230,8 @@ class ModelWorker(MegatronWorker):
         self.check_call_context()
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
-        outputs = run_for_scores(model, self._on_device(each.batch for each in batches), self.forward_step)
+        on_device = self._on_device(each.batch for each in batches)
+        outputs = run_for_scores(model, on_device, self.forward_step, self.context.pg)
         if not outputs:
             return None
         own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
@@ -295,7 +321,7 @@ class ModelWorker(MegatronWorker):
         routers.begin(batches)
         on_device = self._on_device(batches)
         own_loss = functools.partial(_loss_of_own_targets, loss, self.context.pg)
-        reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss)
+        reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss, self.context.pg)
         step = guarded_step(self.optimizer)
         if step.overflow and not all_finite(reports, self.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help

@@ -7,15 +7,17 @@ registries.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from workers.config.ddp import check_ddp
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
-from workers.config.optim import OptimConfig
+from workers.config.optim import OptimConfig, check_loss_scale
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
 
@@ -80,6 +82,8 @@ class ActorConfig:
     """[tokens] Tokens whose logits exist at the same time."""
     timeout_s: float = 600.0
     """[seconds] Timeout of the rendezvous and of collectives."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
@@ -100,6 +104,10 @@ class ActorConfig:
             check_above("clip_ratio_c", self.clip_ratio_c, 1.0)
         POLICY_LOSSES.get_or_raise(self.policy_loss)
         KL_ESTIMATORS.get_or_raise(self.kl_loss_type, key="kl_loss_type")
+        check_ddp(self.ddp, self.optim)
+        check_loss_scale(self.optim, self.model.dtype, "optim")
+        if self.sft_optim is not None:
+            check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
         _check_lengths(self)
 
@@ -137,12 +145,16 @@ class CriticConfig:
     """Clip range of a value around its old value in the loss. None: no clipping."""
     timeout_s: float = 600.0
     """[seconds] Timeout of the rendezvous and of collectives."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
         if self.packed:
             check_packing(self.model)
         _check_batches(self)
+        check_ddp(self.ddp, self.optim)
+        check_loss_scale(self.optim, self.model.dtype, "optim")
         for name in ("forward_micro_batch_size", "forward_max_tokens_per_micro_batch"):
             check_at_least(name, getattr(self, name), 0)
         if self.cliprange_value is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from mcontroller.errors import ConfigError
@@ -29,7 +32,11 @@ __all__ = ["ModelProvider", "build_model"]
 
 
 class ModelProvider(Protocol):
-    """A function that builds a user-defined model, one chunk at a time, as in Megatron-LM's training scripts."""
+    """A function that builds a user-defined model, one chunk at a time, as in Megatron-LM's training scripts.
+
+    If it has a parameter ``pg_collection`` too, it gets Megatron's process groups of the layout, for the constructors
+    that it calls.
+    """
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module:
         """Return one chunk.
@@ -77,9 +84,10 @@ def build_model(
     _check_axes(parallel, context)
     if model_provider is None:
         model_provider = _OwnModel(model, parallel, context, value_head)
+    build_chunk = _with_groups(model_provider, context.pg)
     with context.activate():
         chunks = [
-            model_provider(pre_process=first, post_process=last, vp_stage=vp_stage)
+            build_chunk(pre_process=first, post_process=last, vp_stage=vp_stage)
             for first, last, vp_stage in _stages(parallel, context)
         ]
         if value_head and _is_last(parallel, context):
@@ -102,6 +110,14 @@ def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
                 key=f"parallel.{axis}",
                 value=size,
             )
+
+
+def _with_groups(
+    provider: Callable[..., torch.nn.Module], pg: ProcessGroupCollection
+) -> Callable[..., torch.nn.Module]:
+    """Return the provider with the process groups bound to its parameter ``pg_collection``, if it has one."""
+    accepts = "pg_collection" in inspect.signature(provider).parameters
+    return functools.partial(provider, pg_collection=pg) if accepts else provider
 
 
 def _stages(parallel: ParallelConfig, context: MegatronContext) -> list[tuple[bool, bool, int | None]]:

@@ -48,7 +48,8 @@ class TEDotProductAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **engine_only: Any,
     ) -> None:
         super().__init__(config=config)
@@ -60,10 +61,10 @@ class TEDotProductAttention(MegatronModule):
                     key=f"model.transformer.{name}",
                     value=getattr(config, name),
                 )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = groups.cp
-        self.cp = groups.cp.size()
-        self.cp_rank = groups.cp.rank()
+        self.tp_group = pg_collection.tp  # read by sharded_state_dict
+        self.cp_group = pg_collection.cp
+        self.cp = pg_collection.cp.size()
+        self.cp_rank = pg_collection.cp.rank()
         self.causal = attn_mask_type != AttnMaskType.no_mask
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -13,7 +12,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe import experts
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -23,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mcontroller.errors import ConfigError
+from parallel_state.releases import experts_builder
 from workers.model.local_attention import TEDotProductAttention
 from workers.model.local_modules import (
     TEColumnParallelGroupedLinear,
@@ -84,10 +83,7 @@ class _LocalProvider(LocalSpecProvider):
             "linear_fc1": TEColumnParallelGroupedLinear,
             "linear_fc2": TERowParallelGroupedLinear,
         }
-        if hasattr(experts, "GroupedMLPSubmodules"):  # megatron-core >= 0.17 expects a builder of the experts
-            submodules = experts.GroupedMLPSubmodules(**linears, activation_func=None)
-            return functools.partial(experts.TEGroupedMLP, submodules=submodules)
-        return experts.TEGroupedMLP, MLPSubmodules(**linears)
+        return experts_builder(linears, MLPSubmodules)
 
 
 def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
