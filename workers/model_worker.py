@@ -54,6 +54,7 @@ from workers.weights.offload import (
     Offload,
     Sleepable,
     buffer_tensors,
+    drop_cached_tables,
     gradient_tensors,
     model_tensors,
     optimizer_tensors,
@@ -373,6 +374,8 @@ class ModelWorker(MegatronWorker):
         if keep_for is not None:
             kept = self.parts_for(keep_for)
             chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
+        for chunks in self.models().values():
+            drop_cached_tables(chunks)
         return self.offloaded.offload(available, chosen, discard=("grads",))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

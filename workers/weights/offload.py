@@ -17,7 +17,15 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["Offload", "Sleepable", "buffer_tensors", "gradient_tensors", "model_tensors", "optimizer_tensors"]
+__all__ = [
+    "Offload",
+    "Sleepable",
+    "buffer_tensors",
+    "drop_cached_tables",
+    "gradient_tensors",
+    "model_tensors",
+    "optimizer_tensors",
+]
 
 
 @runtime_checkable
@@ -142,6 +150,14 @@ def buffer_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
         for module in unwrap_model(chunk).modules():
             yield from (buffer for buffer in module.buffers(recurse=False))
             yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def drop_cached_tables(chunks: Sequence[Any]) -> None:
+    """Drop the tables of cosines and sines that rotary embeddings keep for past lengths; they are computed again."""
+    for chunk in chunks:
+        for module in unwrap_model(chunk).modules():
+            if hasattr(type(module).forward, "cache_clear"):
+                type(module).forward.cache_clear()
 
 
 def gradient_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
