@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -144,12 +145,16 @@ def model_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
 def buffer_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
     """Iterate over the tensors of model chunks that are not weights.
 
-    These are the buffers, and the tensors that modules keep as plain attributes, such as rotary frequencies.
+    These are the buffers, and the tensors that modules and the token dispatchers of experts keep as plain attributes,
+    such as rotary frequencies and the routes of the last tokens.
     """
     for chunk in chunks:
         for module in unwrap_model(chunk).modules():
-            yield from (buffer for buffer in module.buffers(recurse=False))
-            yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+            yield from module.buffers(recurse=False)
+            kept = list(vars(module).values())
+            for dispatcher in [value for value in kept if isinstance(value, MoETokenDispatcher)]:
+                kept += vars(dispatcher).values()
+            yield from (value for value in kept if isinstance(value, Tensor))
 
 
 def drop_cached_tables(chunks: Sequence[Any]) -> None:
