@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_at_least, check_between
+from mcontroller.config.checks import check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS
+from mcontroller.ppo.devices import OFFLOAD_CHOICES
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.kl_control import KLControlConfig
 
@@ -94,8 +95,15 @@ class TrainerConfig:
     """Directory of the checkpoints."""
     resume: bool = False
     """Continue from the last checkpoint in default_local_dir."""
+    offload: str = "auto"
+    """Hand over memory around stages: auto (groups that share GPUs), always (all groups, on CPUs too), or never.
+
+    A group that is not called moves its weights and its optimizer to host memory. A group that is called keeps what the
+    method needs: an update all of its parts, generation and scoring the weights.
+    """
 
     def __post_init__(self) -> None:
+        check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)

@@ -15,6 +15,7 @@ from mcontroller.ppo.advantages import compute_advantage
 from mcontroller.ppo.checkpoints import RunState, find_run, load_run, save_run
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, columns, in_order
+from mcontroller.ppo.devices import SharedDevices
 from mcontroller.ppo.display import Display
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
@@ -108,7 +109,7 @@ class RayPPOTrainer:
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
-        self.stages = Stages()
+        self.stages = Stages(SharedDevices(config.trainer.offload))
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
 
@@ -125,9 +126,11 @@ class RayPPOTrainer:
             with self.stages("start"):
                 pool = self.resource_pool_manager.get_resource_pool(worker.role)
                 self.display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
-                self.groups[worker.name] = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name)
-        with self.stages("start"):
-            for group in self.groups.values():
+                group = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name)
+                self.groups[worker.name] = group
+                self.stages.devices.add(group, pool)
+        for group in self.groups.values():
+            with self.stages("start", group.init_model):
                 group.init_model()
         self.actor = self.groups["actor"]
         self.critic = self.groups.get("critic")
@@ -166,19 +169,19 @@ class RayPPOTrainer:
         started, stage = time.perf_counter(), self.stages
         stage.take_step()
         problems.non_tensor_batch["uid"] = np.arange(len(problems)).astype(object)
-        with stage("generate"):
+        with stage("generate", self.actor.generate_sequences):
             batch, problems = self.generate(problems)
         generation = mean_of_parts(batch) if "metrics" in batch.meta_info else {}
-        with stage("old log-probs"):
+        with stage("old log-probs", self.actor.compute_log_prob):
             batch = batch.union(self.actor.compute_log_prob(batch))
         if self.reference is not None:
-            with stage("reference"):
+            with stage("reference", self.reference.compute_ref_log_prob):
                 batch = batch.union(self.reference.compute_ref_log_prob(batch))
         if self.critic is not None:
-            with stage("values"):
+            with stage("values", self.critic.compute_values):
                 batch = batch.union(self.critic.compute_values(batch))
         if self.reward_model is not None:
-            with stage("reward model"):
+            with stage("reward model", self.reward_model.compute_rm_score):
                 batch = batch.union(self.reward_model.compute_rm_score(batch))
         with stage("reward"):
             reward = rewarded(self.reward_fn, batch.union(problems))
@@ -187,13 +190,13 @@ class RayPPOTrainer:
             batch, metrics = self.penalise(batch)
             batch = self.advantages(batch, problems)
         if self.critic is not None:
-            with stage("update critic"):
+            with stage("update critic", self.critic.update_critic):
                 metrics |= mean_of_parts(self.critic.update_critic(batch))
         if self.global_steps >= self.config.trainer.critic_warmup:
-            with stage("update actor"):
+            with stage("update actor", self.actor.update_actor):
                 metrics |= mean_of_parts(self.actor.update_actor(batch))
         metrics |= generation | reward_metrics("train", reward) | experience_metrics(batch)
-        return metrics | self._timing(batch, time.perf_counter() - started)
+        return metrics | self._timing(batch, time.perf_counter() - started) | stage.take_memory()
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.
@@ -235,7 +238,7 @@ class RayPPOTrainer:
         batches = BatchStream(self.warm_up_dataset, warm_up.batch_size, self.config.data.seed, "warm_up_dataset")
         self.display.phase("warm-up", warm_up.steps)
         for step in range(warm_up.steps):
-            with self.stages("warm-up"):
+            with self.stages("warm-up", self.actor.update_sft):
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
             metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
             self.display.step(metrics)
@@ -248,7 +251,7 @@ class RayPPOTrainer:
         """Return the mean score and the means of further columns of greedy responses to the held-out problems."""
         if self.val_dataset is None:
             return {}
-        with self.stages("held-out"):
+        with self.stages("held-out", self.actor.generate_sequences):
             parts = []
             for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
                 responses, others = self.generate(problems, do_sample=False, n=1)
@@ -271,7 +274,8 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         with self.stages("checkpoint"):
             state = RunState(self.global_steps, self.kl_ctrl.value)
-            save_run(trainer.default_local_dir, self._trained_groups(), state, trainer.max_to_keep)
+            groups, devices = self._trained_groups(), self.stages.devices
+            save_run(trainer.default_local_dir, groups, state, trainer.max_to_keep, devices)
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -279,7 +283,7 @@ class RayPPOTrainer:
         Raises:
             DataError: there is none, or it is of other roles.
         """
-        state = load_run(self.config.trainer.default_local_dir, self._trained_groups())
+        state = load_run(self.config.trainer.default_local_dir, self._trained_groups(), self.stages.devices)
         self.global_steps, self.kl_ctrl.value = state.global_steps, state.kl_coef
         return self.global_steps
 

@@ -30,7 +30,7 @@ from workers.model.local_modules import (
     TERowParallelGroupedLinear,
 )
 
-__all__ = ["block_spec"]
+__all__ = ["block_spec", "expert_layers", "layers_of_stage"]
 
 
 def block_spec(
@@ -58,8 +58,8 @@ def block_spec(
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage, pp_rank=pp_rank
         )
-    specs = [_layer_spec(config, with_experts) for with_experts in _expert_layers(config)]
-    on_stage = [specs[index] for index in _layers_of_stage(config, pp_rank, vp_stage)]
+    specs = [_layer_spec(config, with_experts) for with_experts in expert_layers(config)]
+    on_stage = [specs[index] for index in layers_of_stage(config, pp_rank, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=on_stage, layer_norm=TENorm)
 
 
@@ -119,8 +119,8 @@ def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
     )
 
 
-def _expert_layers(config: TransformerConfig) -> list[bool]:
-    """For every layer of the model, whether its feed-forward part is a mixture of experts."""
+def expert_layers(config: TransformerConfig) -> list[bool]:
+    """Return for every layer of the model whether its feed-forward part is a mixture of experts."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     every = config.moe_layer_freq
@@ -135,8 +135,8 @@ def _expert_layers(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in every]
 
 
-def _layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> list[int]:
-    """The layers of one stage, counted from 0 over the whole model."""
+def layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> list[int]:
+    """Return the layers of one stage, counted from 0 over the whole model."""
     if config.pipeline_model_parallel_layout is not None:
         return config.pipeline_model_parallel_layout.get_layer_id_list(
             layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
