@@ -1,0 +1,32 @@
+"""Run checks one after another; one that raises is a failed row, and the others still run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workers.gpucheck import equality, memory, several, speed  # noqa: F401  # they register their checks
+from workers.gpucheck.rows import Result, Row, Table
+from workers.gpucheck.session import CHECKS, Session
+
+__all__ = ["run_checks"]
+
+_NEED_REFERENCE = {"scores", "tokens", "updates", "checkpoints", "layouts", "ray"}
+
+
+def run_checks(session: Session, names: Sequence[str], table: Table) -> None:
+    """Run the checks of these names, and add their rows to the table.
+
+    Args:
+        session: the device and the reference.
+        names: keys of ``CHECKS``.
+        table: receives the rows as they are made.
+    """
+    if _NEED_REFERENCE & set(names):
+        _ = session.reference_process  # computes while the device is busy
+    for name in names:
+        try:
+            for row in CHECKS[name](session):
+                table.add(row)
+        except Exception as error:  # reported as a row: what else is broken matters as much
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            table.add(Row(f"{name}: raised", type(error).__name__, result=Result.FAILED, note=text[:400]))
