@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.fake_cuda.tags import Memory, current, gpu, gpu_count, mark, measure, memory, traffic
+from tests.fake_cuda.tags import GPUS, Memory, current, gpu, gpu_count, mark, measure, memory, traffic
 
 MEMORY_BYTES = 140 << 30
 
@@ -109,7 +109,7 @@ def answers() -> dict[str, Any]:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": seed,
         "manual_seed_all": seed,
-        "default_generators": (torch.default_generator,),
+        "default_generators": (torch.default_generator,) * len(GPUS),
         "get_device_properties": _returns(Properties),
         "get_device_capability": _returns((Properties.major, Properties.minor)),
         "get_device_name": _returns(Properties.name),
