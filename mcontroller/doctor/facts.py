@@ -19,7 +19,14 @@ import psutil
 
 __all__ = ["NodeFacts", "PathFacts", "collect_facts"]
 
-_PACKAGES = ("mcontroller", "torch", "ray", "megatron-core", "transformer-engine", "tensordict")
+_PACKAGES = {
+    "mcontroller": "mcontroller",
+    "torch": "torch",
+    "ray": "ray",
+    "megatron-core": "megatron.core",
+    "transformer-engine": "transformer_engine",
+    "tensordict": "tensordict",
+}
 _VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
 
@@ -94,7 +101,7 @@ def collect_facts(
     """
     gpus, driver = _driver()
     torch_versions, torch_gpus, problem = _torch()
-    installed = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    installed = {name: found for name, module in _PACKAGES.items() if (found := _version(name, module)) is not None}
     home = Path(variables.get("HOME") or Path.home())
     cache = variables.get("HF_HOME") or str(home / ".cache" / "huggingface")
     directories = {"tmp": tempfile.gettempdir(), "checkpoints": checkpoints, "Hugging Face cache": cache}
@@ -131,11 +138,17 @@ def path_facts(purpose: str, path: str) -> PathFacts:
     return PathFacts(purpose, path, error, shutil.disk_usage(existing).free)
 
 
-def _version(distribution: str) -> str | None:
+def _version(distribution: str, module: str) -> str | None:
+    """Return the version of a package; that of a checkout on PYTHONPATH, which has no metadata, is its directory."""
     try:
         return version(distribution)
     except PackageNotFoundError:
-        return None
+        pass
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
+        found = None
+    return None if found is None or found.origin is None else f"of {Path(found.origin).parent}"
 
 
 def _driver() -> tuple[list[str], dict[str, str]]:
