@@ -9,10 +9,10 @@ from mcontroller.doctor.findings import Finding, Verdict
 
 __all__ = [
     "check_gpus",
+    "check_installed",
     "check_interfaces",
     "check_limits",
     "check_node",
-    "check_packages",
     "check_paths",
     "check_shared_memory",
     "check_threads",
@@ -28,7 +28,7 @@ def check_node(node: NodeFacts, ranks: int | None) -> Iterator[Finding]:
         node: its facts.
         ranks: ranks of a run on the node; None for one for each GPU.
     """
-    yield from check_packages(node)
+    yield from check_installed(node)
     yield from check_gpus(node)
     yield from check_shared_memory(node)
     yield from check_limits(node)
@@ -37,7 +37,7 @@ def check_node(node: NodeFacts, ranks: int | None) -> Iterator[Finding]:
     yield from check_paths(node)
 
 
-def check_packages(node: NodeFacts) -> Iterator[Finding]:
+def check_installed(node: NodeFacts) -> Iterator[Finding]:
     """Yield findings on packages that are missing or cannot be imported."""
     missing = [name for name in ("torch", "megatron-core", "tensordict") if name not in node.versions]
     if node.torch_problem is not None and "torch" not in missing:

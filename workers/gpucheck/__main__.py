@@ -9,7 +9,7 @@ from mcontroller.errors import MControllerError
 from workers.gpucheck import verb
 
 
-def main() -> int:
+def _main() -> int:
     """Read the command line, run the checks and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m workers.gpucheck",
@@ -25,4 +25,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

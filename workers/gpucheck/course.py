@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.gpucheck.policy import MODELS, RESPONSE, VARIANTS, Policy, actor_config, columns
+from workers.gpucheck.policy import MODELS, RESPONSE, VARIANTS, Policy, actor_config, ppo_columns
 
 __all__ = ["UPDATES", "Case", "Outcome", "can_save", "cases", "continue_course", "run_course"]
 
@@ -117,7 +117,7 @@ def run_course(policy: Policy, checkpoint: Path) -> Outcome:
         policy: with the initial weights.
         checkpoint: a new folder; the state after the first update is saved in it, if ``can_save``.
     """
-    batch = columns()
+    batch = ppo_columns()
     scores = policy.scores(batch)
     greedy = policy.generate(batch, do_sample=False)
     sampled = policy.generate(batch, top_p=0.9, top_k=50, n=2)
@@ -147,7 +147,7 @@ def continue_course(policy: Policy, checkpoint: Path) -> Tensor:
     """Load the checkpoint of a course, make the remaining updates, and return the scores: ``Outcome.after``."""
     policy.load(str(checkpoint))
     for _ in range(UPDATES - 1):
-        policy.update(columns())
-    scores = policy.scores(columns())
+        policy.update(ppo_columns())
+    scores = policy.scores(ppo_columns())
     assert scores is not None  # a single rank is the last stage
     return scores

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.gpucheck.course import Case, Outcome, can_save, continue_course
 from workers.gpucheck.machine import machine_rows
-from workers.gpucheck.policy import ROWS, Policy, columns
+from workers.gpucheck.policy import ROWS, Policy, ppo_columns
 from workers.gpucheck.rows import Result, Row, at_most, compared
 from workers.gpucheck.session import CHECKS, Session
 from workers.gpucheck.tolerances import TOLERANCES, largest_difference, score_difference
@@ -65,7 +65,7 @@ def placement(session: Session) -> Iterator[Row]:
     """Check devices and dtypes of every parameter, buffer, gradient buffer and optimizer state, after an update."""
     for case in session.cases:
         policy = case.policy()
-        policy.update(columns())
+        policy.update(ppo_columns())
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[case.dtype]
         yield placement_row(f"placement: {case}", tensors_of(policy), session.device, dtype)
 

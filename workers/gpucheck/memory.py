@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, VOCABULARY, Policy, actor_config, columns
+from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, VOCABULARY, Policy, actor_config, ppo_columns
 from workers.gpucheck.rows import Result, Row, at_most, compared
 from workers.gpucheck.session import CHECKS, Session
 from workers.gpucheck.tolerances import largest_difference
@@ -53,7 +53,7 @@ def offload(session: Session) -> Iterator[Row]:
         yield Row("offload", "", result=Result.SKIPPED, note="host memory is not freed for another device")
         return
     policy = large_policy(session, prompt=512, response=512, role="actor")
-    batch = columns()
+    batch = ppo_columns()
     policy.update(batch)
     before = policy.scores(batch)
     free, held = _free_and_held()
@@ -105,7 +105,7 @@ def generation(session: Session) -> Iterator[Row]:
     """Measure memory and speed of generation for prompts of unequal length."""
     rows, prompt, response = (ROWS, PROMPT, RESPONSE) if session.small else (64, 512, 128)
     policy = large_policy(session, prompt=prompt, response=response, role="rollout")
-    batch = columns(rows, prompt, response)
+    batch = ppo_columns(rows, prompt, response)
     policy.generate(batch, do_sample=False)
     if session.on_gpu:
         torch.cuda.synchronize()

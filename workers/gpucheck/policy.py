@@ -21,7 +21,7 @@ from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
 from workers.train.batches import TokenBatch, response_batch
 from workers.train.micro_batches import MicroBatchSize
 
-__all__ = ["MODELS", "PROMPT", "RESPONSE", "ROWS", "VARIANTS", "VOCABULARY", "Policy", "actor_config", "columns"]
+__all__ = ["MODELS", "PROMPT", "RESPONSE", "ROWS", "VARIANTS", "VOCABULARY", "Policy", "actor_config", "ppo_columns"]
 
 PROMPT, RESPONSE, VOCABULARY, ROWS = 24, 16, 509, 12
 """Tokens of a prompt and of a response, token ids, and rows of the batch."""
@@ -84,7 +84,7 @@ def actor_config(
     )
 
 
-def columns(rows: int = ROWS, prompt: int = PROMPT, response: int = RESPONSE) -> dict[str, Tensor]:
+def ppo_columns(rows: int = ROWS, prompt: int = PROMPT, response: int = RESPONSE) -> dict[str, Tensor]:
     """Return the columns of a PPO batch on the CPU: rows of unequal length, seeded."""
     generator = torch.Generator().manual_seed(6)
     lengths = torch.randint(1, response + 1, (rows, 1), generator=generator)

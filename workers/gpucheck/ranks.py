@@ -23,9 +23,9 @@ from mcontroller.errors import ResourceError
 from mcontroller.worker import RankEnvironment
 from parallel_state.megatron import initialize_distributed
 from workers.gpucheck.course import UPDATES, Case
-from workers.gpucheck.policy import columns
+from workers.gpucheck.policy import ppo_columns
 
-__all__ = ["layouts_of", "main", "run_ranks"]
+__all__ = ["layouts_of", "run_rank", "run_ranks"]
 
 _TIMEOUT_S = 240.0
 
@@ -90,7 +90,7 @@ def _start(folder: Path, task: str, device_type: str, rank: int, world_size: int
         )
 
 
-def main(arguments: Sequence[str]) -> None:
+def run_rank(arguments: Sequence[str]) -> None:
     """Run the task of one rank, and write its result."""
     folder, task = Path(arguments[0]), arguments[1]
     environment = RankEnvironment.from_variables(os.environ)
@@ -133,7 +133,7 @@ def _layouts(world_size: int) -> dict[str, dict[str, Any]]:
     for name, sizes in layouts_of(world_size).items():
         policy = Case("dense").policy(sizes)
         info, total = policy.worker.context.rank_info(), policy.worker.context.global_info()
-        batch = {key: column.chunk(total.dp_size)[info.dp_rank].contiguous() for key, column in columns().items()}
+        batch = {key: column.chunk(total.dp_size)[info.dp_rank].contiguous() for key, column in ppo_columns().items()}
         scores = policy.scores(batch)
         greedy = policy.generate(batch, do_sample=False) if total.cp_size == 1 else None
         for _ in range(UPDATES):
@@ -150,4 +150,4 @@ def _layouts(world_size: int) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_rank(sys.argv[1:])

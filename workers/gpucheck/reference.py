@@ -20,7 +20,7 @@ import torch
 from mcontroller.errors import ResourceError
 from workers.gpucheck.course import Case, continue_course, run_course
 
-__all__ = ["CpuProcess", "checkpoint_of", "main"]
+__all__ = ["CpuProcess", "checkpoint_of", "compute_reference"]
 
 _RESULTS, _TIMEOUT_S = "results.pt", 240.0
 
@@ -76,7 +76,7 @@ def checkpoint_of(folder: Path, case: Case) -> Path:
     return folder / f"checkpoint of {case}".replace(" ", "_")
 
 
-def main(arguments: Sequence[str]) -> None:
+def compute_reference(arguments: Sequence[str]) -> None:
     """Compute a task and write its results: the program of the process."""
     folder, task = Path(arguments[0]), arguments[1]
     cases = [Case(**fields) for fields in json.loads(arguments[2])]
@@ -88,4 +88,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    compute_reference(sys.argv[1:])

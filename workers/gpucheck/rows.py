@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Result", "Row", "Table", "at_most", "compared", "exit_status"]
+__all__ = ["Result", "Row", "Table", "at_most", "compared", "status_of"]
 
 
 class Result(StrEnum):
@@ -56,7 +56,7 @@ def at_most(name: str, value: float, limit: float, *, reference: str = "", note:
     return compared(name, math.isfinite(value) and value <= limit, f"{value:.3g}", reference, f"{limit:g}", note=note)
 
 
-def exit_status(rows: Sequence[Row]) -> int:
+def status_of(rows: Sequence[Row]) -> int:
     """Return 1 if a row failed or nothing was checked, otherwise 0."""
     checked = [row for row in rows if row.result in (Result.OK, Result.FAILED)]
     return int(not checked or any(row.result is Result.FAILED for row in checked))
@@ -94,7 +94,7 @@ class Table:
     def write_json(self, path: Path, seconds: float) -> None:
         """Write the rows, the exit status and the duration to a file."""
         content = {
-            "status": exit_status(self.rows),
+            "status": status_of(self.rows),
             "seconds": round(seconds, 1),
             "rows": [asdict(row) for row in self.rows],
         }

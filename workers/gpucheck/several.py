@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.gpucheck.course import UPDATES, Case, Outcome
-from workers.gpucheck.policy import MODELS, actor_config, columns
+from workers.gpucheck.policy import MODELS, actor_config, ppo_columns
 from workers.gpucheck.ranks import layouts_of, run_ranks
 from workers.gpucheck.rows import Result, Row, at_most, compared
 from workers.gpucheck.session import CHECKS, Session
@@ -125,10 +125,10 @@ def _of_group(session: Session) -> dict[str, Tensor]:
         logging_level="ERROR",
     )
     try:
-        batch = DataProto.from_dict(columns(), meta_info={"eos_token_id": 1, "pad_token_id": 0})
+        batch = DataProto.from_dict(ppo_columns(), meta_info={"eos_token_id": 1, "pad_token_id": 0})
         length = config.rollout.prompt_length
         prompts = DataProto.from_dict(
-            {name: columns()[name][:, :length] for name in ("input_ids", "attention_mask")},
+            {name: ppo_columns()[name][:, :length] for name in ("input_ids", "attention_mask")},
             meta_info=batch.meta_info | {"do_sample": False},
         )
         pool = RayResourcePool([count], use_gpu=session.on_gpu)

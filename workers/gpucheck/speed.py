@@ -11,7 +11,7 @@ import torch
 from workers.gpucheck.course import Case
 from workers.gpucheck.machine import peak_tflops
 from workers.gpucheck.memory import large_policy
-from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, Policy, columns
+from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, Policy, ppo_columns
 from workers.gpucheck.rows import Result, Row, compared
 from workers.gpucheck.session import CHECKS, Session
 
@@ -28,7 +28,7 @@ def synchronisations(session: Session) -> Iterator[Row]:
         yield Row("synchronisations", "", result=Result.SKIPPED, note="the host waits for no device")
         return
     implementation = session.implementations[-1]
-    batch = columns()
+    batch = ppo_columns()
     for variant in (None, "packed"):
         policy = Case("dense", "bfloat16", variant, implementation).policy()
         policy.update(batch)
@@ -78,7 +78,7 @@ def training(session: Session) -> Iterator[Row]:
     policy = large_policy(session, prompt=prompt, response=response, role="actor", vocabulary=32_000)
     peak = peak_tflops(torch.cuda.get_device_name()) if session.on_gpu else None
     for label, longest in (("full rows", None), ("short responses", response // 4)):
-        batch = columns(rows, prompt, response)
+        batch = ppo_columns(rows, prompt, response)
         batch = _of_length(batch, prompt, longest or response, equal=longest is None)
         policy.update(batch)
         seconds = session.seconds(lambda batch=batch: policy.update(batch))

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from workers.gpucheck.machine import cpu_problem, gpu_problem, transformer_engine_problem
-from workers.gpucheck.rows import Table, exit_status
+from workers.gpucheck.rows import Table, status_of
 
 __all__ = ["NAMES", "SMALLEST", "UNUSABLE", "add_arguments", "run"]
 
@@ -81,4 +81,4 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(f"{table.summary()}\n{seconds:.0f} s\n")
     if arguments.json is not None:
         table.write_json(arguments.json, seconds)
-    return exit_status(table.rows)
+    return status_of(table.rows)

@@ -54,13 +54,13 @@ def threads(facts: NodeFacts, ranks: int = 8) -> Iterable[Finding]:
 Check = Callable[[NodeFacts], Iterable[Finding]]
 WRONG: dict[str, tuple[Check, NodeFacts, Verdict, str]] = {
     "no megatron-core": (
-        checks.check_packages,
+        checks.check_installed,
         node(versions={"torch": "2.13.0", "tensordict": "0.15.3"}),
         FAILURE,
         "not installed: megatron-core",
     ),
     "torch that does not import": (
-        checks.check_packages,
+        checks.check_installed,
         node(torch_problem="import torch: OSError: libcudart.so.12", torch_gpus=0),
         FAILURE,
         "libcudart.so.12",

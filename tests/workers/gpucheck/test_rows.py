@@ -14,7 +14,7 @@ import torch
 from workers.gpucheck.course import Case, Outcome
 from workers.gpucheck.equality import placement_row, score_row, token_rows, update_rows
 from workers.gpucheck.memory import generation_row, offload_rows
-from workers.gpucheck.rows import Result, Row, Table, exit_status
+from workers.gpucheck.rows import Result, Row, Table, status_of
 from workers.gpucheck.several import bandwidth_rows, group_rows, layout_rows
 from workers.gpucheck.speed import waits_row
 from workers.gpucheck.verb import NAMES, SMALLEST
@@ -172,10 +172,10 @@ def test_a_wrong_value_fails_its_row_and_the_run(
     right: Callable[[], Iterable[Row]], wrong: Callable[[], Iterable[Row]]
 ) -> None:
     accepted, rejected = list(right()), list(wrong())
-    assert Result.FAILED not in {row.result for row in accepted} and exit_status(accepted) == 0
+    assert Result.FAILED not in {row.result for row in accepted} and status_of(accepted) == 0
     failed = [row for row in rejected if row.result is Result.FAILED]
     assert len(failed) == 1 and failed[0].note, rejected
-    assert exit_status(rejected) == 1
+    assert status_of(rejected) == 1
 
 
 def test_a_parameter_on_the_wrong_device_is_named() -> None:
@@ -186,7 +186,7 @@ def test_a_parameter_on_the_wrong_device_is_named() -> None:
 
 def test_a_run_that_checked_nothing_fails() -> None:
     skipped = Row("ray", "", result=Result.SKIPPED, note="ray cannot be imported")
-    assert exit_status([]) == exit_status([skipped, Row("training", "100")]) == 1
+    assert status_of([]) == status_of([skipped, Row("training", "100")]) == 1
 
 
 def test_the_table_has_a_line_for_each_row_and_the_failed_ones_again() -> None:
