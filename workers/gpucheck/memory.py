@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 
 def large_policy(session: Session, *, prompt: int, response: int, role: str, vocabulary: int = VOCABULARY) -> Policy:
-    """Return a policy in bfloat16 that is large enough for figures: 0.9 billion parameters; a small one if asked for.
+    """Return a policy in bfloat16 with 0.8 to 0.9 billion parameters, or a small one if the session asks for it.
 
     Args:
         session: whose ``small`` is read.

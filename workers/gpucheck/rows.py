@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Result", "Row", "Table", "at_most", "compared", "status_of"]
+__all__ = ["Result", "Row", "Table", "at_most", "compared", "raised", "status_of"]
 
 
 class Result(StrEnum):
@@ -54,6 +54,12 @@ def compared(name: str, passed: bool, value: str, reference: str, tolerance: str
 def at_most(name: str, value: float, limit: float, *, reference: str = "", note: str = "") -> Row:
     """Return a row that is ok if ``value`` is a number of at most ``limit``; NaN and infinity are not."""
     return compared(name, math.isfinite(value) and value <= limit, f"{value:.3g}", reference, f"{limit:g}", note=note)
+
+
+def raised(name: str, error: Exception) -> Row:
+    """Return the failed row of a check that raised; the note has the first line of the error."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return Row(name, "raised", result=Result.FAILED, note=text[:400])
 
 
 def status_of(rows: Sequence[Row]) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
+import torch
+
 from workers.gpucheck import equality, memory, several, speed  # noqa: F401  # they register their checks
-from workers.gpucheck.rows import Result, Row, Table
+from workers.gpucheck.rows import Table, raised
 from workers.gpucheck.session import CHECKS, Session
 
 __all__ = ["run_checks"]
@@ -28,5 +31,6 @@ def run_checks(session: Session, names: Sequence[str], table: Table) -> None:
             for row in CHECKS[name](session):
                 table.add(row)
         except Exception as error:  # reported as a row: what else is broken matters as much
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            table.add(Row(f"{name}: raised", type(error).__name__, result=Result.FAILED, note=text[:400]))
+            table.add(raised(name, error))
+        gc.collect()  # modules refer to each other in circles
+        torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ import functools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,9 +16,13 @@ import torch
 from mcontroller.config.registry import Registry
 from workers.gpucheck.course import Case, Outcome, cases, run_course
 from workers.gpucheck.reference import CpuProcess, checkpoint_of
-from workers.gpucheck.rows import Row
+from workers.gpucheck.rows import Row, raised
 
 __all__ = ["CHECKS", "Check", "Session"]
+
+
+_LARGE_BYTES = 40 << 30
+"""Memory that the large models of the checks of memory and speed need, with some room."""
 
 
 class Session:
@@ -27,7 +31,7 @@ class Session:
     Args:
         device_type: ``"cuda"`` or ``"cpu"``.
         smallest: whether one model is enough.
-        small: whether memory and speed are measured with small models.
+        small: whether memory and speed are measured with small models; always on a GPU with less than 40 GiB.
         ranks: ranks of the checks with several; None for a GPU each, or 2 on the CPU.
         transformer_engine: the problem with Transformer Engine; None if it has none or is not installed.
 
@@ -46,12 +50,12 @@ class Session:
         transformer_engine: str | None = None,
     ) -> None:
         self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-        self.small = small
+        self.small = small or (self.on_gpu and torch.cuda.mem_get_info(0)[1] < _LARGE_BYTES)
         self.transformer_engine = transformer_engine
         self.ranks = ranks or (torch.cuda.device_count() if self.on_gpu else 2)
         self.cases = cases(self.implementations, smallest=smallest)
         self.folder = Path(tempfile.mkdtemp(prefix="gpucheck"))
-        self._outcomes: dict[Case, Outcome] = {}
+        self._outcomes: dict[Case, Outcome | Exception] = {}
         self._processes: list[CpuProcess] = []
         if self.on_gpu:
             torch.cuda.set_device(self.device)
@@ -99,11 +103,30 @@ class Session:
         return self._references[case.reference]
 
     def outcome(self, case: Case) -> Outcome:
-        """Return what this device computes for a case."""
+        """Return what this device computes for a case; raise the error of the first time, if there was one."""
         if case not in self._outcomes:
             (self.folder / "device").mkdir(exist_ok=True)
-            self._outcomes[case] = run_course(case.policy(), self.checkpoint("device", case))
-        return self._outcomes[case]
+            try:
+                self._outcomes[case] = run_course(case.policy(), self.checkpoint("device", case))
+            except Exception as error:
+                self._outcomes[case] = error
+        outcome = self._outcomes[case]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def per_case(self, check: str, rows: Callable[[Case], Iterable[Row]]) -> Iterator[Row]:
+        """Yield the rows of every case; one that raises is a failed row, and the others still run.
+
+        Args:
+            check: name of the check.
+            rows: from a case to its rows.
+        """
+        for case in self.cases:
+            try:
+                yield from rows(case)
+            except Exception as error:  # a kind of model that does not work here says nothing about the others
+                yield raised(f"{check}: {case}", error)
 
     def checkpoint(self, folder: str, case: Case) -> Path:
         """Return the checkpoint of a case's course: on the ``device``, or on the ``cpu``."""
