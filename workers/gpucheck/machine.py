@@ -100,8 +100,8 @@ def transformer_engine_problem() -> str | None:
         sys.modules[name] = None  # type: ignore[assignment]
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return (
-            f"{_version('transformer-engine')} is installed but does not import ({reason[:200]}): install the build "
-            f"for torch {torch.__version__} and CUDA {torch.version.cuda}, or set model.transformer_impl=local"
+            f"Transformer Engine is installed but does not import ({reason[:200]}): install the build for torch "
+            f"{torch.__version__} and CUDA {torch.version.cuda}, or set model.transformer_impl=local"
         )
     return None
 
