@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.local:
         try:
             connected = _connect(arguments.address)
-        except (ConnectionError, RuntimeError, TimeoutError) as error:
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             sys.stderr.write(f"doctor: no Ray cluster answers at {arguments.address}: {reason}\n")
             return UNREACHABLE
