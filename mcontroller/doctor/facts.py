@@ -174,5 +174,5 @@ def _torch() -> tuple[dict[str, str], int, str | None]:
         return {}, 0, f"import torch: {type(error).__name__}: {error}".partition("\n")[0]
     if torch.version.cuda is None:
         return {}, 0, None
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {"CUDA": torch.version.cuda, "NCCL": nccl}, torch.cuda.device_count(), None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
             connected = _connect(arguments.address)
         except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
-            sys.stderr.write(f"doctor: no Ray cluster answers at {arguments.address}: {reason}\n")
+            place = arguments.address or f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
+            sys.stderr.write(f"doctor: no Ray cluster answers at {place}: {reason}\n")
             return UNREACHABLE
     findings = _of_cluster(arguments) if connected else _examined([LocalNode()], arguments)
     head = "the Ray cluster" if connected else "this machine; no Ray cluster runs here, so nodes are not compared"
@@ -68,13 +70,11 @@ def _connect(address: str | None) -> bool:
 
     if ray.is_initialized():
         return True
-    options = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address is not None or "RAY_ADDRESS" in os.environ:
-        ray.init(address=address, **options)
-        return True
     try:
-        ray.init(address="auto", **options)
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
+        if address is not None or "RAY_ADDRESS" in os.environ:
+            raise
         return False
     return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -207,7 +207,7 @@ def update_rows(case: Case, value: Outcome, reference: Outcome) -> Iterator[Row]
     )
 
 
-def _metric_difference(value: list[Mapping[str, float]], reference: list[Mapping[str, float]]) -> float:
+def _metric_difference(value: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]) -> float:
     """The largest difference of a metric, relative to the reference if that is more than 1."""
     return _largest(
         abs(ours[name] - theirs[name]) / max(1.0, abs(theirs[name]))

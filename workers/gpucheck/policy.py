@@ -63,7 +63,7 @@ _TOKENS = {"eos_token_id": 1, "pad_token_id": 0}
 
 
 def actor_config(
-    model: Mapping[str, Any], options: Mapping[str, Any] | None = None, parallel: Mapping[str, int] | None = None
+    model: Mapping[str, Any], options: Mapping[str, Any] | None = None, parallel: Mapping[str, Any] | None = None
 ) -> ActorConfig:
     """Return the configuration of a small actor.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ def _of_group(session: Session) -> dict[str, Tensor]:
         num_gpus=gpus,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )
     try:
         batch = DataProto.from_dict(ppo_columns(), meta_info={"eos_token_id": 1, "pad_token_id": 0})
@@ -135,11 +136,11 @@ def _of_group(session: Session) -> dict[str, Tensor]:
         init = RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor_rollout")
         with MegatronRayWorkerGroup(pool, init, "gpucheck", timeout=120.0) as group:
             group.init_model()
-            results = {"scores": group.compute_log_prob(batch).batch["old_log_probs"]}
-            results["greedy"] = group.generate_sequences(prompts).batch["responses"]
+            results = {"scores": group.compute_log_prob(batch).tensors()["old_log_probs"]}
+            results["greedy"] = group.generate_sequences(prompts).tensors()["responses"]
             for _ in range(UPDATES):
                 group.update_actor(batch)
-            results["after"] = group.compute_log_prob(batch).batch["old_log_probs"]
+            results["after"] = group.compute_log_prob(batch).tensors()["old_log_probs"]
     finally:
         ray.shutdown()
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,13 +31,13 @@ def synchronisations(session: Session) -> Iterator[Row]:
     implementation = session.implementations[-1]
     batch = ppo_columns()
     for variant in (None, "packed"):
-        policy = Case("dense", "bfloat16", variant, implementation).policy()
-        policy.update(batch)
-        steps = -(-ROWS // policy.config.ppo_mini_batch_size)
+        trained = Case("dense", "bfloat16", variant, implementation).policy()
+        trained.update(batch)
+        steps = -(-ROWS // trained.config.ppo_mini_batch_size)
         name = f"synchronisations: optimizer step{' packed' if variant else ''}"
         # Packed rows wait in every layer without Transformer Engine's rotary embedding, which reads lengths on the GPU.
         limit = None if variant and implementation == "local" else _WAITS_OF_A_STEP
-        yield waits_row(name, count_waits(lambda policy=policy: policy.update(batch)), steps, limit)
+        yield waits_row(name, count_waits(functools.partial(trained.update, batch)), steps, limit)
     policy = Case("dense", "bfloat16", None, implementation).policy()
     policy.generate(batch, do_sample=False)
     waits = count_waits(lambda: policy.generate(batch, do_sample=False, eos_token_id=0))
@@ -81,7 +82,7 @@ def training(session: Session) -> Iterator[Row]:
         batch = ppo_columns(rows, prompt, response)
         batch = _of_length(batch, prompt, longest or response, equal=longest is None)
         policy.update(batch)
-        seconds = session.seconds(lambda batch=batch: policy.update(batch))
+        seconds = session.seconds(functools.partial(policy.update, batch))
         tokens = int(batch["attention_mask"].sum())
         flops = training_flops(policy, tokens, int(batch["attention_mask"].sum(1).max()))
         share = "n/a" if peak is None else f"{flops / seconds / (peak * 1e12):.1%} MFU"
