@@ -191,13 +191,14 @@ def update_rows(case: Case, value: Outcome, reference: Outcome) -> Iterator[Row]
         note=_HELP.format("updates"),
     )
     shared = value.weights.keys() & reference.weights.keys()
-    yield at_most(
-        f"updates: {case} weights",
-        _largest(largest_difference(value.weights[name], reference.weights[name]) for name in shared),
-        tolerance.weights,
-        reference=f"{len(shared)} of {len(reference.weights)} tensors",
-        note=_HELP.format("updates"),
-    )
+    if tolerance.weights is not None:
+        yield at_most(
+            f"updates: {case} weights",
+            _largest(largest_difference(value.weights[name], reference.weights[name]) for name in shared),
+            tolerance.weights,
+            reference=f"{len(shared)} of {len(reference.weights)} tensors",
+            note=_HELP.format("updates"),
+        )
     yield at_most(
         f"updates: {case} scores after",
         score_difference(value.after, reference.after, tolerance),

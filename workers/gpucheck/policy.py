@@ -73,7 +73,7 @@ def actor_config(
         parallel: sizes of the axes.
     """
     further = dict(options or {})
-    optim = {"lr": 1e-2, "eps": 1e-4} | further.pop("optim", {})
+    optim = {"lr": 1e-3, "eps": 1e-4} | further.pop("optim", {})
     rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3} | further.pop("rollout", {})
     return ActorConfig(
         model=ModelConfig(**(_BASE | dict(model))),
