@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from tests.fake_cuda.tags import GPUS, Memory, current, device_of, gpu, gpu_count, mark, measure, memory
+from tests.fake_cuda.tags import GPUS, Memory, current, device_of, gpu, gpu_count, mark, measure, memory, traffic
 
 MEMORY_BYTES = 140 << 30
 
@@ -114,6 +114,7 @@ def answers() -> dict[str, Any]:
         "get_device_properties": _returns(Properties),
         "get_device_capability": _returns((Properties.major, Properties.minor)),
         "get_device_name": _returns(Properties.name),
+        "set_sync_debug_mode": traffic.set_sync_debug_mode,
         "_lazy_call": lambda call, **kwargs: call(),
     }
 

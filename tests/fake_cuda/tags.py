@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -105,16 +106,26 @@ class Traffic:
         counts: ``"host_to_device"``, ``"device_to_host"``, ``"sync:<operation>"`` -> how often.
         places: the same, with the line of code outside torch that caused it; filled while ``trace`` is set.
         trace: whether to record lines.
+        warn: whether a synchronisation warns, as after ``torch.cuda.set_sync_debug_mode("warn")``.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
         self.trace = False
+        self.warn = False
+
+    def set_sync_debug_mode(self, mode: str | int) -> None:
+        """Warn of synchronisations, or no longer: torch's function of the same name."""
+        self.warn = mode in ("warn", 1)
 
     def add(self, kind: str) -> None:
         """Count one event of this kind."""
         self.counts[kind] += 1
+        if self.warn and _waits(kind):
+            place, _, _ = _line_of_caller().partition(" in ")
+            filename, _, line = place.rpartition(":")
+            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, filename, int(line))
         if self.trace:
             self.places[kind, _line_of_caller()] += 1
 
@@ -126,12 +137,16 @@ class Traffic:
     @property
     def synchronisations(self) -> int:
         """How often the host waited for the device; a copy to the host waits too."""
-        return sum(n for kind, n in self.counts.items() if kind.startswith("sync:") or kind == "device_to_host")
+        return sum(n for kind, n in self.counts.items() if _waits(kind))
 
     def clear(self) -> None:
         """Start counting from zero."""
         self.counts.clear()
         self.places.clear()
+
+
+def _waits(kind: str) -> bool:
+    return kind.startswith("sync:") or kind == "device_to_host"
 
 
 traffic = Traffic()
