@@ -23,7 +23,8 @@ test-fast: lint types
 # The GPU path with real values on a CPU: tests of workers that feed tensors through the workers' own methods.
 FAKE_CUDA := tests/fake_cuda tests/workers/test_parity.py tests/workers/checkpoint tests/workers/model/test_placement.py
 test-fake-cuda: $(STAMP)
-	$(BIN)/python -m pytest -p tests.fake_cuda.plugin $(FAKE_CUDA) tests/workers/weights/test_offload.py $(ARGS)
+	$(BIN)/python -m pytest -p tests.fake_cuda.plugin $(FAKE_CUDA) tests/workers/weights/test_offload.py tests/workers/test_colocated.py \
+		tests/workers/test_distinct_gpus.py tests/workers/memory $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -77,6 +77,9 @@ class Properties:
     total_memory = MEMORY_BYTES
     name = "pretended CUDA device"
 
+    def __init__(self, index: int) -> None:
+        self.uuid = f"GPU-{index}"
+
 
 def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
@@ -109,8 +112,8 @@ def answers() -> dict[str, Any]:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": seed,
         "manual_seed_all": seed,
-        "default_generators": (torch.default_generator,),
-        "get_device_properties": _returns(Properties),
+        "default_generators": (torch.default_generator,) * 8,
+        "get_device_properties": lambda device=None: Properties(_index(device)),
         "get_device_capability": _returns((Properties.major, Properties.minor)),
         "get_device_name": _returns(Properties.name),
         "_lazy_call": lambda call, **kwargs: call(),
