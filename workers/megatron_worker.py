@@ -16,6 +16,7 @@ from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
+from workers.distinct_gpus import check_distinct_gpus
 from workers.model.gpu_defaults import set_max_connections
 
 __all__ = ["MegatronWorker"]
@@ -50,7 +51,8 @@ class MegatronWorker(Worker):
 
     Raises:
         LayoutError: the axes do not divide the world size; with the arithmetic.
-        ResourceError: torch can use GPUs here, but sees fewer than the group has ranks on this node.
+        ResourceError: torch can use GPUs here, but sees fewer than the group has ranks on this node; or two ranks are
+            on one GPU.
     """
 
     def __init__(self, parallel: ParallelConfig, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
@@ -67,6 +69,8 @@ class MegatronWorker(Worker):
         initialize_distributed(
             rank=self.rank, world_size=self.world_size, init_method=f"tcp://{address}:{port}", timeout_s=timeout_s
         )
+        if self.device.type == "cuda":
+            check_distinct_gpus(self.device)
         self.context = MegatronContext(layout, seed, timeout_s=timeout_s)
 
     def call_context(self, method: str) -> AbstractContextManager[Any]:

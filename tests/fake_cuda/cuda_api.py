@@ -78,6 +78,9 @@ class Properties:
     total_memory = MEMORY_BYTES
     name = "pretended CUDA device"
 
+    def __init__(self, index: int) -> None:
+        self.uuid = f"GPU-{index}"
+
 
 def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
@@ -111,7 +114,7 @@ def answers() -> dict[str, Any]:
         "manual_seed": seed,
         "manual_seed_all": seed,
         "default_generators": (torch.default_generator,) * len(GPUS),
-        "get_device_properties": _returns(Properties),
+        "get_device_properties": lambda device=None: Properties(_index(device)),
         "get_device_capability": _returns((Properties.major, Properties.minor)),
         "get_device_name": _returns(Properties.name),
         "set_sync_debug_mode": traffic.set_sync_debug_mode,

@@ -91,8 +91,10 @@ def questions(rows: int) -> DataProto:
     return DataProto.from_dict(columns, meta_info=SAMPLED | {"do_sample": False})
 
 
-def peaks(parallel: dict[str, Any], model: dict[str, Any], optim: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """The most bytes during each call, each of a role that is alone on the device."""
+def peaks(
+    parallel: dict[str, Any], model: dict[str, Any], optim: dict[str, Any]
+) -> tuple[int, dict[str, tuple[int, int]]]:
+    """The bytes before each call and the most during it, each of a role that is alone on the device."""
     sizes = {"ppo_micro_batch_size": MICRO, "ppo_mini_batch_size": ROWS, "ppo_epochs": 1, "optim": optim}
     lengths = {"prompt_length": PROMPT, "response_length": RESPONSE}
     model = SIZES | model
@@ -118,7 +120,8 @@ def peaks(parallel: dict[str, Any], model: dict[str, Any], optim: dict[str, Any]
         ),
         "reward": (reward, (("compute_rm_score", batch),)),
     }
-    found, pp_rank = {}, 0
+    found: dict[str, tuple[int, int]] = {}
+    pp_rank = 0
     for build, calls in roles.values():
         worker = build()
         pp_rank = worker.context.pg.pp.rank()
@@ -127,10 +130,10 @@ def peaks(parallel: dict[str, Any], model: dict[str, Any], optim: dict[str, Any]
         for method, argument in calls:
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             getattr(worker, method)(own_shard(argument, worker))
-            found[method] = torch.cuda.max_memory_allocated()
+            found[method] = (before, torch.cuda.max_memory_allocated())
         worker.offload()
-        worker.reload = None
         del worker
         gc.collect()
     return pp_rank, found
@@ -164,9 +167,15 @@ def test_estimates_are_within_a_tenth_of_the_counted_bytes(
     ratios = {}
     for rank, (pp_rank, counted) in enumerate(run_ranks(peaks, 2, parallel, model, optim)):
         for method, memory in estimates(parallel, model, optim, pp_rank).items():
-            estimated = memory.total - memory.nccl
-            ratios[rank, method] = estimated / counted[method]
-            print(f"rank {rank} {method}: estimated {estimated:,}, counted {counted[method]:,} bytes")  # noqa: T201
+            before, most = counted[method]
+            estimated, moving = memory.total - memory.nccl, memory.activations + memory.logits + memory.cache
+            ratios[rank, method] = estimated / most
+            if method.startswith("update"):
+                ratios[rank, f"activations of {method}"] = moving / (most - before)
+            print(  # noqa: T201
+                f"rank {rank} {method}: estimated {estimated:,}, counted {most:,} bytes; "
+                f"without weights and optimizer {moving:,}, {most - before:,}"
+            )
     assert {call: ratio for call, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == {}
 
 
