@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Install Slurm and munge with apt if they are missing; otherwise say what to install.
+set -euo pipefail
+missing=""
+for program in slurmctld slurmd srun munged runuser; do
+  command -v "$program" >/dev/null || missing="$missing $program"
+done
+if [ "$(id -u)" != 0 ]; then
+  echo "make test-slurm needs root: slurmd starts jobs as their users. Run it as root, for example in a container" >&2
+  exit 1
+fi
+[ -n "$missing" ] || exit 0
+if ! command -v apt-get >/dev/null; then
+  echo "make test-slurm needs$missing, and there is no apt-get: install Slurm and munge with your package manager" >&2
+  exit 1
+fi
+apt-get update -qq
+DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge >/dev/null
