@@ -16,7 +16,16 @@ from parallel_state.axes import RANK_AXIS
 from parallel_state.describe import runs_text
 from parallel_state.topology import Topology
 
-__all__ = ["LOCAL_AXES", "CrossingAxis", "Locality", "ScatteredNode", "check_axes", "locality", "log_findings", "nodes_of"]
+__all__ = [
+    "LOCAL_AXES",
+    "CrossingAxis",
+    "Locality",
+    "ScatteredNode",
+    "check_axes",
+    "locality",
+    "log_findings",
+    "nodes_of",
+]
 
 logger = logging.getLogger(__name__)
 

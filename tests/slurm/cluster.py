@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,11 @@ class Job:
         until(lambda: self.ended, f"the end of job {self.number}", lambda: self.log)
         return self.record()
 
+    def start_again(self) -> None:
+        """Wait until the job is requeued, and start it now; Slurm would wait for two minutes."""
+        until(lambda: self.record()["JobState"] == "PENDING", "requeued job", lambda: self.log)
+        self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
     @property
     def ended(self) -> bool:
         """Whether the job is neither pending nor running."""
@@ -54,16 +59,7 @@ class Job:
 
     def processes(self, node: str | None = None) -> list[int]:
         """Return the ids of the job's processes, or of those on one node."""
-        wanted = [f"SLURM_JOB_ID={self.number}", *([f"SLURMD_NODENAME={node}"] if node else [])]
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:  # it ended meanwhile
-                continue
-            if all(variable in variables for variable in wanted):
-                found.append(int(entry.name))
-        return found
+        return processes_with([f"SLURM_JOB_ID={self.number}", *([f"SLURMD_NODENAME={node}"] if node else [])])
 
 
 @dataclass(frozen=True)
@@ -114,6 +110,19 @@ class SlurmCluster:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:  # it ended with its parent
                 continue
+
+
+def processes_with(variables: Sequence[str]) -> list[int]:
+    """Return the ids of the processes that have all of these environment variables, as ``NAME=value``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it ended meanwhile
+            continue
+        if all(variable in environment for variable in variables):
+            found.append(int(entry.name))
+    return found
 
 
 def parents_of(pids: list[int]) -> set[int]:

@@ -1,7 +1,7 @@
-"""These tests need Slurm and root: ``make test-slurm``."""
+"""These tests need Slurm, an ssh server and root: ``make test-slurm``."""
 
 from __future__ import annotations
 
 import sys
 
-collect_ignore = [] if any("tests/slurm" in argument for argument in sys.argv) else ["test_launch_file.py"]
+collect_ignore_glob = [] if any("tests/slurm" in argument for argument in sys.argv) else ["test_*.py"]

@@ -31,6 +31,7 @@ def test_a_job_trains_on_ranks_of_both_nodes_and_computes_what_one_rank_computes
     assert "node n1 at 127.0.1.1: 8 CPUs, 4 GPUs" in job.log
     assert "node n2 at 127.0.1.2: 8 CPUs, 4 GPUs" in job.log
     assert "ranks run on nodes 127.0.1.1, 127.0.1.1, 127.0.1.2, 127.0.1.2" in job.log
+    assert job.log.count("group actor: axis tp crosses nodes in 2 of 2 groups, such as ranks 0, 2 on 127.0.1.1, ") == 1
     difference, fall = map(float, re.findall(r"from one rank (\S+); the loss fell by (\S+)", job.log)[0])
     assert difference < 1e-5
     assert fall > 0.1
@@ -55,6 +56,7 @@ def test_a_job_at_its_time_limit_lets_the_driver_end_and_starts_again(cluster: S
     job = cluster.submit(tmp_path / "job", *TRAIN, "steps=0", **settings)
     job.wait_for_log("step 1 ")
     cluster.run("scancel", "--batch", "--signal=USR1", job.number)  # as Slurm does before the time limit
+    job.start_again()
     record = job.wait()
     assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1"), job.log
     assert "the driver got SIGTERM" in job.log

@@ -3,7 +3,7 @@
     train.py steps=3      train three steps, on four ranks of two nodes and on one rank, and compare the losses
     train.py steps=0      train until the job ends
 
-The last argument counts. It prints a line for every step.
+The last argument counts. It prints a line for every step. Tensor parallelism crosses the nodes, for its warning.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ CONFIG = {
 
 def main(steps: int) -> None:
     ray.init(log_to_driver=False)
+    signal.signal(signal.SIGTERM, interrupt)  # after ray.init, which sets a handler that raises SystemExit
     batch = sequences()
     with RayResourcePool([2, 2], use_gpu=False, name_prefix="two-nodes") as pool:
         group = start(pool, tp=2)
@@ -55,7 +56,7 @@ def main(steps: int) -> None:
 
 
 def start(pool: RayResourcePool, tp: int) -> MegatronRayWorkerGroup:
-    config = load_config(ActorConfig, CONFIG | {"parallel": {"tp": tp}})
+    config = load_config(ActorConfig, CONFIG | {"parallel": {"tp": tp, "order": "dp-tp-cp-ep-pp"}})
     group = MegatronRayWorkerGroup(
         pool, RayClassWithInitArgs(ActorRolloutRefWorker, config, "actor"), name_prefix="actor"
     )
@@ -81,5 +82,4 @@ def interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)
     main(int(sys.argv[-1].removeprefix("steps=")))
