@@ -8,16 +8,16 @@
 set -euo pipefail
 
 # Settings: change them here, or set them in the environment.
-export LAUNCH_DIR=${LAUNCH_DIR:-$PWD/launch}          # the folder with ray_node.sh and ray_nodes.py
+export LAUNCH_DIR=${LAUNCH_DIR:-$PWD/launch}               # the folder with ray_node.sh and ray_nodes.py
 export JOB_DIR=${JOB_DIR:-$PWD/ssh-$(date +%Y%m%d-%H%M%S)} # logs and the token; on this machine
-export VENV=${VENV:-}                                 # a virtual environment, on every machine
-export INTERFACE=${INTERFACE:-}                       # such as bond0; default: the address in hosts.txt, or of the name
-export RAY_TEMP_DIR=${RAY_TEMP_DIR:-/tmp/ray-$USER}   # Ray's sessions and logs: short, on the machine itself
-export RAY_PORT=${RAY_PORT:-6379}                     # of the head
-export RAY_PORTS=${RAY_PORTS:-}                       # options of ray start that fix the other ports
+export VENV=${VENV:-}                                      # a virtual environment, on every machine
+export INTERFACE=${INTERFACE:-}                            # such as bond0; default: the address in hosts.txt, or of the name
+export RAY_TEMP_DIR=${RAY_TEMP_DIR:-/tmp/ray-$USER}        # Ray's sessions and logs: short, on the machine itself
+export RAY_PORT=${RAY_PORT:-6379}                          # of the head
+export RAY_PORTS=${RAY_PORTS:-}                            # options of ray start that fix the other ports
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
-START_TIMEOUT=${START_TIMEOUT:-300}                   # seconds until all machines must have joined
+START_TIMEOUT=${START_TIMEOUT:-300}                        # seconds until all machines must have joined
 SSH=${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=15}
 
 if [ $# -lt 2 ]; then

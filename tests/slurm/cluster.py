@@ -102,7 +102,7 @@ class SlurmCluster:
         ).stdout
 
     def kill_node(self, node: str, job: Job) -> None:
-        """Kill at once what ends when a machine loses its power: Slurm's daemons of the node and the job's processes."""
+        """Kill at once what ends with the power of a machine: Slurm's daemons and the processes of the job."""
         daemon = int((self.directory / f"slurmd-{node}.pid").read_text())
         steps = [pid for pid in parents_of(job.processes(node)) if "slurmstepd" in command_line(pid)]
         for pid in (daemon, *steps, *job.processes(node)):
