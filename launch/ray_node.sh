@@ -40,8 +40,9 @@ if [ "$role" = slurm ]; then
 fi
 if [ -n "${JOB_DIR:-}" ]; then exec >>"$JOB_DIR/ray-$node_name.log" 2>&1; fi
 if [ -n "${VENV:-}" ]; then export PATH="$VENV/bin:$PATH"; fi
-ulimit -n "$(ulimit -Hn)"                                                              # Ray opens a file for every connection
-export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-0} # end at once after TERM
+# Ray opens a file for every connection. It ends at once after TERM; newer versions wait for 30 seconds by default.
+ulimit -n "$(ulimit -Hn)"
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-0}
 options=(--node-ip-address="$address" --node-name="$node_name" --temp-dir="$RAY_TEMP_DIR" --disable-usage-stats --block)
 if [ -n "${NUM_CPUS:-}" ]; then options+=(--num-cpus="$NUM_CPUS"); fi
 if [ -n "${NUM_GPUS:-}" ]; then options+=(--num-gpus="$NUM_GPUS"); fi # without it, Ray counts the GPUs
@@ -62,10 +63,9 @@ case $role in
   worker-on-stdin)
     read -r RAY_AUTH_TOKEN
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-    wait_for_head
-    ray start --address="$HEAD" "${options[@]}" </dev/null &
+    (wait_for_head && exec ray start --address="$HEAD" "${options[@]}") </dev/null &
     daemon=$!
-    (cat >/dev/null; kill -TERM "$daemon" 2>/dev/null) <&0 &
+    (cat >/dev/null && kill -TERM "$daemon" 2>/dev/null) <&0 &
     wait "$daemon"
     ;;
   *) echo "ray_node.sh: $1; expected address, slurm, head, worker or worker-on-stdin" >&2 && exit 2 ;;

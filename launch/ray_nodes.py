@@ -9,6 +9,8 @@ The cluster is that of RAY_ADDRESS. The names are those of ``ray start --node-na
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,16 +26,36 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="+", metavar="NODE")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait; default: 300")
     options = parser.parse_args(arguments)
+    waits = options.what == "wait"
+    deadline = time.monotonic() + (options.timeout if waits else 5.0)
+    if not head_accepts(deadline):
+        head = f"node {options.names[0]} (no Ray head at {os.environ['RAY_ADDRESS']})"
+        if waits:
+            print(f"ray_nodes.py: {head} within {options.timeout:g} s; see ray-{options.names[0]}.log", file=sys.stderr)
+        else:
+            print(head)
+        return 1
     ray.init(logging_level="ERROR", log_to_driver=False)
-    return wait(options.names, options.timeout) if options.what == "wait" else lost(options.names)
+    return wait(options.names, deadline) if waits else lost(options.names)
 
 
-def wait(names: Sequence[str], timeout: float) -> int:
-    """Wait until all nodes are alive, and print their addresses and resources; return 1 after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
+def head_accepts(deadline: float) -> bool:
+    """Wait until the head accepts connections; ``ray.init`` alone would retry for minutes. Return False if too late."""
+    host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return True
+        except OSError:
+            time.sleep(0.5)
+    return False
+
+
+def wait(names: Sequence[str], deadline: float) -> int:
+    """Wait until all nodes are alive, and print their addresses and resources; return 1 after the deadline."""
     while missing := missing_nodes(names, ray.nodes()):
         if time.monotonic() > deadline:
-            found = f"{len(names) - len(missing)} of {len(names)} nodes joined within {timeout:g} s"
+            found = f"{len(names) - len(missing)} of {len(names)} nodes joined in time"
             print(f"ray_nodes.py: {found}; missing: {', '.join(missing)}", file=sys.stderr)
             return 1
         time.sleep(0.5)

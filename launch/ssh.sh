@@ -11,8 +11,8 @@ set -euo pipefail
 export LAUNCH_DIR=${LAUNCH_DIR:-$PWD/launch}               # the folder with ray_node.sh and ray_nodes.py
 export JOB_DIR=${JOB_DIR:-$PWD/ssh-$(date +%Y%m%d-%H%M%S)} # logs and the token; on this machine
 export VENV=${VENV:-}                                      # a virtual environment, on every machine
-export INTERFACE=${INTERFACE:-}                            # such as bond0; default: the address in hosts.txt, or of the name
-export RAY_TEMP_DIR=${RAY_TEMP_DIR:-/tmp/ray-$USER}        # Ray's sessions and logs: short, on the machine itself
+export INTERFACE=${INTERFACE:-}                            # such as bond0; default: the one of hosts.txt or the name
+export RAY_TEMP_DIR=${RAY_TEMP_DIR:-/tmp/ray-$(id -un)}    # Ray's sessions and logs: short, on the machine itself
 export RAY_PORT=${RAY_PORT:-6379}                          # of the head
 export RAY_PORTS=${RAY_PORTS:-}                            # options of ray start that fix the other ports
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
@@ -84,12 +84,14 @@ for host in "${hosts[@]:1}"; do
   { cat "$RAY_AUTH_TOKEN_PATH" && echo; } >&"$connection"
 done
 
-python "$LAUNCH_DIR/ray_nodes.py" wait --timeout="$START_TIMEOUT" "${names[@]}"
-status=0
+python "$LAUNCH_DIR/ray_nodes.py" wait --timeout="$START_TIMEOUT" "${names[@]}" &
+started+=($!)
+wait $!
 without_connections "$@" &
 driver=$!
 trap 'kill -TERM "$driver" 2>/dev/null' INT TERM
 while kill -0 "$driver" 2>/dev/null; do wait "$driver" || true; done # a signal to this script interrupts wait
+status=0
 wait "$driver" || status=$?
 if [ "$status" != 0 ]; then
   lost=$(python "$LAUNCH_DIR/ray_nodes.py" lost "${names[@]}") || echo "launch/ssh.sh: lost $lost" >&2

@@ -25,7 +25,7 @@ def test_the_driver_trains_on_both_machines_and_nothing_is_left_when_it_ends(tmp
             "SSH": ssh,
             "JOB_DIR": str(tmp_path / "job"),
             "RAY_TEMP_DIR": f"/tmp/ray-test-{os.getpid()}",
-            "RAY_PORT": "17379",
+            "RAY_PORT": "20379",
             "PYTHONPATH": str(ROOT),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
