@@ -15,13 +15,19 @@ node_name=${NODE_NAME:-${SLURMD_NODENAME:-$(hostname)}}
 node_address() {
   local name=${NODE_ADDRESS:-} address
   if [ -n "${INTERFACE:-}" ]; then
-    name=$(ip -4 -o addr show dev "$INTERFACE" | awk '{split($4, cidr, "/"); print cidr[1]; exit}')
-  elif [ -z "$name" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
-    name=$(scontrol show node -o "$node_name" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    address=$(ip -4 -o addr show dev "$INTERFACE" | awk '{split($4, cidr, "/"); print cidr[1]; exit}')
+  else
+    if [ -z "$name" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+      name=$(scontrol show node -o "$node_name" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    fi
+    name=${name:-$node_name}
+    address=$(getent ahostsv4 "$name" | awk '{print $1; exit}')
+    if [[ $address = 127.* && $address != "$name" ]]; then # /etc/hosts has the host's own name as 127.0.1.1
+      address=$(hostname -I | awk '{print $1}')
+    fi
   fi
-  address=$(getent ahostsv4 "${name:-$node_name}" | awk '{print $1; exit}')
   if [ -z "$address" ]; then
-    echo "ray_node.sh: node $node_name has no IPv4 address (INTERFACE=${INTERFACE:-}, name ${name:-$node_name})" >&2
+    echo "ray_node.sh: node $node_name has no IPv4 address (INTERFACE=${INTERFACE:-}, name $name)" >&2
     return 1
   fi
   echo "$address"
