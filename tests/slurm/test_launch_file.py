@@ -64,6 +64,15 @@ def test_a_job_at_its_time_limit_lets_the_driver_end_and_starts_again(cluster: S
     assert nothing_is_left_of(job)
 
 
+def test_a_cancelled_job_lets_the_driver_end(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path / "job", *TRAIN, "steps=0")
+    job.wait_for_log("step 1 ")
+    cluster.run("scancel", "--batch", "--signal=TERM", job.number)
+    assert job.wait()["JobState"] == "FAILED"
+    assert "the driver got SIGTERM" in job.log
+    assert nothing_is_left_of(job)
+
+
 def test_a_missing_command_is_reported(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path / "job")
     assert job.wait()["JobState"] == "FAILED"
