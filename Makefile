@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-fake-cuda test-newest lint types bench clean
+.PHONY: demo test test-fast test-fake-cuda test-newest test-slurm test-manifests lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -39,9 +39,21 @@ $(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
 	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,muon,test]"
 	touch $@
 
+# The launch files on a real Slurm of two nodes and a real ssh server, on this machine. Needs root; installs both with apt.
+test-slurm: $(STAMP)
+	tests/slurm/install.sh
+	$(BIN)/python -m pytest tests/slurm $(ARGS)
+
+# The manifests against KubeRay's own schemas, which are downloaded: ARGS="--folder FOLDER" reads them from a folder.
+test-manifests: $(STAMP)
+	$(BIN)/python -m tests.launch.kuberay_schemas $(ARGS)
+
+SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck $(SHELL_FILES)
 
 types: $(STAMP)
 	$(BIN)/mypy
