@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING
 from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
-    from mcontroller.ppo.advantages import AdvantageEstimator as AdvantageEstimator
     from mcontroller.ppo.advantages import compute_advantage as compute_advantage
-    from mcontroller.ppo.advantages import compute_gae as compute_gae
-    from mcontroller.ppo.advantages import register_advantage_estimator as register_advantage_estimator
     from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
     from mcontroller.ppo.config import PPOConfig as PPOConfig
@@ -20,6 +16,18 @@ if TYPE_CHECKING:
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import collate as collate
     from mcontroller.ppo.display import Display as Display
+    from mcontroller.ppo.estimators.gae import GAEOptions as GAEOptions
+    from mcontroller.ppo.estimators.gae import compute_gae as compute_gae
+    from mcontroller.ppo.estimators.groups import GPGOptions as GPGOptions
+    from mcontroller.ppo.estimators.groups import GRPOOptions as GRPOOptions
+    from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
+    from mcontroller.ppo.estimators.registry import AdvantageEstimator as AdvantageEstimator
+    from mcontroller.ppo.estimators.registry import KLInReward as KLInReward
+    from mcontroller.ppo.estimators.registry import register_advantage_estimator as register_advantage_estimator
+    from mcontroller.ppo.estimators.reinforce import (
+        ReinforcePlusPlusBaselineOptions as ReinforcePlusPlusBaselineOptions,
+    )
+    from mcontroller.ppo.estimators.reinforce import ReinforcePlusPlusOptions as ReinforcePlusPlusOptions
     from mcontroller.ppo.kl import KL_ESTIMATORS as KL_ESTIMATORS
     from mcontroller.ppo.kl import apply_kl_penalty as apply_kl_penalty
     from mcontroller.ppo.kl import estimate_kl as estimate_kl

@@ -214,7 +214,7 @@ class RayPPOTrainer:
 
     def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return the batch with ``token_level_rewards``: the scores minus the KL penalty, and the penalty's metrics."""
-        if not self.config.algorithm.use_kl_in_reward:
+        if not self.config.algorithm.kl_in_reward:
             (scores,) = columns(batch, "token_level_scores")
             return batch.union(DataProto.from_dict({"token_level_rewards": scores})), {}
         return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
@@ -222,9 +222,7 @@ class RayPPOTrainer:
     def advantages(self, batch: DataProto, problems: DataProto) -> DataProto:
         """Return the batch with ``advantages`` and ``returns``; the estimator can also read the problems' columns."""
         rule = self.config.algorithm
-        full = compute_advantage(
-            batch.union(problems), rule.adv_estimator, rule.gamma, rule.lam, normalize=rule.normalize_advantages
-        )
+        full = compute_advantage(batch.union(problems), rule.adv_estimator, rule.gamma, rule.lam, rule.options())
         return full.select(non_tensor_batch_keys=[])
 
     def warm_up(self) -> None:
