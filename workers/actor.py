@@ -15,7 +15,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.kl import KL_ESTIMATORS, estimate_kl
-from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.state import TrainingState
@@ -134,7 +134,7 @@ class ActorRolloutRefWorker(ModelWorker):
         log_probs, entropy = output
         old = rows.columns["old_log_probs"]
         mask = rows.mask
-        policy = POLICY_LOSSES[config.policy_loss](
+        policy = POLICY_LOSSES[config.policy_loss].function(
             log_probs,
             old,
             rows.columns["advantages"],

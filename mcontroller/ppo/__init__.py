@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from mcontroller.ppo.kl_control import AdaptiveKLController as AdaptiveKLController
     from mcontroller.ppo.kl_control import FixedKLController as FixedKLController
     from mcontroller.ppo.kl_control import KLControlConfig as KLControlConfig
-    from mcontroller.ppo.policy_losses import POLICY_LOSSES as POLICY_LOSSES
-    from mcontroller.ppo.policy_losses import PolicyLoss as PolicyLoss
-    from mcontroller.ppo.policy_losses import register_policy_loss as register_policy_loss
+    from mcontroller.ppo.losses.aggregation import AGGREGATIONS as AGGREGATIONS
+    from mcontroller.ppo.losses.registry import POLICY_LOSSES as POLICY_LOSSES
+    from mcontroller.ppo.losses.registry import PolicyLoss as PolicyLoss
+    from mcontroller.ppo.losses.registry import register_policy_loss as register_policy_loss
+    from mcontroller.ppo.mismatch import ImportanceConfig as ImportanceConfig
     from mcontroller.ppo.progress import ProgressDisplay as ProgressDisplay
     from mcontroller.ppo.rewards import Reward as Reward
     from mcontroller.ppo.rewards import RewardFunction as RewardFunction

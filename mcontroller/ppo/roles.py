@@ -75,7 +75,7 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
         raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")
     has_reference = Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping
     if algorithm.kl_in_reward and not has_reference:
-        raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy; or set it to false")
+        raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
     if config.warm_up.steps and Role.RefPolicy in mapping:
         raise _misfit(
             mapping,

@@ -12,7 +12,7 @@ from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import KL_ESTIMATORS
-from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
 from workers.config.optim import OptimConfig
