@@ -382,6 +382,12 @@ class ActorRolloutRefWorker(ModelWorker):
             parts["rollout"] = self.rollout
         return parts
 
+    def parts_for(self, method: str) -> tuple[str, ...] | None:
+        """Return the parts that ``method`` needs; a rollout without a copy generates with the weights of the policy."""
+        if method == "generate_sequences" and self.rollout is not None and not self.rollout.holds_weights:
+            return ("params",)
+        return super().parts_for(method)
+
     def reload_for(self, method: str) -> None:
         """Bring back the parts that ``method`` needs; a rollout comes back without its weights."""
         if "rollout" in self.offloaded.parts:
@@ -391,12 +397,18 @@ class ActorRolloutRefWorker(ModelWorker):
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
-        """The rollout with the policy's current weights, and the metrics of updating them."""
+        """The rollout with the policy's current weights, and the metrics of updating them.
+
+        If the policy was offloaded, it is offloaded again before a rollout with a copy of the weights generates.
+        """
         assert self.rollout is not None
         metrics: Mapping[str, float] = {}
         if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
+            was_offloaded = "params" in self.offloaded.parts
             metrics = self.rollout.update_weights(self.rollout_weights())
             self.rollout_version = self.weights_version
+            if was_offloaded and self.rollout.holds_weights:
+                self.offloaded.offload(self.parts(), ("params",))
         return self.rollout, metrics
 
     def _require_role(self, role: str, method: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
+from workers.memory.use import MemoryUse
 from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, sum_over_context
 from workers.train.metrics import Rule, reduce_reports
@@ -48,7 +50,14 @@ from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
 from workers.train.router_losses import RouterLosses
 from workers.weights.hf.model import export_hf
-from workers.weights.offload import Offload, Sleepable, gradient_tensors, model_tensors, optimizer_tensors
+from workers.weights.offload import (
+    Offload,
+    Sleepable,
+    buffer_tensors,
+    gradient_tensors,
+    model_tensors,
+    optimizer_tensors,
+)
 
 __all__ = ["ModelWorker", "reported"]
 
@@ -72,6 +81,7 @@ class ModelWorker(MegatronWorker):
         updates, optimizer_steps: number of calls that trained the model, and of steps of this optimizer.
         weights_version: a number that changes whenever the weights may have changed.
         offloaded: the parts that are in host memory now.
+        memory_use: the memory of this process during the calls.
     """
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -80,6 +90,7 @@ class ModelWorker(MegatronWorker):
         "execute_func_rank_zero": (),
         "offload": (),
         "reload": (),
+        "take_memory_use": (),
         "wait_for_checkpoint": (),
     }
 
@@ -109,6 +120,7 @@ class ModelWorker(MegatronWorker):
         self.weights_version = 0
         self._background_saves = BackgroundSaves()
         self.offloaded = Offload()
+        self.memory_use = MemoryUse()
 
     # ---- what a user overrides ---------------------------------------------------------------------------------------
 
@@ -342,7 +354,7 @@ class ModelWorker(MegatronWorker):
     # ---- memory of the device ----------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offload(self, parts: Sequence[str] | None = None) -> int:
+    def offload(self, parts: Sequence[str] | None = None, keep_for: str | None = None) -> int:
         """Move parts of this role from the device to host memory, and return the bytes of device memory freed.
 
         A method that needs a part brings it back first (see ``parts_needed``), so no call fails because of it.
@@ -351,17 +363,27 @@ class ModelWorker(MegatronWorker):
             parts: of ``params``, ``reference`` (if there is one), ``grads`` and ``optimizer`` (if the model is
                 trained), ``rollout`` (if it has a copy of the weights); None is all. Gradients are not kept, because
                 every update clears them first. Nor are the weights of a rollout, which are updated before it generates.
+            keep_for: a method that is called next; the parts that it needs are not moved.
 
         Raises:
             ConfigError: this role has no such part.
         """
         available = self.parts()
-        return self.offloaded.offload(available, tuple(available) if parts is None else parts, discard=("grads",))
+        chosen = tuple(available) if parts is None else parts
+        if keep_for is not None:
+            kept = self.parts_for(keep_for)
+            chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
+        return self.offloaded.offload(available, chosen, discard=("grads",))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reload(self, parts: Sequence[str] | None = None) -> None:
         """Bring offloaded parts back to the device before the call that needs them; None is all."""
         self.offloaded.reload(parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_memory_use(self) -> dict[str, dict[str, float]]:
+        """Return the memory of this process by method, since the last call of this one: see ``MemoryUse.take``."""
+        return self.memory_use.take()
 
     def models(self) -> dict[str, list[Any]]:
         """Return the model chunks on this rank, by the name of their model; none before they are built."""
@@ -370,7 +392,8 @@ class ModelWorker(MegatronWorker):
     def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
         """Return the parts that can be offloaded, by name. Memory that two of them share belongs to the first."""
         parts: dict[str, Iterable[Tensor] | Sleepable] = {
-            "params" if name == "model" else name: model_tensors(chunks) for name, chunks in self.models().items()
+            "params" if name == "model" else name: itertools.chain(model_tensors(chunks), buffer_tensors(chunks))
+            for name, chunks in self.models().items()
         }
         if self.optimizer is not None:
             parts |= {"grads": gradient_tensors(self.model), "optimizer": optimizer_tensors(self.optimizer)}
@@ -383,17 +406,22 @@ class ModelWorker(MegatronWorker):
         Raises:
             ConfigError: the method needs parts, and no model has been built.
         """
-        with super().call_context(method):
+        measured = self.memory_use.of(method) if self.parts_for(method) != () else contextlib.nullcontext()
+        with super().call_context(method), measured:
             self.reload_for(method)
             yield
 
+    def parts_for(self, method: str) -> tuple[str, ...] | None:
+        """Return the parts that ``method`` needs; None is all. By default those of ``parts_needed``."""
+        return self.parts_needed.get(method)
+
     def reload_for(self, method: str) -> None:
-        """Bring back the parts that ``method`` needs (see ``parts_needed``).
+        """Bring back the parts that ``method`` needs (see ``parts_for``).
 
         Raises:
             ConfigError: the method needs parts, and no model has been built.
         """
-        needed = self.parts_needed.get(method)
+        needed = self.parts_for(method)
         if needed and not self.models():
             raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
         self.offloaded.reload(needed)

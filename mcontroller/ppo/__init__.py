@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.config import DataConfig as DataConfig
     from mcontroller.ppo.config import PPOConfig as PPOConfig
     from mcontroller.ppo.config import TrainerConfig as TrainerConfig
+    from mcontroller.ppo.config import ValidationConfig as ValidationConfig
     from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import collate as collate
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from mcontroller.ppo.rewards import Reward as Reward
     from mcontroller.ppo.rewards import RewardFunction as RewardFunction
     from mcontroller.ppo.rewards import outcome_scores as outcome_scores
+    from mcontroller.ppo.rewards import rule_only as rule_only
+    from mcontroller.ppo.rewards import sum_of_rewards as sum_of_rewards
+    from mcontroller.ppo.rewards import weighted_sum as weighted_sum
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
 else:

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mcontroller.config.checks import check_at_least, check_between
+from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields, unknown_field
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.devices import OFFLOAD_CHOICES
 from mcontroller.ppo.estimators.gae import GAEOptions
 from mcontroller.ppo.estimators.groups import GPGOptions, GRPOOptions
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
 from mcontroller.ppo.estimators.reinforce import ReinforcePlusPlusBaselineOptions, ReinforcePlusPlusOptions
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.kl_control import KLControlConfig
+from mcontroller.ppo.mismatch import ImportanceConfig
 
-__all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "WarmUpConfig"]
+__all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "ValidationConfig", "WarmUpConfig"]
 
 
 @strict_fields
@@ -61,6 +63,8 @@ class AlgorithmConfig:
     """Name of the KL estimator in the penalty: k1, k2, k3, abs, or one registered with ``register_kl_estimator``."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Weight of the KL penalty."""
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    """Correction of the mismatch between the policy that generated and the one that trains."""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
@@ -129,6 +133,40 @@ class DataConfig:
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
+class ValidationConfig:
+    """How the responses to held-out problems are sampled."""
+
+    n: int = 1
+    """[responses] Responses to each problem. With more than one, the best and the mean of each problem are reported."""
+    do_sample: bool = False
+    """Sample; False takes the most likely token."""
+    temperature: float = 1.0
+    """Temperature of the samples."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+    top_k: int = 0
+    """[tokens] Sample from the most likely tokens. 0: all."""
+
+    def __post_init__(self) -> None:
+        check_at_least("validation.n", self.n, 1)
+        check_above("validation.temperature", self.temperature, 0.0)
+        if self.n > 1 and not self.do_sample:
+            raise ConfigError(
+                f"validation.n is {self.n} with validation.do_sample=false, which generates {self.n} equal responses: "
+                "set validation.do_sample=true, or validation.n=1",
+                key="validation.n",
+                value=self.n,
+            )
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the settings of the rollout."""
+        if not self.do_sample:
+            return {"do_sample": False, "n": 1}
+        return dataclasses.asdict(self)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
 class WarmUpConfig:
     """A supervised phase before PPO."""
 
@@ -156,19 +194,29 @@ class TrainerConfig:
     test_freq: int = 0
     """[steps] Validate every so many steps and after the last one. 0: only after the last one. -1: never."""
     save_freq: int = 0
-    """[steps] Save a checkpoint every so many steps and after the last one. 0: only after the last one. -1: never."""
+    """[steps] Save a checkpoint every so many steps. 0: as save_minutes says, and after the last one. -1: never."""
+    save_minutes: float = 60.0
+    """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
     max_to_keep: int | None = None
     """[checkpoints] Checkpoints that are kept. None: all."""
     default_local_dir: str = "checkpoints"
     """Directory of the checkpoints."""
     resume: bool = False
     """Continue from the last checkpoint in default_local_dir."""
+    offload: str = "auto"
+    """Hand over memory around stages: auto (groups that share GPUs), always (all groups, on CPUs too), or never.
+
+    A group that is not called moves its weights and its optimizer to host memory. A group that is called keeps what the
+    method needs: an update all of its parts, generation and scoring the weights.
+    """
 
     def __post_init__(self) -> None:
+        check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)
         check_at_least("trainer.save_freq", self.save_freq, -1)
+        check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
         if self.max_to_keep is not None:
             check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
 
@@ -192,5 +240,7 @@ class PPOConfig:
     """The computation of advantages from scores."""
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
     """A supervised phase before PPO."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """How the responses to held-out problems are sampled."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Length of the run, and when it is validated and saved."""

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from mcontroller.config.checks import check_known_keys
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.transport import complete
 
 __all__ = [
     "CombineRewards",
     "Reward",
     "RewardFunction",
+    "RewardSources",
     "Scores",
+    "joined",
     "outcome_scores",
     "rewarded",
     "rule_only",
@@ -115,6 +117,70 @@ def sum_of_rewards(
         return Reward(total, columns)
 
     return weighted
+
+
+def joined(rewards: Sequence[Reward]) -> Reward:
+    """Return one Reward of the rows of several, with one score per row, ``[rows, 1]``: responses differ in width."""
+    scores = torch.cat([reward.token_level_scores.sum(1, keepdim=True) for reward in rewards])
+    names = rewards[0].columns
+    return Reward(scores, {name: [value for reward in rewards for value in reward.columns[name]] for name in names})
+
+
+class RewardSources:
+    """The scores of responses from a reward function, a reward model, or both.
+
+    Args:
+        reward_fn: the reward of responses to train on.
+        val_reward_fn: the reward of responses to held-out problems; None: ``reward_fn``.
+        has_model: whether there is a reward model.
+        combine: makes one score of both.
+
+    Raises:
+        ConfigError: there is no reward, or there are both and no function that combines them.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFunction | None,
+        val_reward_fn: RewardFunction | None,
+        has_model: bool,
+        combine: CombineRewards | None,
+    ) -> None:
+        if reward_fn is None and not has_model:
+            raise ConfigError("there is no reward: pass reward_fn, or map Role.RewardModel", key="reward_fn")
+        if reward_fn is not None and has_model and combine is None:
+            raise ConfigError(
+                "there are scores of reward_fn and of Role.RewardModel: pass combine_rewards, such as "
+                "weighted_sum(rule=1.0, model=1.0), or rule_only if reward_fn reads rm_scores itself; or pass "
+                "reward_fn=None to use the reward model alone",
+                key="combine_rewards",
+            )
+        self.training = reward_fn
+        self.held_out = val_reward_fn or reward_fn
+        self.combine = combine
+
+    def of(self, batch: DataProto, *, held_out: bool = False) -> Reward:
+        """Return the Reward of a batch.
+
+        Args:
+            batch: responses with the columns of their problems, and ``rm_scores`` if there is a reward model.
+            held_out: whether the problems are held out.
+
+        Raises:
+            DataError: a function returned values that do not fit the responses.
+        """
+        model: Tensor | None = batch.tensors().get("rm_scores")
+        function = self.held_out if held_out else self.training
+        if function is None:
+            assert model is not None
+            return Reward(model)
+        rule = rewarded(function, batch)
+        if model is None or self.combine is None:
+            return rule
+        parts = {"rule_score": rule.token_level_scores, "model_score": model}
+        sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
+        combined = self.combine(rule.token_level_scores, model)
+        return rewarded(lambda batch: Reward(combined, {**rule.columns, **sums}), batch, "combine_rewards")
 
 
 APPLIES = "applies"

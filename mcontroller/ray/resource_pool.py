@@ -275,6 +275,14 @@ class RayResourcePool(ResourcePool):
         _check_disjoint(parts, [pool.name_prefix for pool in pools])
         return self._pool_of(parts, "_".join(pool.name_prefix for pool in pools))
 
+    def shares_bundles(self, other: RayResourcePool) -> bool:
+        """Return whether a bundle of this pool is one of the other pool too."""
+        pairs = itertools.product(self._parts, other._parts)
+        return any(
+            left.reservation is right.reservation and left.start < right.stop and right.start < left.stop
+            for left, right in pairs
+        )
+
     def _kind(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("use_gpu", "max_colocate_count", "detached", "accelerator_type")}
 

@@ -16,7 +16,7 @@ from workers.generate.prompt_exchange import PromptExchange, consecutive, even_s
 from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.train.pipeline import scoring
-from workers.weights.offload import Offload, model_tensors
+from workers.weights.offload import Offload, buffer_tensors, model_tensors
 from workers.weights.refit import Refit, RefitReport
 
 __all__ = ["MegatronRollout", "RefitRollout"]
@@ -140,7 +140,9 @@ class RefitRollout:
 
     def sleep(self) -> int:
         """Free the device memory of the copy, and return how many bytes; the weights are discarded."""
-        return self._offload.offload({"weights": model_tensors(self.rollout.chunks)}, ["weights"], discard=["weights"])
+        chunks = self.rollout.chunks
+        parts = {"weights": model_tensors(chunks), "buffers": buffer_tensors(chunks)}
+        return self._offload.offload(parts, tuple(parts), discard=["weights"])
 
     def wake_up(self) -> None:
         """Allocate the device memory again; the weights are undefined until the next ``update_weights``."""

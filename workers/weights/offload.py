@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["Offload", "Sleepable", "gradient_tensors", "model_tensors", "optimizer_tensors"]
+__all__ = ["Offload", "Sleepable", "buffer_tensors", "gradient_tensors", "model_tensors", "optimizer_tensors"]
 
 
 @runtime_checkable
@@ -53,6 +53,8 @@ class Offload:
     ) -> int:
         """Free the device memory of the ``chosen`` parts, and return how many bytes that were.
 
+        Other processes can use the memory afterwards: torch's cache of freed memory is emptied too.
+
         Args:
             parts: all parts of the role, by name.
             chosen: names of those to offload; a part that is offloaded already counts 0 bytes.
@@ -81,7 +83,7 @@ class Offload:
             if is_due:
                 emptied = self._offloaded[part] = [_emptied(storage, part not in discard) for storage in storages]
                 freed += sum(size for _, size, _ in emptied)
-        if freed and torch.cuda.is_available():
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return freed
 
@@ -129,6 +131,17 @@ def model_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
     """Iterate over the weights of model chunks, wrapped or not."""
     for chunk in chunks:
         yield from (param.data for param in unwrap_model(chunk).parameters())
+
+
+def buffer_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
+    """Iterate over the tensors of model chunks that are not weights.
+
+    These are the buffers, and the tensors that modules keep as plain attributes, such as rotary frequencies.
+    """
+    for chunk in chunks:
+        for module in unwrap_model(chunk).modules():
+            yield from (buffer for buffer in module.buffers(recurse=False))
+            yield from (value for value in vars(module).values() if isinstance(value, Tensor))
 
 
 def gradient_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
