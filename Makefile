@@ -33,9 +33,9 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # roundtrip_verl.py runs in verl's environment: benchmarks/roundtrip.py --peer-python PATH.
-# train_step.py starts train_step_plain.py under torchrun.
+# train_step.py starts train_step_plain.py under torchrun, and calls train_step_unequal.py.
 bench: $(STAMP)
-	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints.txt

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel_state import cpu, without_te
+from parallel_state import cpu, packed_rope, without_te
 from parallel_state.errors import LayoutError, ParallelStateError
 from parallel_state.import_hook import patch_modules
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 
 if not cpu.install():
-    patch_modules(without_te.PATCHES)
+    patch_modules({**without_te.PATCHES, **packed_rope.PATCHES})
 
 from megatron.core import parallel_state as mpu  # install() comes first
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -28,7 +28,7 @@ from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
 from workers.train.batch_checks import require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
-from workers.train.forward import forward_hidden, token_scores
+from workers.train.forward import forward_hidden, is_last_chunk, token_scores
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
@@ -93,12 +93,11 @@ class ActorRolloutRefWorker(ModelWorker):
         config = self.config
         if config.rollout.parallel is None:
             check_generation(config.parallel, "parallel")
-            return MegatronRollout(self.model, self.context, config.model.vocab_size, config.rollout.max_rows)
+            return self._megatron_rollout(self.model, self.context)
         layout = config.rollout.parallel.layout(self.world_size)
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
         copy = self.build_rollout_model(config.rollout.parallel, context)
-        rollout = MegatronRollout(copy, context, config.model.vocab_size, config.rollout.max_rows)
-        return RefitRollout(rollout, self.context)
+        return RefitRollout(self._megatron_rollout(copy, context), self.context)
 
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
         """Return this rank's chunks of the copy of the policy that generates.
@@ -116,7 +115,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Return hidden states, or on the last stage log-probabilities and entropies ``[2, rows, targets]``."""
         hidden = forward_hidden(model, rows, self.context.pg)
-        if not unwrap_model(model).post_process:
+        if not is_last_chunk(model):
             return hidden
         return token_scores(
             model,
@@ -395,6 +394,17 @@ class ActorRolloutRefWorker(ModelWorker):
         super().reload_for(method)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _megatron_rollout(self, chunks: list[nn.Module], context: MegatronContext) -> MegatronRollout:
+        settings = self.config.rollout
+        return MegatronRollout(
+            chunks,
+            context,
+            self.config.model.vocab_size,
+            settings.max_rows,
+            memory_fraction=settings.memory_fraction,
+            processes_on_node=self.local_world_size,
+        )
 
     def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
         """The rollout with the policy's current weights, and the metrics of updating them.

@@ -217,7 +217,7 @@ class ModelWorker(MegatronWorker):
         self.check_call_context()
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
-        outputs = run_for_scores(model, [each.batch.to(self.device) for each in batches], self.forward_step)
+        outputs = run_for_scores(model, self._on_device(each.batch for each in batches), self.forward_step)
         if not outputs:
             return None
         own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
@@ -305,7 +305,7 @@ class ModelWorker(MegatronWorker):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         routers.begin(batches)
-        on_device = [batch.to(self.device) for batch in batches]
+        on_device = self._on_device(batches)
         own_loss = functools.partial(_loss_of_own_targets, loss, self.context.pg)
         reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss)
         step = guarded_step(self.optimizer)
@@ -341,6 +341,11 @@ class ModelWorker(MegatronWorker):
         least = least_count(rows.lengths[index], size.tokens, length_multiple, packed=self.packed)
         count = -(-max(self._of_every_shard(least)) // multiple) * multiple
         return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=self.packed)
+
+    def _on_device(self, batches: Iterable[TokenBatch]) -> list[TokenBatch]:
+        """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
+        cp = self.context.pg.cp
+        return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
 
     def _of_every_shard(self, number: int) -> list[int]:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parallel_state.import_hook import Patch
+from parallel_state.packed_rope import PATCHES as PACKED_ROPE
 from parallel_state.without_te import PATCHES as WITHOUT_TE
 
 
@@ -138,6 +139,7 @@ def _inference_communication(module: Any) -> None:
 
 
 PATCHES: dict[str, Patch] = WITHOUT_TE | {
+    **PACKED_ROPE,
     "megatron.core.distributed.distributed_data_parallel": _data_parallel,
     "megatron.core.jit": _jit,
     "megatron.core.tensor_parallel.layers": _layers,
