@@ -8,7 +8,7 @@ the batch is cut.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,12 +17,13 @@ from mcontroller.config.registry import Registry
 __all__ = ["AGGREGATIONS", "Aggregation", "Weights"]
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Weights:
     """The weights of an average over tokens.
 
     Attributes:
         tokens: float ``[rows, response]``, the weight of every token; 0 outside of the mask.
-        count: float scalar, this part's share of the number that the weighted sum is divided by.
+        count: float scalar, a whole number: this part's share of what the weighted sum is divided by.
     """
 
     tokens: Tensor
@@ -30,10 +31,10 @@ class Weights(NamedTuple):
 
 
 Aggregation = Callable[[Tensor, Tensor, int], Weights]
-"""Maps a mask, the lengths of the responses, and the longest possible response to ``Weights``.
+"""Maps the mask of this rank's tokens, the mask of all tokens, and the longest possible response to ``Weights``.
 
-The mask ``[rows, response]`` has the tokens of this rank; the lengths ``[rows]`` count the tokens of the whole
-response, those of other context-parallel ranks included.
+Both masks are float ``[rows, response]``. They differ under context parallelism, where ranks share the tokens of a
+response. A response is counted on the rank that has its first token.
 """
 
 AGGREGATIONS: Registry[Aggregation] = Registry("aggregation of the loss", key="loss_agg_mode")
@@ -41,30 +42,30 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation of the loss", key="l
 
 
 @AGGREGATIONS.register("token-mean")
-def _token_mean(mask: Tensor, lengths: Tensor, longest: int) -> Weights:
+def _token_mean(own: Tensor, whole: Tensor, longest: int) -> Weights:
     """Each token counts once (DAPO, arXiv:2503.14476)."""
-    return Weights(mask, mask.sum())
+    return Weights(own, own.sum())
 
 
 @AGGREGATIONS.register("seq-mean-token-mean")
-def _sequence_mean_of_means(mask: Tensor, lengths: Tensor, longest: int) -> Weights:
+def _sequence_mean_of_means(own: Tensor, whole: Tensor, longest: int) -> Weights:
     """Each response counts once, whatever its length (GRPO, arXiv:2402.03300)."""
-    shares = _shares(mask, lengths)
-    return Weights(shares, shares.sum())
+    return Weights(own / whole.sum(1, keepdim=True).clamp(min=1), _responses(own, whole))
 
 
 @AGGREGATIONS.register("seq-mean-token-sum")
-def _sequence_mean_of_sums(mask: Tensor, lengths: Tensor, longest: int) -> Weights:
+def _sequence_mean_of_sums(own: Tensor, whole: Tensor, longest: int) -> Weights:
     """The mean over responses of their summed tokens."""
-    return Weights(mask, _shares(mask, lengths).sum())
+    return Weights(own, _responses(own, whole))
 
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
-def _constant_length(mask: Tensor, lengths: Tensor, longest: int) -> Weights:
+def _constant_length(own: Tensor, whole: Tensor, longest: int) -> Weights:
     """As seq-mean-token-sum, divided by the longest possible response (Dr.GRPO, arXiv:2503.20783)."""
-    return Weights(mask / longest, _shares(mask, lengths).sum())
+    return Weights(own / longest, _responses(own, whole))
 
 
-def _shares(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return 1 / length on each token of a response: summed over tokens and ranks, the number of responses."""
-    return mask / lengths.clamp(min=1)[:, None]
+def _responses(own: Tensor, whole: Tensor) -> Tensor:
+    """Return the number of responses whose first token is among this rank's."""
+    first = (whole != 0) & ((whole != 0).cumsum(1) == 1)
+    return (first & (own != 0)).sum().to(own.dtype)
