@@ -14,8 +14,8 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.kl import KL_ESTIMATORS, estimate_kl
-from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from mcontroller.ppo.kl import KL_ESTIMATORS
+from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.state import TrainingState
@@ -32,6 +32,8 @@ from workers.train.forward import forward_hidden, is_last_chunk, token_scores
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
+from workers.train.mini_batches import responses_of_mini_batch
+from workers.train.policy_objective import columns_of_update, policy_metrics, policy_objective
 from workers.weights.offload import Sleepable
 
 __all__ = ["ActorRolloutRefWorker"]
@@ -128,40 +130,13 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return PPO's clipped loss, with the entropy bonus and the KL penalty of the configuration."""
-        config = self.config
+        """Return the policy loss, with the entropy bonus and the KL penalty of the configuration."""
         log_probs, entropy = output
-        old = rows.columns["old_log_probs"]
-        mask = rows.mask
-        policy = POLICY_LOSSES[config.policy_loss](
-            log_probs,
-            old,
-            rows.columns["advantages"],
-            mask,
-            clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
-            clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
-            dual_clip=config.clip_ratio_c,
-        )
-        per_token = policy.loss - config.entropy_coeff * entropy
-        token_means = {
-            "pg_loss": policy.loss,
-            "pg_clipfrac": policy.clipped,
-            "ppo_kl": old - log_probs,
-            "entropy": entropy,
-        }
-        if config.use_kl_loss:
-            kl = estimate_kl(log_probs, rows.columns["ref_log_prob"], config.kl_loss_type)
-            per_token = per_token + config.kl_loss_coef * kl
-            token_means["kl_loss"] = kl
-        count = mask.sum()
-        report = {name: masked_sum(values.detach(), mask) for name, values in token_means.items()}
-        report["ratio_max"] = (policy.ratio.detach() * mask).max()
-        return masked_sum(per_token, mask), count, report | {TOKENS: count}
+        return policy_objective(self.config, rows, log_probs, entropy, self.context.pg.cp)
 
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
-        means = ["pg_loss", "pg_clipfrac", "ppo_kl", "entropy"] + ["kl_loss"] * self.config.use_kl_loss
-        return dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
+        return policy_metrics(self.config)
 
     def sft_loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the cross entropy of the targets."""
@@ -201,7 +176,8 @@ class ActorRolloutRefWorker(ModelWorker):
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
             ``position_ids`` of both; samples of one prompt next to each other. Log-probabilities are the policy's at
-            the temperature, before top-k and top-p. If the rollout got new weights first, ``meta_info["metrics"]``
+            the temperature, before top-k and top-p. ``meta_info`` has ``temperature`` and ``n``, so that later calls
+            score at the same temperature. If the rollout got new weights first, ``meta_info["metrics"]``
             has the cost of that. None off the last stage.
 
         Raises:
@@ -222,6 +198,9 @@ class ActorRolloutRefWorker(ModelWorker):
             call=call,
             dp_group=self.context.pg.dp,
         )
+        if generated is not None:
+            generated.meta_info.setdefault("temperature", self.config.rollout.temperature)
+            generated.meta_info.setdefault("n", self.config.rollout.n)
         if generated is not None and metrics:
             generated.meta_info["metrics"] = {f"rollout/{name}": value for name, value in metrics.items()}
         return generated
@@ -277,7 +256,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
         Args:
             data: the result of ``generate_sequences``, with ``old_log_probs`` and ``advantages`` ``[rows, response]``,
-                and ``ref_log_prob`` under ``use_kl_loss``.
+                ``ref_log_prob`` under ``use_kl_loss``, and the columns that the policy loss names.
+                ``importance_weights`` ``[rows, response]``, if there, multiply the policy loss of every token.
+                ``meta_info["n"]`` is the number of responses to a prompt, under ``ppo_mini_batch_prompts``.
 
         Returns:
             ``meta_info["metrics"]``, the same on every rank. They include the router losses of the model
@@ -292,15 +273,14 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         self._require_role("actor", "update_actor")
         config = self.config
-        needed = ["old_log_probs", "advantages"] + ["ref_log_prob"] * config.use_kl_loss
-        rows = self._response_rows(data, "update_actor", needed)
+        rows = self._response_rows(data, "update_actor", columns_of_update(config, set(data.tensors())))
         self.use_phase("ppo")
         metrics = self.train(
             "update_actor",
             rows,
             loss=self.loss,
             rules=self.metrics(),
-            mini_batch_size=config.ppo_mini_batch_size,
+            mini_batch_size=responses_of_mini_batch(config, data, "update_actor"),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
             shuffle_seed=config.seed if config.shuffle else None,

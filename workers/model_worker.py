@@ -176,7 +176,9 @@ class ModelWorker(MegatronWorker):
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``.
 
-        Tokens are valid if ``rows.mask`` is not 0. It is 0 for targets of another context-parallel rank.
+        Tokens are valid if ``rows.mask`` is not 0. It is 0 for targets of another context-parallel rank, which
+        ``rows.whole_mask`` has too. The number may be of anything that the sum over all micro-batches and ranks of the
+        mini-batch is to be divided by, such as responses.
 
         Args:
             rows: the micro-batch; its columns are ``[rows, targets]``.
@@ -560,7 +562,8 @@ class ModelWorker(MegatronWorker):
 
 
 def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
-    return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg)), output)
+    own = rows.mask * owned_targets(rows, pg)
+    return loss(dataclasses.replace(rows, mask=own, whole_mask=rows.mask), output)
 
 
 def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:

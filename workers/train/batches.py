@@ -45,6 +45,8 @@ class TokenBatch:
         columns: further inputs of the loss, each ``[rows, targets]``.
         temperature: divides the logits when the rows are scored.
         packing: the position of each row in one sequence, if the rows go through the model as one; otherwise None.
+        whole_mask: the mask before it was limited to the targets of this context-parallel rank, while a loss is
+            computed; otherwise None.
         own: the targets that count and that this context-parallel rank predicts, after ``for_rank``; otherwise None.
     """
 
@@ -57,6 +59,7 @@ class TokenBatch:
     temperature: float = 1.0
     packing: Packing | None = None
     own: OwnTargets | None = None
+    whole_mask: Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens.size(0)
