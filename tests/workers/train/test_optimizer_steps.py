@@ -145,7 +145,7 @@ MUON = importlib.util.find_spec("emerging_optimizers") is not None
 
 @pytest.mark.skipif(not MUON, reason="emerging-optimizers is not installed; make test-newest installs it")
 def test_muon_trains_the_weights_of_one_process(tmp_path: Path) -> None:
-    optim = {"optimizer": "muon", "megatron": {"muon_momentum": 0.9}}
+    optim = {"optimizer": "muon", "megatron": {"muon_momentum": 0.9, "muon_fp32_matmul_prec": "highest"}}
     expected, found = (run_ranks(trained, ranks, {}, optim, {})[0][0] for ranks in (1, 2))
     assert largest_difference(found, expected) < 1e-4
     assert [difference for difference, _ in run_ranks(continued, 2, optim, str(tmp_path))] == [0.0, 0.0]
