@@ -6,7 +6,7 @@
 #   tests/slurm/cluster.sh stop FOLDER
 #
 # Each node has an address of its own on the loopback interface, so Ray sees two machines. A GPU is a device file
-# that nothing opens. A node that does not answer is down after 10 seconds.
+# that nothing opens. A node that does not answer is down after 40 seconds.
 set -euo pipefail
 command=$1
 mkdir -p "$2"
@@ -39,7 +39,7 @@ SlurmctldPidFile=$folder/slurmctld.pid
 SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/log/slurmctld.log
 SlurmdLogFile=$folder/log/slurmd-%n.log
-SlurmdTimeout=10
+SlurmdTimeout=40
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
