@@ -48,7 +48,7 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0,requeue_delay=1
 ReturnToService=2
 SlurmdParameters=config_overrides
 MpiDefault=none
-KillWait=5
+KillWait=30
 GresTypes=gpu
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.1.1 Port=17001 CPUs=8 RealMemory=8000 Gres=gpu:4
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.1.2 Port=17002 CPUs=8 RealMemory=8000 Gres=gpu:4
