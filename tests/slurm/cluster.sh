@@ -6,7 +6,7 @@
 #   tests/slurm/cluster.sh stop FOLDER
 #
 # Each node has an address of its own on the loopback interface, so Ray sees two machines. A GPU is a device file
-# that nothing opens. A node that does not answer is down after 10 seconds.
+# that nothing opens. A node that does not answer is down after 40 seconds.
 set -euo pipefail
 command=$1
 mkdir -p "$2"
@@ -39,7 +39,7 @@ SlurmctldPidFile=$folder/slurmctld.pid
 SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/log/slurmctld.log
 SlurmdLogFile=$folder/log/slurmd-%n.log
-SlurmdTimeout=10
+SlurmdTimeout=40
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -48,7 +48,7 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0,requeue_delay=1
 ReturnToService=2
 SlurmdParameters=config_overrides
 MpiDefault=none
-KillWait=5
+KillWait=30
 GresTypes=gpu
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.1.1 Port=17001 CPUs=8 RealMemory=8000 Gres=gpu:4
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.1.2 Port=17002 CPUs=8 RealMemory=8000 Gres=gpu:4

@@ -40,7 +40,8 @@ def test_a_job_trains_on_ranks_of_both_nodes_and_computes_what_one_rank_computes
 
 
 def test_a_job_whose_node_dies_ends_with_an_error_that_names_the_node(cluster: SlurmCluster, tmp_path: Path) -> None:
-    job = cluster.submit(tmp_path / "job", *TRAIN, "steps=0")
+    # On a busy machine Slurm may notice the node before the launch file has ended, and would start the job again.
+    job = cluster.submit(tmp_path / "job", *TRAIN, "steps=0", SBATCH_NO_REQUEUE="1")
     job.wait_for_log("step 1 ")
     cluster.kill_node("n2", job)
     record = job.wait()
