@@ -58,15 +58,15 @@ def _read(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
         if arguments.role not in parts:
             text = f"--role is {arguments.role!r}; expected one of {', '.join(parts)}"
             raise ConfigError(text, key="--role", value=arguments.role)
-        role = load_config(parts[arguments.role], arguments.file, overrides=arguments.overrides)
+        role: Any = load_config(parts[arguments.role], arguments.file, overrides=arguments.overrides)
         return None, {arguments.role: role}
-    config = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
+    config: Any = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
     sections = {key: getattr(config, key, None) for key in parts}
-    present = {key: section for key, section in sections.items() if section is not None}
-    return config, {
-        key: section if dataclasses.is_dataclass(section) else load_config(parts[key], section)
-        for key, section in present.items()
-    }
+    roles: dict[str, Any] = {key: section for key, section in sections.items() if section is not None}
+    for key, section in roles.items():
+        if not dataclasses.is_dataclass(section):
+            roles[key] = load_config(parts[key], section)
+    return config, roles
 
 
 def _pool_size(config: Any) -> int:
