@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import sys
 
-collect_ignore = [] if "tests.fake_cuda.plugin" in sys.modules else ["test_device.py", "test_memory.py"]
+collect_ignore = [] if "tests.fake_cuda.plugin" in sys.modules else ["test_device.py", "test_gpucheck.py", "test_memory.py"]
