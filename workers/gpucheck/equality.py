@@ -209,11 +209,15 @@ def update_rows(case: Case, value: Outcome, reference: Outcome) -> Iterator[Row]
 
 
 def _metric_difference(value: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]) -> float:
-    """The largest difference of a metric, relative to the reference if that is more than 1."""
+    """The largest difference of a metric, relative to the reference if that is more than 1.
+
+    The largest ratio of one token is left out: its score is compared with the others.
+    """
     return _largest(
         abs(ours[name] - theirs[name]) / max(1.0, abs(theirs[name]))
         for ours, theirs in zip(value, reference, strict=True)
         for name in theirs
+        if name != "ratio_max"
     )
 
 

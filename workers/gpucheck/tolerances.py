@@ -42,7 +42,9 @@ TOLERANCES: dict[str, Tolerance] = {
     "tf32": Tolerance(mean=True, scores=5e-3, weights=2e-3, after=2e-2, metrics=5e-2, rows=ROWS // 2, again=5e-3),
     # 8 bits of mantissa: hidden states are rounded after every operation, to 0.4% of their size. A token that is nearly
     # as close to another expert may go there, so single log-probabilities differ by more, and their mean is compared.
-    "bfloat16": Tolerance(mean=True, scores=2e-2, weights=None, after=5e-2, metrics=0.1, rows=ROWS, again=2e-2),
+    # On the CPU, bfloat16 differs from float32 by 0.004 to 0.007 in scores, and by 0.01 to 0.17 after the updates,
+    # whose steps move scores by 0.9 to 1.4.
+    "bfloat16": Tolerance(mean=True, scores=2e-2, weights=None, after=0.3, metrics=0.2, rows=ROWS, again=2e-2),
 }
 """Tolerances by precision of the arithmetic."""
 

@@ -11,13 +11,12 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[3]
 
 WITHOUT_PACKAGES = """
-import sys
+from importlib.machinery import PathFinder
 NAMES = {"ray", "tensordict", "transformers", "rich", "omegaconf", "psutil", "safetensors"}
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in NAMES:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
+find = PathFinder.find_spec
+def found(name, path=None, target=None):
+    return None if name.partition(".")[0] in NAMES else find(name, path, target)
+PathFinder.find_spec = staticmethod(found)
 """
 
 FAULT = """
