@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel_state import cpu, packed_rope, releases, without_te
+from parallel_state import cpu, releases
 from parallel_state.errors import LayoutError, ParallelStateError
-from parallel_state.import_hook import patch_modules
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
+from parallel_state.patches import packed_rope, without_te
+from parallel_state.patches.import_hook import patch_modules
 from parallel_state.requirements import require_importable
 
 if not cpu.install():

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from parallel_state.errors import ParallelStateError
-from parallel_state.import_hook import Patch
+from parallel_state.patches.import_hook import Patch
 
 __all__ = ["PATCHES", "async_save_arguments", "build_optimizer", "experts_builder", "moe_metrics"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from parallel_state import releases
-from parallel_state.import_hook import Patch
-from parallel_state.packed_rope import PATCHES as PACKED_ROPE
-from parallel_state.without_te import PATCHES as WITHOUT_TE
+from parallel_state.patches.import_hook import Patch
+from parallel_state.patches.packed_rope import PATCHES as PACKED_ROPE
+from parallel_state.patches.without_te import PATCHES as WITHOUT_TE
 
 
 def _jit(module: Any) -> None:

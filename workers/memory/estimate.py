@@ -24,7 +24,7 @@ from workers.memory.activations import (
 )
 from workers.memory.parameters import Parameters, Shape, count_parameters, layers_of_chunks
 
-__all__ = ["NCCL_BYTES_PER_GROUP", "Batch", "Memory", "Role"]
+__all__ = ["NCCL_BYTES_PER_GROUP", "Batch", "Memory", "PlannedRole"]
 
 NCCL_BYTES_PER_GROUP = 256 << 20
 """A guess of the buffers of one NCCL communicator; it depends on NCCL's version, the network and the channels."""
@@ -80,7 +80,7 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-class Role:
+class PlannedRole:
     """A model on a layout, and the memory of its calls on a rank of each pipeline stage.
 
     Args:

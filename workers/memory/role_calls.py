@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.config.fit import divided_for
-from workers.memory.estimate import Batch, Memory, Role
+from workers.memory.estimate import Batch, Memory, PlannedRole
 
 __all__ = ["CallMemory", "Lengths", "calls_of_run"]
 
@@ -118,7 +118,7 @@ class _OfRole:
         parallel, model = config.rollout.parallel, config.model
         if parallel is not None:
             model = divided_for(config.model, parallel, config.parallel)
-        built = Role(model, parallel or config.parallel, self.world_size, fused=self.fused)
+        built = PlannedRole(model, parallel or config.parallel, self.world_size, fused=self.fused)
         rows = math.ceil(self.lengths.rows / built.layout.dp)
         at_once = min(rows, config.rollout.max_rows or rows)
         prompt, response = self.lengths.prompt, self.lengths.response
@@ -126,12 +126,12 @@ class _OfRole:
         memories = tuple(built.generate(stage, at_once, prompt, response) for stage in stages)
         return CallMemory("rollout", "generate", memories)
 
-    def _role(self, *, trained: bool) -> Role:
+    def _role(self, *, trained: bool) -> PlannedRole:
         config = self.config
         optim = None if isinstance(config, RewardConfig) or not trained else config.optim
         ddp = getattr(config, "ddp", None)
         arguments = (config.model, config.parallel, self.world_size, optim)
-        return Role(*arguments, ddp=ddp, value_head=self.value_head, fused=self.fused)
+        return PlannedRole(*arguments, ddp=ddp, value_head=self.value_head, fused=self.fused)
 
     def _rows(self, rows: int, tokens: int) -> int:
         return max(1, tokens // (self.lengths.prompt + self.lengths.response)) if tokens else rows

@@ -15,7 +15,7 @@ from tests.forking import run_ranks
 from tests.workers.roles import MODEL, SAMPLED, actor, be_a_worker, callable_directly, critic, own_shard
 from workers import ModelConfig, OptimConfig, ParallelConfig, RewardConfig, RewardModelWorker
 from workers.config import load_config
-from workers.memory.estimate import Batch, Memory, Role
+from workers.memory.estimate import Batch, Memory, PlannedRole
 from workers.memory.parameters import Parameters, count_parameters
 
 PROMPT, RESPONSE, ROWS, MICRO, VOCABULARY = 64, 64, 16, 4, 1000
@@ -146,8 +146,8 @@ def estimates(
     trained = load_config(OptimConfig, optim)
     dp = axes.layout(2).dp
     batch = Batch(MICRO, PROMPT + RESPONSE, RESPONSE, count=ROWS // MICRO // dp, chunk_tokens=4096)
-    policy, value = (Role(config, axes, 2, trained, value_head=head) for head in (False, True))
-    frozen, reward = (Role(config, axes, 2, value_head=head) for head in (False, True))
+    policy, value = (PlannedRole(config, axes, 2, trained, value_head=head) for head in (False, True))
+    frozen, reward = (PlannedRole(config, axes, 2, value_head=head) for head in (False, True))
     return {
         "update_actor": policy.train(pp_rank, batch),
         "compute_log_prob": policy.score(pp_rank, batch),
@@ -182,5 +182,7 @@ def test_estimates_are_within_a_tenth_of_the_counted_bytes(
 def test_an_optimizer_whose_state_is_not_known_is_rejected_by_its_field() -> None:
     model = load_config(ModelConfig, MODEL)
     with pytest.raises(ConfigError, match=r"model\.transformer\.attention_output_gate=True: its parameters are not"):
-        Role(load_config(ModelConfig, MODEL | {"transformer": {"attention_output_gate": True}}), ParallelConfig(), 1)
-    assert Role(model, ParallelConfig(), 1).idle(0).gradients == 0
+        PlannedRole(
+            load_config(ModelConfig, MODEL | {"transformer": {"attention_output_gate": True}}), ParallelConfig(), 1
+        )
+    assert PlannedRole(model, ParallelConfig(), 1).idle(0).gradients == 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from parallel_state.adam import FusedAdam
-from parallel_state.import_hook import Patch
+from parallel_state.patches.adam import FusedAdam
+from parallel_state.patches.import_hook import Patch
 
 __all__ = ["PATCHES"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_state.import_hook import Patch
+from parallel_state.patches.import_hook import Patch
 
 __all__ = ["PATCHES", "packed_positions"]
 

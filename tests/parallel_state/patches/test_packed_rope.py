@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 
 import parallel_state.megatron  # noqa: F401
-from parallel_state.packed_rope import packed_positions
+from parallel_state.patches.packed_rope import packed_positions
 
 BOUNDS = torch.tensor([0, 16, 16, 24, 64], dtype=torch.int32)  # one row is empty
 
@@ -42,7 +42,7 @@ def unpatched() -> Any:
 @pytest.mark.parametrize(("cp", "rank"), [(1, 0), (2, 1), (4, 2)])
 def test_packed_heads_are_rotated_as_megatron_rotates_them(cp: int, rank: int, positions: int) -> None:
     original = unpatched()._apply_rotary_pos_emb_thd
-    assert rope_utils._apply_rotary_pos_emb_thd.__module__ == "parallel_state.packed_rope"
+    assert rope_utils._apply_rotary_pos_emb_thd.__module__ == "parallel_state.patches.packed_rope"
     generator = torch.Generator().manual_seed(0)
     heads = torch.randn(64 // cp, 2, 8, generator=generator)
     angles = torch.randn(positions, 1, 1, 8, generator=generator)
