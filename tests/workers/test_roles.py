@@ -20,12 +20,14 @@ from tests.workers.roles import (
     MODEL,
     PROMPT,
     RESPONSE,
+    SAMPLED,
     actor,
     callable_directly,
     critic,
     experience,
     largest_difference,
     own_shard,
+    prompts,
     weights,
 )
 from workers.actor import ActorRolloutRefWorker
@@ -78,6 +80,20 @@ def reference_after_learning() -> list[bool]:
 
 def test_the_reference_does_not_change_before_sync_reference() -> None:
     assert run_ranks(reference_after_learning, 1)[0] == [True, False, True]
+
+
+def difference_to_a_reference_group() -> float:
+    """The largest KL term between an actor that samples at 0.7 and a reference of its own with the same weights."""
+    rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
+    worker, other = actor({}, rollout=rollout | {"temperature": 0.7, "n": 2}), actor({}, "ref", rollout=rollout)
+    generated = worker.generate_sequences(prompts(4, SAMPLED))
+    assert generated.meta_info["n"] == 2
+    old = worker.compute_log_prob(generated).batch["old_log_probs"]
+    return float((old - other.compute_ref_log_prob(generated).batch["ref_log_prob"]).abs().max())
+
+
+def test_a_reference_group_scores_at_the_temperature_of_the_rollout() -> None:
+    assert run_ranks(difference_to_a_reference_group, 1)[0] < 1e-6
 
 
 def scored() -> dict[str, torch.Tensor]:

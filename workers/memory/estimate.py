@@ -133,8 +133,8 @@ class PlannedRole:
 
     def _optimizer(self, optim: OptimConfig, count: Parameters) -> int:
         layout = self.layout
-        further: Mapping[str, Any] = getattr(optim, "megatron", {})
-        name = getattr(optim, "optimizer", "adam")
+        further = optim.megatron
+        name = optim.optimizer
         if name not in _STATES:
             raise ConfigError(
                 f"memory cannot be estimated with optim.optimizer={name!r}; expected one of {', '.join(_STATES)}",

@@ -129,7 +129,7 @@ class _OfRole:
     def _role(self, *, trained: bool) -> PlannedRole:
         config = self.config
         optim = None if isinstance(config, RewardConfig) or not trained else config.optim
-        ddp = getattr(config, "ddp", None)
+        ddp = None if isinstance(config, RewardConfig) else config.ddp
         arguments = (config.model, config.parallel, self.world_size, optim)
         return PlannedRole(*arguments, ddp=ddp, value_head=self.value_head, fused=self.fused)
 
