@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -109,7 +108,7 @@ class RowLimit:
         if self.device.type == "cuda":
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             return torch.cuda.mem_get_info(self.device)[0] + unused
-        return psutil.virtual_memory().available // self.processes_on_node
+        return _available_bytes() // self.processes_on_node
 
     def _log(self, most: int, rows: int, one: RowBytes, free: int) -> None:
         """Log each limit once. A batch that is generated in parts is a warning, which is visible by default."""
@@ -129,3 +128,10 @@ class RowLimit:
             self.fraction,
             free / 1e6,
         )
+
+
+def _available_bytes() -> int:
+    """Return the memory of the host that programs can still get without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo") as lines:
+        kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(kilobytes) * 1024
