@@ -11,7 +11,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.local import LocalWorkerGroup
-from mcontroller.ppo import DataConfig, PPOConfig, RayPPOTrainer, Reward, TrainerConfig
+from mcontroller.ppo import DataConfig, PPOConfig, RayPPOTrainer, Reward, TrainerConfig, rule_only
 from mcontroller.ppo.rewards import outcome_scores
 from mcontroller.ray import ResourcePoolManager, Role
 from tests.forking import run_ranks
@@ -58,6 +58,7 @@ def trainer_of(offload: str, model: dict[str, Any], optim: dict[str, Any], rollo
         ResourcePoolManager({"pool": [1]}, dict.fromkeys(ROLES, "pool"), use_gpu=HAS_GPU),
         lambda pool, init, name_prefix: LocalWorkerGroup(init, 1, name_prefix=name_prefix),
         reward_fn=evenness,
+        combine_rewards=rule_only,
         train_dataset=[{name: column[row] for name, column in rows.items()} for row in range(8)],
     )
 
