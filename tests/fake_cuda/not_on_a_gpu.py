@@ -9,6 +9,9 @@ NOT_ON_A_GPU = {
     "tests/workers/generate/test_generation.py::test_reordered_weights_generate_the_same": (
         "oneDNN's memory layout of weights is for CPUs"
     ),
+    "tests/workers/config/test_optim.py::test_an_optimizer_in_host_memory_needs_cuda": (
+        "it rejects a machine without CUDA"
+    ),
 }
 """File or test -> why it must fail on a GPU. With ``--all`` it runs, and an entry that passes is an error."""
 

@@ -87,7 +87,6 @@ def test_the_scale_of_the_loss_is_checked_for_the_optimizer_of_sft_too() -> None
         ({"sgd_momentums": 0.1}, "OptimizerConfig has no such field; did you mean sgd_momentum"),
         ({"decoupled_lr": "high"}, "is 'high'; OptimizerConfig expects Optional[float]"),
         ({"main_params_dtype": "float8", "use_precision_aware_optimizer": True}, "expects one of float32, bfloat16"),
-        ({"optimizer_cpu_offload": True}, "to host memory, and CUDA is not available"),
         ({"use_precision_aware_optimizer": True}, "needs Transformer Engine's FusedAdam"),
     ],
 )
@@ -98,6 +97,11 @@ def test_a_field_that_the_installed_megatron_lacks_or_cannot_compute_is_rejected
     with pytest.raises(ConfigError) as caught:
         optimizer_config(OptimConfig(optimizer=optimizer, megatron=fields), MODEL)
     assert message in str(caught.value)
+
+
+def test_an_optimizer_in_host_memory_needs_cuda() -> None:
+    with pytest.raises(ConfigError, match="to host memory, and CUDA is not available"):
+        optimizer_config(OptimConfig(megatron={"optimizer_cpu_offload": True}), MODEL)
 
 
 def test_fields_of_megatron_pass_through_in_their_types() -> None:
