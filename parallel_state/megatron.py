@@ -144,6 +144,13 @@ class MegatronContext:
         """Whether Megatron's globals are this context's now."""
         return _active is self._globals
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups of the layout that this rank is a member of, in the same order on every rank."""
+        with self.activate():
+            values = [vars(mpu)[name] for name in sorted(_parallel_state_names())]
+        groups = [each for value in values for each in (value if isinstance(value, list) else [value])]
+        return list({id(each): each for each in groups if isinstance(each, dist.ProcessGroup)}.values())
+
     def rank_info(self) -> DistRankInfo:
         """Return the index of this rank on each axis, as Megatron's getters report it."""
         with self.activate():

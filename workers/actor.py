@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
@@ -79,6 +80,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.reference: list[nn.Module] = []
         self.rollout: Rollout | None = None
         self.rollout_version: int | None = None
+        self._rollout_context: MegatronContext | None = None
         self.sampled_batches = 0
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
@@ -98,6 +100,7 @@ class ActorRolloutRefWorker(ModelWorker):
             return self._megatron_rollout(self.model, self.context)
         layout = config.rollout.parallel.layout(self.world_size)
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
+        self._rollout_context = context
         copy = self.build_rollout_model(config.rollout.parallel, context)
         return RefitRollout(self._megatron_rollout(copy, context), self.context)
 
@@ -366,6 +369,10 @@ class ActorRolloutRefWorker(ModelWorker):
         if method == "generate_sequences" and self.rollout is not None and not self.rollout.holds_weights:
             return ("params",)
         return super().parts_for(method)
+
+    def process_groups(self) -> list[ProcessGroup]:
+        """Return the process groups of training and of the rollout's own layout."""
+        return super().process_groups() + ([] if self._rollout_context is None else self._rollout_context.groups())
 
     def reload_for(self, method: str) -> None:
         """Bring back the parts that ``method`` needs; a rollout comes back without its weights."""

@@ -19,12 +19,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import raise_on_every_rank
+from parallel_state.communicators import Communicators
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.load import load_checkpoint, open_checkpoint
 from workers.checkpoint.save import save_checkpoint
@@ -69,6 +71,9 @@ from workers.weights.offload import (
 )
 
 __all__ = ["ModelWorker", "reported"]
+
+COMMUNICATORS = "communicators"
+"""Name of the buffers of NCCL among the offloaded parts."""
 
 
 class ModelWorker(MegatronWorker):
@@ -388,7 +393,9 @@ class ModelWorker(MegatronWorker):
     # ---- memory of the device ----------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offload(self, parts: Sequence[str] | None = None, keep_for: str | None = None) -> int:
+    def offload(
+        self, parts: Sequence[str] | None = None, keep_for: str | None = None, communicators: bool = False
+    ) -> int:
         """Move parts of this role from the device to host memory, and return the bytes of device memory freed.
 
         A method that needs a part brings it back first (see ``parts_needed``), so no call fails because of it.
@@ -398,9 +405,11 @@ class ModelWorker(MegatronWorker):
                 trained), ``rollout`` (if it has a copy of the weights); None is all. Gradients are not kept, because
                 every update clears them first. Nor are the weights of a rollout, which are updated before it generates.
             keep_for: a method that is called next; the parts that it needs are not moved.
+            communicators: free the buffers of NCCL too. The next method that needs a part allocates them again.
 
         Raises:
             ConfigError: this role has no such part.
+            ParallelStateError: ``communicators`` is set, and the installed NCCL cannot free its buffers.
         """
         available = self.parts()
         chosen = tuple(available) if parts is None else parts
@@ -409,7 +418,14 @@ class ModelWorker(MegatronWorker):
             chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
         for chunks in self.models().values():
             drop_cached_tables(chunks)
-        return self.offloaded.offload(available, chosen, discard=("grads",))
+        freed = self.offloaded.offload(available, chosen, discard=("grads",))
+        if communicators:
+            freed += self.offloaded.offload({COMMUNICATORS: Communicators(self.process_groups())}, (COMMUNICATORS,))
+        return freed
+
+    def process_groups(self) -> list[ProcessGroup]:
+        """Return the process groups of this role, in the same order on every rank."""
+        return self.context.groups()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reload(self, parts: Sequence[str] | None = None) -> None:
@@ -460,7 +476,7 @@ class ModelWorker(MegatronWorker):
         needed = self.parts_for(method)
         if needed and not self.models():
             raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
-        self.offloaded.reload(needed)
+        self.offloaded.reload((COMMUNICATORS, *needed) if needed else needed)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

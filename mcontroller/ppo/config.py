@@ -210,6 +210,9 @@ class TrainerConfig:
     method needs: an update all of its parts, generation and scoring the weights.
     """
 
+    offload_communicators: bool = False
+    """Free the buffers of NCCL too when a group hands over its memory. It takes time, and NCCL 2.29.7."""
+
     def __post_init__(self) -> None:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)

@@ -21,10 +21,12 @@ class SharedDevices:
 
     Args:
         offload: ``auto``: groups that share GPUs; ``always``: every group, on CPUs too; ``never``: none.
+        communicators: whether groups that leave free the buffers of NCCL too.
     """
 
-    def __init__(self, offload: str) -> None:
+    def __init__(self, offload: str, communicators: bool = False) -> None:
         self.offload = offload
+        self.communicators = communicators
         self._groups: dict[str, tuple[WorkerGroup[Any], RayResourcePool]] = {}
 
     def add(self, group: WorkerGroup[Any], pool: RayResourcePool) -> None:
@@ -60,7 +62,8 @@ class SharedDevices:
         """Free the memory that a call of this method does not need, on the devices of its group."""
         if not self.are_shared(method.group):
             return
-        leaving = [other.offload.options(blocking=False)() for other in self.neighbors(method.group)]
+        further = {"communicators": True} if self.communicators else {}
+        leaving = [other.offload.options(blocking=False)(**further) for other in self.neighbors(method.group)]
         leaving.append(method.group.offload.options(blocking=False)(keep_for=method.name))
         for call in leaving:
             call.get()

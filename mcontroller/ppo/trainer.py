@@ -113,7 +113,7 @@ class RayPPOTrainer:
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
-        self.stages = Stages(SharedDevices(config.trainer.offload))
+        self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
         self._saved_at = time.monotonic()

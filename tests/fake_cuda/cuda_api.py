@@ -140,6 +140,10 @@ def _memory_of(device: Any = None) -> Memory:
     return memory[gpu(_index(device))]
 
 
+def _free(of: Memory) -> int:
+    return MEMORY_BYTES - of.reserved - of.outside
+
+
 def _empty_all() -> None:
     for each in memory.values():
         each.empty()
@@ -154,7 +158,7 @@ def _memory_answers() -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: _memory_of(device).peak_reserved,
         "reset_peak_memory_stats": lambda device=None: _memory_of(device).reset_peak(),
         "empty_cache": _empty_all,
-        "mem_get_info": lambda device=None: (MEMORY_BYTES - _memory_of(device).reserved, MEMORY_BYTES),
+        "mem_get_info": lambda device=None: (_free(_memory_of(device)), MEMORY_BYTES),
         "memory_stats": lambda device=None: _statistics(_memory_of(device)),
     }
 

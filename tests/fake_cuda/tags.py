@@ -55,10 +55,11 @@ class Memory:
         reserved: bytes that a caching allocator would keep: the most since ``empty``.
         peak_reserved: the most reserved so far.
         changes: how often bytes were added.
+        outside: bytes that other libraries than torch hold, such as the buffers of NCCL.
     """
 
     def __init__(self) -> None:
-        self.changes = 0
+        self.changes = self.outside = 0
         self.allocated = self.peak = self.reserved = self.peak_reserved = 0
 
     def add(self, size: int) -> None:

@@ -14,8 +14,8 @@ from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, toy_config, to
 
 class MovingActor(ToyActor):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offload(self, parts=None, keep_for=None):
-        CALLS.append(f"actor offloads, keeps for {keep_for}")
+    def offload(self, parts=None, keep_for=None, communicators=False):
+        CALLS.append(f"actor offloads{' with communicators' * communicators}, keeps for {keep_for}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_memory_use(self):
@@ -24,16 +24,16 @@ class MovingActor(ToyActor):
 
 class MovingCritic(ToyCritic):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offload(self, parts=None, keep_for=None):
-        CALLS.append(f"critic offloads, keeps for {keep_for}")
+    def offload(self, parts=None, keep_for=None, communicators=False):
+        CALLS.append(f"critic offloads{' with communicators' * communicators}, keeps for {keep_for}")
 
 
 ROLES = {Role.ActorRolloutRef: MovingActor, Role.Critic: MovingCritic}
 
 
-def calls_of_a_step(offload, *, use_gpu=True, pools=("pool", "pool")):
+def calls_of_a_step(offload, *, use_gpu=True, pools=("pool", "pool"), communicators=False):
     manager = ResourcePoolManager({name: [1] for name in pools}, dict(zip(ROLES, pools, strict=True)), use_gpu)
-    config = toy_config(1, offload=offload)
+    config = toy_config(1, offload=offload, offload_communicators=communicators)
     with toy_trainer(config, ROLES, resource_pool_manager=manager, val_dataset=None) as trainer:
         trainer.init_workers()
         CALLS.clear()
@@ -69,6 +69,14 @@ def test_every_stage_frees_the_memory_that_its_call_does_not_need():
 def test_nothing_moves_if_no_gpu_is_shared(offload, arguments):
     moves, _, metrics = calls_of_a_step(offload, **arguments)
     assert moves == [] and "timing_s/offload" not in metrics
+
+
+def test_groups_that_leave_free_their_communicators_and_the_called_group_keeps_its_own():
+    moves, _, _ = calls_of_a_step("auto", communicators=True)
+    assert moves[:2] == [
+        "critic offloads with communicators, keeps for None",
+        "actor offloads, keeps for generate_sequences",
+    ]
 
 
 def test_always_moves_the_parts_of_a_group_that_is_alone_too():
