@@ -52,7 +52,7 @@ class Communicators:
         try:
             getattr(backend, method)()
         except (AttributeError, RuntimeError) as error:
-            version = ".".join(map(str, torch.cuda.nccl.version()))
+            version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
             raise ParallelStateError(
                 f"cannot {method} the communicators of NCCL: {error}. It needs NCCL 2.29.7 or later, and torch 2.13; "
                 f"here are NCCL {version} and torch {torch.__version__}: leave communicators on the GPU "
