@@ -127,9 +127,10 @@ def offloaded() -> tuple[dict[str, int], set[tuple[int, ...]]]:
 
 def test_every_tensor_leaves_the_device_with_an_offload_and_comes_back() -> None:
     for sizes, stay in run_ranks(offloaded, 2):
-        assert sizes["before"] - sizes["after"] == sizes["freed"] > 400_000
-        assert sizes["after"] == sizes["reserved"] < 1024, stay  # tables of rotary positions
-        assert sizes["reloaded"] == sizes["before"]
+        assert sizes["freed"] > 400_000
+        assert sizes["after"] == sizes["reserved"] <= 4, stay  # the scale of the loss
+        tables = sizes["before"] - sizes["after"] - sizes["freed"]  # of rotary positions: dropped, and computed again
+        assert 0 <= tables < 1024 and sizes["reloaded"] == sizes["before"] - tables
 
 
 def waits_of_generation(length: int) -> tuple[int, int]:
@@ -140,10 +141,10 @@ def waits_of_generation(length: int) -> tuple[int, int]:
     return traffic.synchronisations, int(mask.sum(1).max())
 
 
-def test_generation_waits_once_for_each_token_and_six_times_for_a_batch() -> None:
-    """Of the six, three copy the results to the host."""
+def test_generation_waits_once_for_each_token_and_five_times_for_a_batch() -> None:
+    """Of the five, three copy the results to the host."""
     for length in (2, 9):
-        assert run_ranks(waits_of_generation, 1, length) == [(length + 6, length)]
+        assert run_ranks(waits_of_generation, 1, length) == [(length + 5, length)]
 
 
 def waits_of_training(epochs: int) -> tuple[int, int]:
