@@ -42,11 +42,19 @@ BUFFER_BYTES = 1 << 20
 
 
 class Communicator:
-    """The communicator of one group, with the methods of torch's NCCL backend that free and allocate its buffers."""
+    """The communicator of one group, with the methods of torch's NCCL backend that free and allocate its buffers.
+
+    Attributes:
+        carrier: the backend that carries its collectives, which has all other attributes.
+    """
 
     def __init__(self) -> None:
+        self.carrier: Any = None
         self.held = 0
         self.suspended = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.carrier, name)
 
     def use(self) -> None:
         """Allocate the buffers at the first collective; raise if they are suspended."""
@@ -105,10 +113,7 @@ def install() -> None:
     for name, arguments in _TENSORS.items():
         if hasattr(dist, name):
             _replace(name, _checked(name, getattr(dist, name), arguments))
-    original = dist.ProcessGroup._get_backend
-    dist.ProcessGroup._get_backend = lambda group, device: (
-        _backends.communicator(group) if _backends.of(group) == "nccl" else original(group, device)
-    )
+    dist.ProcessGroup._get_backend = _posing_backend(dist.ProcessGroup._get_backend)
     c10d._get_object_coll_device = lambda group=None: "cuda" if _backends.of(group) == "nccl" else "cpu"
     c10d._get_pg_default_device = lambda group=None: torch.device(c10d._get_object_coll_device(group))
 
@@ -135,6 +140,17 @@ def _posing_new_group(new_group: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(group, dist.ProcessGroup):
             _backends.note(group, backend or _backends.of(None))
         return group
+
+    return posing
+
+
+def _posing_backend(get_backend: Callable[..., Any]) -> Callable[..., Any]:
+    def posing(group: Any, device: torch.device) -> Any:
+        if _backends.of(group) != "nccl":
+            return get_backend(group, device)
+        communicator = _backends.communicator(group)
+        communicator.carrier = get_backend(group, device)
+        return communicator
 
     return posing
 
