@@ -94,6 +94,9 @@ def _activation(model: ModelConfig) -> GpuDefault:
     name = "bias_activation_fusion"
     if model.transformer.get("use_te_activation_func"):
         return GpuDefault(name, False, "use_te_activation_func is set")
+    for changed in ("glu_linear_offset", "activation_func_clamp_value"):
+        if model.transformer.get(changed):
+            return GpuDefault(name, False, f"{changed} is set, which the fused SwiGLU does not compute")
     if model.activation == "silu" and model.gated_linear_unit:
         return GpuDefault(name, True, "SwiGLU and its bias are one compiled function, with the same values")
     return GpuDefault(name, False, "only SwiGLU keeps its values: the fused GELU is the approximation by tanh")

@@ -46,6 +46,8 @@ def test_fusions_are_on_if_their_kernels_are_there(with_engine: bool) -> None:
     [
         ({"activation": "gelu"}, "bias_activation_fusion"),
         ({"gated_linear_unit": False}, "bias_activation_fusion"),
+        ({"transformer": {"glu_linear_offset": 0.5}}, "bias_activation_fusion"),
+        ({"transformer": {"activation_func_clamp_value": 7.0}}, "bias_activation_fusion"),
         ({"position_embedding_type": "none"}, "apply_rope_fusion"),
         ({"num_moe_experts": 4, "add_bias_linear": True}, "bias_dropout_fusion"),
     ],
