@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,8 @@ class Properties:
     name = "pretended CUDA device"
 
     def __init__(self, index: int) -> None:
-        self.uuid = f"GPU-{index}"
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        self.uuid = f"GPU-{visible[index] if visible else index}"
 
 
 def _returns(value: Any) -> Callable[..., Any]:
