@@ -87,7 +87,7 @@ def _rotary(model: ModelConfig, with_engine: bool) -> GpuDefault:
         return GpuDefault(name, False, "the kernel is Transformer Engine's, and layers are local")
     if model.transformer.get("multi_latent_attention"):
         return GpuDefault(name, False, "multi-latent attention has another kernel")
-    return GpuDefault(name, True, "one kernel, for which the host need not read the lengths of packed rows")
+    return GpuDefault(name, True, "one kernel in place of several operations")
 
 
 def _activation(model: ModelConfig) -> GpuDefault:

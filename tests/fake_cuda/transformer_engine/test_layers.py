@@ -147,10 +147,10 @@ def test_padded_rows_reach_attention_without_a_mask() -> None:
     assert {(call["qkv_format"], call["attn_mask_type"], call["mask"]) for call in calls} == {("sbhd", "causal", None)}
 
 
-def test_fused_rotary_positions_of_packed_rows_do_not_wait_for_the_device() -> None:
+def test_rotary_positions_of_packed_rows_do_not_wait_for_the_device() -> None:
     [(_, fused, layers)] = run_ranks(masks_and_waits, 1, True, {})
     [(_, unfused, _)] = run_ranks(masks_and_waits, 1, True, {"apply_rope_fusion": False})
-    assert unfused - fused >= layers, (fused, unfused, layers)
+    assert fused == unfused < layers
 
 
 def test_te_module_is_the_stand_in() -> None:
