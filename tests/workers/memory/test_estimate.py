@@ -138,7 +138,8 @@ def peaks(
         for method, argument in calls:
             getattr(worker, method)(own_shard(argument, worker))  # the first step creates the optimizer's state
         for method, argument in calls:
-            measured = [_measured(getattr(worker, method), own_shard(argument, worker)) for _ in range(2)]
+            times = 1 if method.startswith("update") else 2  # an update changes where tokens go among experts
+            measured = [_measured(getattr(worker, method), own_shard(argument, worker)) for _ in range(times)]
             found[method] = min(measured, key=lambda both: both[1])  # tensors that Python freed late are in one only
         worker.offload()
         del worker
@@ -172,15 +173,20 @@ def test_estimates_are_within_a_tenth_of_the_counted_bytes(
     parallel: dict[str, Any], model: dict[str, Any], optim: dict[str, Any]
 ) -> None:
     ratios = {}
-    for rank, (pp_rank, counted) in enumerate(run_ranks(peaks, 2, parallel, model, optim)):
+    by_stage: dict[int, dict[str, list[tuple[int, int]]]] = {}
+    for pp_rank, counted in run_ranks(peaks, 2, parallel, model, optim):
+        for method, both in counted.items():
+            by_stage.setdefault(pp_rank, {}).setdefault(method, []).append(both)
+    for pp_rank, of_ranks in by_stage.items():
         for method, memory in estimates(parallel, model, optim, pp_rank).items():
-            before, most = counted[method]
+            # The ranks of a stage hold the same tensors; what one of them freed late is not in the least peak.
+            before, most = min(of_ranks[method], key=lambda both: both[1])
             estimated, moving = memory.total - memory.nccl, memory.activations + memory.logits + memory.cache
-            ratios[rank, method] = estimated / most
+            ratios[pp_rank, method] = estimated / most
             if method.startswith("update"):
-                ratios[rank, f"activations of {method}"] = moving / (most - before)
+                ratios[pp_rank, f"activations of {method}"] = moving / (most - before)
             print(  # noqa: T201
-                f"rank {rank} {method}: estimated {estimated:,}, counted {most:,} bytes; "
+                f"stage {pp_rank} {method}: estimated {estimated:,}, counted {most:,} bytes; "
                 f"without weights and optimizer {moving:,}, {most - before:,}"
             )
     assert {call: ratio for call, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == {}
