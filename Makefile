@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-fake-cuda lint types bench clean
+.PHONY: demo test test-fast test-fake-cuda test-newest test-slurm test-manifests lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -20,22 +20,49 @@ test: $(STAMP)
 test-fast: lint types
 	$(BIN)/python -m pytest -m "not processes" $(ARGS)
 
-# The GPU path with real values on a CPU: tests of workers that feed tensors through the workers' own methods.
-FAKE_CUDA := tests/fake_cuda tests/workers/test_parity.py tests/workers/checkpoint tests/workers/model/test_placement.py
+# The GPU path with real values on a CPU. ARGS=--all runs every case of the tests of many layouts.
 test-fake-cuda: $(STAMP)
-	$(BIN)/python -m pytest -p tests.fake_cuda.plugin $(FAKE_CUDA) tests/workers/weights/test_offload.py $(ARGS)
+	$(BIN)/python -m pytest -p tests.fake_cuda.plugin tests/fake_cuda tests/workers \
+		--ignore=tests/fake_cuda/transformer_engine --ignore=tests/workers/gpucheck $(ARGS)
+	$(BIN)/python -m pytest -p tests.fake_cuda.with_transformer_engine tests/fake_cuda/transformer_engine $(ARGS)
+
+# The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
+# Python 3.12, nothing is tested. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
+NEWEST       := .venv-newest
+NEWEST_TESTS := tests/parallel_state $(addprefix tests/workers/,checkpoint generate model train test_parity.py test_process_groups.py test_roles.py)
+PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
+test-newest:
+	@if test -z "$(PYTHON312)"; then echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"; \
+	else $(MAKE) --no-print-directory $(NEWEST)/.installed && $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS); fi
+
+$(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
+	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,muon,test]"
+	touch $@
+
+# The launch files on a real Slurm of two nodes and a real ssh server, on this machine. Needs root; installs both with apt.
+test-slurm: $(STAMP)
+	tests/slurm/install.sh
+	$(BIN)/python -m pytest tests/slurm $(ARGS)
+
+# The manifests against KubeRay's own schemas, which are downloaded: ARGS="--folder FOLDER" reads them from a folder.
+test-manifests: $(STAMP)
+	$(BIN)/python -m tests.launch.kuberay_schemas $(ARGS)
+
+SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck $(SHELL_FILES)
 
 types: $(STAMP)
 	$(BIN)/mypy
 
 # roundtrip_verl.py runs in verl's environment: benchmarks/roundtrip.py --peer-python PATH.
-# train_step.py starts train_step_plain.py under torchrun.
+# train_step.py starts train_step_plain.py under torchrun, and calls train_step_unequal.py.
 bench: $(STAMP)
-	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints.txt
@@ -46,4 +73,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) build *.egg-info

@@ -1,6 +1,7 @@
 """Compare a training step through the controller with a plain Megatron loop under torchrun: time and memory.
 
     python benchmarks/train_step.py [--hidden 1024] [--layers 8] [--sequence 8] [--rounds 16] [--steps 1]
+    python benchmarks/train_step.py --unequal [--hidden 256] [--layers 4] [--rounds 5]
 
 Both sides train the same model on the same batches on 8 CPU ranks (TP2 x PP2 x DP2), one thread each. Their rounds
 alternate, and the side that waits sleeps. Both have the same share of the processors: by default Ray starts its workers
@@ -9,6 +10,8 @@ step through the controller includes sending the batch and receiving the metrics
 records for each process since its start (VmHWM), with Python, the libraries and Ray. The private memory of a rank
 excludes pages of files, which all ranks of a machine share. Fragmentation of the heap at its peak varies by 10 to 30 MB
 between ranks, so the mean of the ranks is compared.
+
+``--unequal`` measures rows of unequal length in one process instead: see ``train_step_unequal.py``.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import ray
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
 from benchmarks.train_step_plain import MICRO_BATCH, OPTIM, PARALLEL, ROWS, WAIT, WORLD_SIZE, batch_of, model_of
+from benchmarks.train_step_unequal import compare_targets
 from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, register
 from workers import ActorConfig, ActorRolloutRefWorker, ModelConfig, RolloutConfig
 
@@ -243,10 +248,15 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=8, help="tokens per row")
     parser.add_argument("--rounds", type=int, default=16, help="rounds of each side, after one to warm up")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps per round")
+    parser.add_argument("--unequal", action="store_true", help="only the rows of unequal length, in one process")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": str(os.nice(0))}
     model = model_of(options.hidden, options.layers, options.sequence)
     console = Console(width=120, highlight=False)
+    if options.unequal:
+        torch.set_num_threads(1)
+        console.print(compare_targets(model, options.rounds))
+        return
     console.print(
         f"hidden {model.hidden_size}, {model.num_layers} layers, vocabulary {model.vocab_size}, float32; "
         f"{ROWS} rows of {model.max_sequence_length} tokens, micro-batches of {MICRO_BATCH}; TP2 x PP2 x DP2; "

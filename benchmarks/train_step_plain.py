@@ -64,8 +64,8 @@ class PlainLoop:
         self.config = model
         self.context = MegatronContext(ParallelLayout(WORLD_SIZE, tp=PARALLEL.tp, pp=PARALLEL.pp), model.seed)
         with self.context.activate():
-            self.model = wrap_for_training(build_model(model, PARALLEL, self.context), OPTIM)
-            self.optimizer = make_optimizer(self.model, OPTIM)
+            self.model = wrap_for_training(build_model(model, PARALLEL, self.context), OPTIM, self.context.pg)
+            self.optimizer = make_optimizer(self.model, OPTIM, self.context.pg)
             self.scheduler = make_scheduler(self.optimizer, OPTIM)
 
     def step(self, batch: dict[str, Tensor]) -> tuple[float, float]:

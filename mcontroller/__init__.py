@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mcontroller.dispatch.modes import plan as plan
     from mcontroller.dispatch.registration import MAGIC_ATTR as MAGIC_ATTR
     from mcontroller.dispatch.registration import register as register
+    from mcontroller.errors import BrokenPackageError as BrokenPackageError
     from mcontroller.errors import CallTimeout as CallTimeout
     from mcontroller.errors import ConfigError as ConfigError
     from mcontroller.errors import ConnectionLost as ConnectionLost

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcontroller.errors import ResourceError
@@ -10,7 +12,9 @@ from mcontroller.errors import ResourceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_of_rank"]
+__all__ = ["check_torch_without_gpu", "device_of_rank"]
+
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
@@ -42,3 +46,47 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
             visible=visible,
         )
     return torch.device("cuda", local_rank)
+
+
+def check_torch_without_gpu() -> None:
+    """Raise if a rank of a GPU pool would compute on the CPU although its node has a driver for GPUs.
+
+    A cluster may count GPUs that do not exist, as in tests: without a driver this logs a warning.
+
+    Raises:
+        ResourceError: torch is built without CUDA, the driver is older than torch's CUDA, or the names in
+            CUDA_VISIBLE_DEVICES are those of no GPU.
+    """
+    import torch
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not DRIVER.exists():
+        logging.getLogger(__name__).warning(
+            "this rank of a GPU pool computes on the CPU: Ray assigned it CUDA_VISIBLE_DEVICES=%s, but the node has no "
+            "NVIDIA driver (%s does not exist)",
+            listed,
+            DRIVER,
+        )
+        return
+    reason = _why_torch_has_no_gpu()
+    driver = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version:").strip()
+    raise ResourceError(
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use no GPU of this node, whose driver is {driver} "
+        f"and CUDA_VISIBLE_DEVICES={listed}: {reason}. Install a torch for this driver, or use a pool with "
+        "use_gpu=False",
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        driver=driver,
+        visible=listed,
+    )
+
+
+def _why_torch_has_no_gpu() -> str:
+    """Return the first sentence of the error that torch raises when it initializes CUDA."""
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        return str(error).splitlines()[0].split(". ")[0].rstrip(".")
+    return "torch.cuda.is_available() is False"

@@ -5,9 +5,17 @@
 
 from __future__ import annotations
 
-from parallel_state.errors import LayoutError, MControllerError, MissingPackageError, ParallelStateError, TopologyError
+from parallel_state.errors import (
+    BrokenPackageError,
+    LayoutError,
+    MControllerError,
+    MissingPackageError,
+    ParallelStateError,
+    TopologyError,
+)
 
 __all__ = [
+    "BrokenPackageError",
     "CallTimeout",
     "ConfigError",
     "ConnectionLost",

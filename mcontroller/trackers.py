@@ -1,11 +1,13 @@
-"""Trackers of metrics: JSON lines, TensorBoard, the log, and services that are installed as extras."""
+"""Trackers of metrics: JSON lines, TensorBoard, the console, and services that are installed as extras."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import json
-import logging
+import math
+import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +24,10 @@ __all__ = [
     "Run",
     "TensorBoardTracker",
     "Tracker",
+    "TrackioTracker",
     "WandbTracker",
     "make_trackers",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,15 @@ class Run:
     """Name of the run."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Configuration of the run, as plain data."""
+    resumed_at: int | None = None
+    """Step of the checkpoint from which the run is resumed: trackers continue after it. None: a new run."""
+
+    def remembered(self, name: str, new: Callable[[], str]) -> str:
+        """Return the id of this run at a service: the one in the run's directory if it is resumed, else a new one."""
+        path = self.directory / name
+        if self.resumed_at is None or not path.is_file():
+            path.write_text(new(), encoding="utf-8")
+        return path.read_text(encoding="utf-8")
 
 
 class Tracker(Protocol):
@@ -59,10 +69,16 @@ TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers
 
 @TRACKERS.register("jsonl")
 class JsonlTracker:
-    """Tracker that appends a line ``{"step": 3, "train/score": 0.5, ...}`` to ``metrics.jsonl`` at every call."""
+    """Tracker that appends a line ``{"step": 3, "train/score": 0.5, ...}`` to ``metrics.jsonl`` at every call.
+
+    In a resumed run, the steps after its checkpoint are removed first: they are repeated.
+    """
 
     def __init__(self, run: Run) -> None:
-        self._file = (run.directory / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        path = run.directory / "metrics.jsonl"
+        if run.resumed_at is not None and path.is_file():
+            _remove_later_steps(path, run.resumed_at)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""
@@ -80,7 +96,8 @@ class TensorBoardTracker:
     def __init__(self, run: Run) -> None:
         _import_extra("tensorboard", "tensorboard")
         writer = _import_extra("torch.utils.tensorboard", "tensorboard")
-        self._writer = writer.SummaryWriter(str(run.directory / "tensorboard"))
+        after = None if run.resumed_at is None else run.resumed_at + 1
+        self._writer = writer.SummaryWriter(str(run.directory / "tensorboard"), purge_step=after)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""
@@ -94,7 +111,7 @@ class TensorBoardTracker:
 
 @TRACKERS.register("console")
 class ConsoleTracker:
-    """Tracker that logs a line at level INFO at every call."""
+    """Tracker that prints a line to standard output at every call."""
 
     def __init__(self, run: Run) -> None:
         self._name = run.name
@@ -102,7 +119,8 @@ class ConsoleTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""
         values = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
-        logger.info("%s step %d: %s", self._name, step, values)
+        sys.stdout.write(f"{self._name} step {step}: {values}\n")
+        sys.stdout.flush()
 
     def close(self) -> None:
         """Do nothing."""
@@ -114,7 +132,14 @@ class WandbTracker:
 
     def __init__(self, run: Run) -> None:
         wandb = _import_extra("wandb", "wandb")
-        self._run = wandb.init(project=run.project, name=run.name, dir=str(run.directory), config=dict(run.config))
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            dir=str(run.directory),
+            config=dict(run.config),
+            id=run.remembered("wandb_run_id", lambda: uuid.uuid4().hex[:8]),
+            resume="allow",
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""
@@ -125,14 +150,38 @@ class WandbTracker:
         self._run.finish()
 
 
+@TRACKERS.register("trackio")
+class TrackioTracker:
+    """Tracker of Trackio, in its local database. Needs the extra ``trackio``."""
+
+    def __init__(self, run: Run) -> None:
+        self._trackio = _import_extra("trackio", "trackio")
+        resume = "never" if run.resumed_at is None else "allow"
+        self._trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step."""
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush and release resources."""
+        self._trackio.finish()
+
+
 @TRACKERS.register("mlflow")
 class MlflowTracker:
     """Tracker of MLflow, at MLflow's configured tracking URI. Needs the extra ``mlflow``."""
 
+    _ID = "mlflow_run_id"
+
     def __init__(self, run: Run) -> None:
         self._mlflow = _import_extra("mlflow", "mlflow")
         self._mlflow.set_experiment(run.project)
-        self._mlflow.start_run(run_name=run.name)
+        if run.resumed_at is not None and (run.directory / self._ID).is_file():
+            self._mlflow.start_run(run_id=(run.directory / self._ID).read_text(encoding="utf-8"))
+            return
+        started = self._mlflow.start_run(run_name=run.name)
+        run.remembered(self._ID, lambda: str(started.info.run_id))
         self._mlflow.log_params(_flat(run.config))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -164,6 +213,24 @@ def _import_extra(module: str, extra: str) -> ModuleType:
             key="trackers",
             value=extra,
         ) from missing
+
+
+def _remove_later_steps(path: Path, step: int) -> None:
+    """Remove the lines at the end of a file of metrics whose step is later; those of a warm-up come before."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    while lines and _step_of(lines[-1]) > step:
+        lines.pop()
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line; infinity for one that a killed run left incomplete."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

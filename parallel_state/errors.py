@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LayoutError", "MControllerError", "MissingPackageError", "ParallelStateError", "TopologyError"]
+__all__ = [
+    "BrokenPackageError",
+    "LayoutError",
+    "MControllerError",
+    "MissingPackageError",
+    "ParallelStateError",
+    "TopologyError",
+]
 
 
 class MControllerError(Exception):
@@ -41,6 +48,10 @@ class MissingPackageError(MControllerError, ModuleNotFoundError):
     """A package that is needed and not installed; fields: ``name`` (the module), ``extra`` (what installs it)."""
 
     extra: str
+
+
+class BrokenPackageError(MControllerError, ImportError):
+    """A package that is installed and cannot be imported; field: ``name`` (the module)."""
 
 
 class ParallelStateError(MControllerError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import re
 import threading
 from collections.abc import Iterator
@@ -20,19 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel_state import cpu, without_te
+from parallel_state import cpu, releases
 from parallel_state.errors import LayoutError, ParallelStateError
-from parallel_state.import_hook import patch_modules
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
+from parallel_state.patches import packed_rope, without_te
+from parallel_state.patches.import_hook import patch_modules
+from parallel_state.requirements import require_importable
 
 if not cpu.install():
-    patch_modules(without_te.PATCHES)
+    require_importable("transformer_engine")
+    patch_modules(without_te.PATCHES | packed_rope.PATCHES | releases.PATCHES)
 
 from megatron.core import parallel_state as mpu  # install() comes first
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils
 
 __all__ = ["MegatronContext", "initialize_distributed"]
 
@@ -110,7 +111,7 @@ class MegatronContext:
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
-                order=layout.order,
+                order=_complete_order(layout),
                 distributed_timeout_minutes=timeout_s / 60,  # Megatron passes it to timedelta, which accepts fractions
                 create_gloo_process_groups=dist.get_backend() != "gloo",
             )
@@ -142,6 +143,13 @@ class MegatronContext:
     def is_active(self) -> bool:
         """Whether Megatron's globals are this context's now."""
         return _active is self._globals
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups of the layout that this rank is a member of, in the same order on every rank."""
+        with self.activate():
+            values = [vars(mpu)[name] for name in sorted(_parallel_state_names())]
+        groups = [each for value in values for each in (value if isinstance(value, list) else [value])]
+        return list({id(each): each for each in groups if isinstance(each, dist.ProcessGroup)}.values())
 
     def rank_info(self) -> DistRankInfo:
         """Return the index of this rank on each axis, as Megatron's getters report it."""
@@ -189,6 +197,12 @@ def _check(layout: ParallelLayout) -> None:
         )
 
 
+def _complete_order(layout: ParallelLayout) -> str:
+    """Return the order with the axes of size 1 that it leaves out; megatron-core 0.19 requires tp in it."""
+    named = layout.order.split("-")
+    return "-".join([*named, *(axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis not in named)])
+
+
 def _share_gloo_groups() -> None:
     """Use the groups also as Megatron's second set of groups, its gloo groups, if they are gloo groups already."""
     for name, group in vars(mpu).items():
@@ -200,18 +214,11 @@ def _parallel_state_names() -> list[str]:
     return [name for name in vars(mpu) if re.fullmatch(r"_[A-Z][A-Z_]*|_global_process_group_list", name)]
 
 
-def _moe_metrics() -> tuple[ModuleType, tuple[str, ...]]:
-    """Return the module and the names of the globals in which Megatron collects the router's losses."""
-    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):  # megatron-core 0.16
-        return moe_utils, ("_MOE_LAYER_WISE_LOGGING_TRACKER",)
-    return importlib.import_module("megatron.core.transformer.moe.moe_logging"), ("_MOE_METRICS_TRACKER",)
-
-
 # All globals of Megatron that belong to one layout.
 _LAYOUT_GLOBALS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (mpu, tuple(_parallel_state_names())),
     (megatron_random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
-    _moe_metrics(),
+    releases.moe_metrics(),
 )
 
 

@@ -6,11 +6,13 @@ build them for their own images (see docs/install.md).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
 
-from parallel_state.errors import MissingPackageError
+from parallel_state.errors import BrokenPackageError, MissingPackageError
 
-__all__ = ["missing_package", "require"]
+__all__ = ["missing_package", "require", "require_importable"]
 
 EXTRAS = {"torch": "torch", "tensordict": "torch", "megatron": "megatron"}
 """Top-level module -> the extra of this distribution that installs it."""
@@ -32,6 +34,31 @@ def require(*modules: str) -> None:
             found = False
         if not found:
             raise missing_package(module)
+
+
+def require_importable(module: str) -> None:
+    """Import a module if it is installed, and raise an error of one line if that fails.
+
+    Megatron takes a Transformer Engine whose import raises ImportError for one that is not installed, and fails with
+    the traceback of any other error.
+
+    Args:
+        module: The name of a top-level module, such as ``"transformer_engine"``.
+
+    Raises:
+        BrokenPackageError: The module is installed, and its import raises.
+    """
+    if sys.modules.get(module, module) is None or importlib.util.find_spec(module) is None:
+        return  # hidden, or not installed
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        raise BrokenPackageError(
+            f"{module} is installed but cannot be imported ({type(error).__name__}: {cause:.300}): install a build for "
+            "this version of torch and CUDA, or uninstall it to use layers of plain PyTorch (docs/gpu.md)",
+            name=module,
+        ) from error
 
 
 def missing_package(module: str) -> MissingPackageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ import ray
 from parallel_state import cpu
 from tests.tiers import ProcessGuard, needs_ray, starts_processes
 
+# torch.cuda.is_available() must not initialize CUDA: a process that has initialized it cannot be forked into ranks.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 cpu.install()
 # A run in the background of a script ignores Ctrl-C, and so would every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ parent process must not have initialized torch.distributed.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import select
@@ -33,7 +34,8 @@ class RankFailure(AssertionError):
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 120) -> list[T]:
     """Run ``fn(*args)`` on ``world_size`` forked ranks, and return their results by rank.
 
-    torch.distributed is initialized on each rank (gloo, or NCCL with one GPU per rank). Results must be picklable.
+    torch.distributed is initialized on each rank (gloo, or NCCL with one GPU per rank). Results must be picklable;
+    their tensors arrive on the CPU.
 
     Raises:
         RankFailure: The traceback of the first rank that failed; all other ranks are killed first.
@@ -105,7 +107,7 @@ def _be_rank(
         initialize_distributed(
             rank=rank, world_size=world_size, init_method=f"file://{store}/rendezvous", timeout_s=timeout_s
         )
-        payload = pickle.dumps((True, fn(*args)))
+        payload = _pickled((True, fn(*args)))
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))
     with open(results, "wb") as pipe:
@@ -114,6 +116,20 @@ def _be_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pause()  # until the parent kills it: a peer may still communicate with this rank
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of a GPU as tensors of the host: the parent process must not initialize CUDA, it forks again."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return value.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    _HostPickler(written := io.BytesIO()).dump(value)
+    return written.getvalue()
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:

@@ -39,6 +39,11 @@ def new_context(parallel: ParallelConfig) -> MegatronContext:
     return MegatronContext(ParallelLayout(world_size=dist.get_world_size(), **axes))
 
 
+def device() -> torch.device:
+    """Return the device of this rank. Do not call it in the process that forks ranks: CUDA does not survive a fork."""
+    return torch.device(torch.cuda.current_device())
+
+
 def batch(step: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and labels of one global batch, each [ROWS, LENGTH]."""
     generator = torch.Generator().manual_seed(step)
@@ -111,7 +116,7 @@ class Role:
     def _loss(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         if self.value_head:
             output = (output.squeeze(-1) - labels / self.model.vocab_size).square()
-        return output.sum(), torch.tensor(output.numel(), dtype=torch.int), {}
+        return output.sum(), torch.tensor(output.numel(), dtype=torch.int, device=output.device), {}
 
     def _run(self, of_output: Callable[..., Any], step: int, forward_only: bool, **schedule: Any) -> Any:
         def forward(batches: Iterator[Any], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -133,8 +138,8 @@ class Role:
 
     def _micro_batches(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
         groups = self.context.pg
-        tokens, labels = batch(step, self.model.vocab_size)
-        positions = torch.arange(LENGTH).expand_as(tokens)
+        tokens, labels = (part.to(device()) for part in batch(step, self.model.vocab_size))
+        positions = torch.arange(LENGTH, device=device()).expand_as(tokens)
         whole = (part.chunk(groups.dp.size())[groups.dp.rank()] for part in (tokens, labels, positions))
         mine = [zigzag_slice(part, groups.cp.size(), groups.cp.rank()) for part in whole]
         return zip(*(part.split(1) for part in mine), strict=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from parallel_state.lazy import lazy_exports
-from parallel_state.requirements import require
+from parallel_state.requirements import require, require_importable
 
 require("torch", "megatron.core")
 
 from parallel_state import cpu  # noqa: E402  # loads torch
 
-cpu.install()
+if not cpu.install():
+    require_importable("transformer_engine")  # Megatron does not report it if that fails
 
 if TYPE_CHECKING:
     from workers.actor import ActorRolloutRefWorker as ActorRolloutRefWorker

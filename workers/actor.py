@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.kl import KL_ESTIMATORS, estimate_kl
-from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from mcontroller.ppo.kl import KL_ESTIMATORS
+from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.state import TrainingState
@@ -28,10 +29,12 @@ from workers.model.build import build_model
 from workers.model_worker import ModelWorker, reported
 from workers.train.batch_checks import require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
-from workers.train.forward import forward_hidden, token_scores
+from workers.train.forward import forward_hidden, is_last_chunk, token_scores
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
+from workers.train.mini_batches import responses_of_mini_batch
+from workers.train.policy_objective import columns_of_update, policy_metrics, policy_objective
 from workers.weights.offload import Sleepable
 
 __all__ = ["ActorRolloutRefWorker"]
@@ -77,6 +80,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.reference: list[nn.Module] = []
         self.rollout: Rollout | None = None
         self.rollout_version: int | None = None
+        self._rollout_context: MegatronContext | None = None
         self.sampled_batches = 0
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
@@ -93,12 +97,12 @@ class ActorRolloutRefWorker(ModelWorker):
         config = self.config
         if config.rollout.parallel is None:
             check_generation(config.parallel, "parallel")
-            return MegatronRollout(self.model, self.context, config.model.vocab_size, config.rollout.max_rows)
+            return self._megatron_rollout(self.model, self.context)
         layout = config.rollout.parallel.layout(self.world_size)
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
+        self._rollout_context = context
         copy = self.build_rollout_model(config.rollout.parallel, context)
-        rollout = MegatronRollout(copy, context, config.model.vocab_size, config.rollout.max_rows)
-        return RefitRollout(rollout, self.context)
+        return RefitRollout(self._megatron_rollout(copy, context), self.context)
 
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
         """Return this rank's chunks of the copy of the policy that generates.
@@ -116,7 +120,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Return hidden states, or on the last stage log-probabilities and entropies ``[2, rows, targets]``."""
         hidden = forward_hidden(model, rows, self.context.pg)
-        if not unwrap_model(model).post_process:
+        if not is_last_chunk(model):
             return hidden
         return token_scores(
             model,
@@ -129,40 +133,13 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return PPO's clipped loss, with the entropy bonus and the KL penalty of the configuration."""
-        config = self.config
+        """Return the policy loss, with the entropy bonus and the KL penalty of the configuration."""
         log_probs, entropy = output
-        old = rows.columns["old_log_probs"]
-        mask = rows.mask
-        policy = POLICY_LOSSES[config.policy_loss](
-            log_probs,
-            old,
-            rows.columns["advantages"],
-            mask,
-            clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
-            clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
-            dual_clip=config.clip_ratio_c,
-        )
-        per_token = policy.loss - config.entropy_coeff * entropy
-        token_means = {
-            "pg_loss": policy.loss,
-            "pg_clipfrac": policy.clipped,
-            "ppo_kl": old - log_probs,
-            "entropy": entropy,
-        }
-        if config.use_kl_loss:
-            kl = estimate_kl(log_probs, rows.columns["ref_log_prob"], config.kl_loss_type)
-            per_token = per_token + config.kl_loss_coef * kl
-            token_means["kl_loss"] = kl
-        count = mask.sum()
-        report = {name: masked_sum(values.detach(), mask) for name, values in token_means.items()}
-        report["ratio_max"] = (policy.ratio.detach() * mask).max()
-        return masked_sum(per_token, mask), count, report | {TOKENS: count}
+        return policy_objective(self.config, rows, log_probs, entropy, self.context.pg.cp)
 
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
-        means = ["pg_loss", "pg_clipfrac", "ppo_kl", "entropy"] + ["kl_loss"] * self.config.use_kl_loss
-        return dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
+        return policy_metrics(self.config)
 
     def sft_loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the cross entropy of the targets."""
@@ -178,7 +155,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``."""
         if self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
-            self.set_up(phases if "actor" in self.roles else {})
+            self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
         if "rollout" in self.roles:
             self.rollout = self.build_rollout()
         if "ref" in self.roles:
@@ -202,7 +179,8 @@ class ActorRolloutRefWorker(ModelWorker):
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
             ``position_ids`` of both; samples of one prompt next to each other. Log-probabilities are the policy's at
-            the temperature, before top-k and top-p. If the rollout got new weights first, ``meta_info["metrics"]``
+            the temperature, before top-k and top-p. ``meta_info`` has ``temperature`` and ``n``, so that later calls
+            score at the same temperature. If the rollout got new weights first, ``meta_info["metrics"]``
             has the cost of that. None off the last stage.
 
         Raises:
@@ -223,6 +201,9 @@ class ActorRolloutRefWorker(ModelWorker):
             call=call,
             dp_group=self.context.pg.dp,
         )
+        if generated is not None:
+            generated.meta_info.setdefault("temperature", self.config.rollout.temperature)
+            generated.meta_info.setdefault("n", self.config.rollout.n)
         if generated is not None and metrics:
             generated.meta_info["metrics"] = {f"rollout/{name}": value for name, value in metrics.items()}
         return generated
@@ -278,7 +259,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
         Args:
             data: the result of ``generate_sequences``, with ``old_log_probs`` and ``advantages`` ``[rows, response]``,
-                and ``ref_log_prob`` under ``use_kl_loss``.
+                ``ref_log_prob`` under ``use_kl_loss``, and the columns that the policy loss names.
+                ``importance_weights`` ``[rows, response]``, if there, multiply the policy loss of every token.
+                ``meta_info["n"]`` is the number of responses to a prompt, under ``ppo_mini_batch_prompts``.
 
         Returns:
             ``meta_info["metrics"]``, the same on every rank. They include the router losses of the model
@@ -293,15 +276,14 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         self._require_role("actor", "update_actor")
         config = self.config
-        needed = ["old_log_probs", "advantages"] + ["ref_log_prob"] * config.use_kl_loss
-        rows = self._response_rows(data, "update_actor", needed)
+        rows = self._response_rows(data, "update_actor", columns_of_update(config, set(data.tensors())))
         self.use_phase("ppo")
         metrics = self.train(
             "update_actor",
             rows,
             loss=self.loss,
             rules=self.metrics(),
-            mini_batch_size=config.ppo_mini_batch_size,
+            mini_batch_size=responses_of_mini_batch(config, data, "update_actor"),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
             shuffle_seed=config.seed if config.shuffle else None,
@@ -382,6 +364,16 @@ class ActorRolloutRefWorker(ModelWorker):
             parts["rollout"] = self.rollout
         return parts
 
+    def parts_for(self, method: str) -> tuple[str, ...] | None:
+        """Return the parts that ``method`` needs; a rollout without a copy generates with the weights of the policy."""
+        if method == "generate_sequences" and self.rollout is not None and not self.rollout.holds_weights:
+            return ("params",)
+        return super().parts_for(method)
+
+    def process_groups(self) -> list[ProcessGroup]:
+        """Return the process groups of training and of the rollout's own layout."""
+        return super().process_groups() + ([] if self._rollout_context is None else self._rollout_context.groups())
+
     def reload_for(self, method: str) -> None:
         """Bring back the parts that ``method`` needs; a rollout comes back without its weights."""
         if "rollout" in self.offloaded.parts:
@@ -390,13 +382,30 @@ class ActorRolloutRefWorker(ModelWorker):
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
+    def _megatron_rollout(self, chunks: list[nn.Module], context: MegatronContext) -> MegatronRollout:
+        settings = self.config.rollout
+        return MegatronRollout(
+            chunks,
+            context,
+            self.config.model.vocab_size,
+            settings.max_rows,
+            memory_fraction=settings.memory_fraction,
+            processes_on_node=self.local_world_size,
+        )
+
     def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
-        """The rollout with the policy's current weights, and the metrics of updating them."""
+        """The rollout with the policy's current weights, and the metrics of updating them.
+
+        If the policy was offloaded, it is offloaded again before a rollout with a copy of the weights generates.
+        """
         assert self.rollout is not None
         metrics: Mapping[str, float] = {}
         if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
+            was_offloaded = "params" in self.offloaded.parts
             metrics = self.rollout.update_weights(self.rollout_weights())
             self.rollout_version = self.weights_version
+            if was_offloaded and self.rollout.holds_weights:
+                self.offloaded.offload(self.parts(), ("params",))
         return self.rollout, metrics
 
     def _require_role(self, role: str, method: str) -> None:

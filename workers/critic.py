@@ -18,6 +18,7 @@ from workers.train.forward import forward_values
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
+from workers.train.mini_batches import responses_of_mini_batch
 
 __all__ = ["CriticWorker"]
 
@@ -71,7 +72,7 @@ class CriticWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the model, with the weights of ``model.hf_path`` or of ``model.seed``, and its optimizer."""
-        self.set_up({"ppo": self.config.optim})
+        self.set_up({"ppo": self.config.optim}, self.config.ddp)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto | None:
@@ -104,7 +105,8 @@ class CriticWorker(ModelWorker):
         Mini-batches are drawn like the actor's: see ``mini_batch_rows``.
 
         Args:
-            data: as for ``compute_values``, with ``values`` and ``returns`` ``[rows, response]``.
+            data: as for ``compute_values``, with ``values`` and ``returns`` ``[rows, response]``. ``meta_info["n"]`` is
+                the number of responses to a prompt, under ``ppo_mini_batch_prompts``.
 
         Returns:
             ``meta_info["metrics"]``, the same on every rank.
@@ -119,7 +121,7 @@ class CriticWorker(ModelWorker):
             self._rows(data, "update_critic", "values", "returns"),
             loss=self.loss,
             rules=self.metrics(),
-            mini_batch_size=config.ppo_mini_batch_size,
+            mini_batch_size=responses_of_mini_batch(config, data, "update_critic"),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
             shuffle_seed=config.seed if config.shuffle else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,8 +16,12 @@ from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
+from workers.distinct_gpus import check_distinct_gpus
+from workers.model.gpu_defaults import set_max_connections
 
 __all__ = ["MegatronWorker"]
+
+_logger = logging.getLogger(__name__)
 
 
 class MegatronWorker(Worker):
@@ -46,7 +51,8 @@ class MegatronWorker(Worker):
 
     Raises:
         LayoutError: the axes do not divide the world size; with the arithmetic.
-        ResourceError: torch can use GPUs here, but sees fewer than the group has ranks on this node.
+        ResourceError: torch can use GPUs here, but sees fewer than the group has ranks on this node; or two ranks are
+            on one GPU.
     """
 
     def __init__(self, parallel: ParallelConfig, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
@@ -55,11 +61,16 @@ class MegatronWorker(Worker):
         layout = parallel.layout(self.world_size)
         self.device = device_of_rank(self.local_rank, self.local_world_size)
         if self.device.type == "cuda":
+            explanation = set_max_connections(parallel)  # before the device is used
+            if self.rank == 0:
+                _logger.info(explanation)
             torch.cuda.set_device(self.device)
         address, port = self.get_master_addr_port()
         initialize_distributed(
             rank=self.rank, world_size=self.world_size, init_method=f"tcp://{address}:{port}", timeout_s=timeout_s
         )
+        if self.device.type == "cuda":
+            check_distinct_gpus(self.device)
         self.context = MegatronContext(layout, seed, timeout_s=timeout_s)
 
     def call_context(self, method: str) -> AbstractContextManager[Any]:

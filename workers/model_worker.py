@@ -1,6 +1,7 @@
 """The base class of actor, critic and reward worker: a model on a layout that is scored, trained and saved.
 
-To change what is computed, override ``build_model``, ``build_optimizer``, ``forward_step``, ``loss`` or ``metrics``.
+To change what is computed, override ``build_model``, ``build_optimizer``, ``parameter_groups``,
+``forward_step``, ``loss`` or ``metrics``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,12 +19,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import raise_on_every_rank
+from parallel_state.communicators import Communicators
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.load import load_checkpoint, open_checkpoint
 from workers.checkpoint.save import save_checkpoint
@@ -31,6 +35,7 @@ from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
+from workers.memory.use import MemoryUse
 from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, sum_over_context
 from workers.train.metrics import Rule, reduce_reports
@@ -44,13 +49,31 @@ from workers.train.micro_batches import (
 )
 from workers.train.mini_batches import mini_batch_rows
 from workers.train.nonfinite import all_finite, raise_nonfinite
-from workers.train.optimizer import guarded_step, make_optimizer, make_scheduler, wrap_for_training
+from workers.train.optimizer import (
+    ParameterGroups,
+    guarded_step,
+    make_optimizer,
+    make_scheduler,
+    standard_parameter_groups,
+    wrap_for_training,
+)
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
 from workers.train.router_losses import RouterLosses
 from workers.weights.hf.model import export_hf
-from workers.weights.offload import Offload, Sleepable, gradient_tensors, model_tensors, optimizer_tensors
+from workers.weights.offload import (
+    Offload,
+    Sleepable,
+    buffer_tensors,
+    drop_cached_tables,
+    gradient_tensors,
+    model_tensors,
+    optimizer_tensors,
+)
 
 __all__ = ["ModelWorker", "reported"]
+
+COMMUNICATORS = "communicators"
+"""Name of the buffers of NCCL among the offloaded parts."""
 
 
 class ModelWorker(MegatronWorker):
@@ -72,6 +95,7 @@ class ModelWorker(MegatronWorker):
         updates, optimizer_steps: number of calls that trained the model, and of steps of this optimizer.
         weights_version: a number that changes whenever the weights may have changed.
         offloaded: the parts that are in host memory now.
+        memory_use: the memory of this process during the calls.
     """
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -80,6 +104,7 @@ class ModelWorker(MegatronWorker):
         "execute_func_rank_zero": (),
         "offload": (),
         "reload": (),
+        "take_memory_use": (),
         "wait_for_checkpoint": (),
     }
 
@@ -109,6 +134,7 @@ class ModelWorker(MegatronWorker):
         self.weights_version = 0
         self._background_saves = BackgroundSaves()
         self.offloaded = Offload()
+        self.memory_use = MemoryUse()
 
     # ---- what a user overrides ---------------------------------------------------------------------------------------
 
@@ -123,8 +149,24 @@ class ModelWorker(MegatronWorker):
         self, model: Sequence[Any], config: OptimConfig
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         """Return the optimizer of ``model`` (inside DistributedDataParallel) and its learning-rate schedule."""
-        optimizer = make_optimizer(model, config)
+        optimizer = make_optimizer(model, config, self.context.pg, self.parameter_groups(model, config))
         return optimizer, make_scheduler(optimizer, config)
+
+    def parameter_groups(self, model: Sequence[Any], config: OptimConfig) -> ParameterGroups:
+        """Return settings of single parameters that differ from the optimizer's: learning rates, weight decay.
+
+        The keys select parameters by name pattern, attribute or function (``megatron.core.optimizer.ParamKey``); every
+        rank returns the same. An override extends the result of this method, which is Megatron's own.
+
+        Args:
+            model: this rank's chunks, inside DistributedDataParallel.
+            config: the optimizer.
+
+        Example:
+            >>> slow = ParamGroupOverride(max_lr=config.lr / 10, min_lr=config.min_lr / 10)
+            >>> return {**super().parameter_groups(model, config), ParamKey(name="*router.weight"): slow}
+        """
+        return standard_parameter_groups(model, config)
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Run one micro-batch through one chunk.
@@ -139,7 +181,9 @@ class ModelWorker(MegatronWorker):
     def loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss summed over the valid tokens of a micro-batch, their number, and a report for ``metrics``.
 
-        Tokens are valid if ``rows.mask`` is not 0. It is 0 for targets of another context-parallel rank.
+        Tokens are valid if ``rows.mask`` is not 0. It is 0 for targets of another context-parallel rank, which
+        ``rows.whole_mask`` has too. The number may be of anything that the sum over all micro-batches and ranks of the
+        mini-batch is to be divided by, such as responses.
 
         Args:
             rows: the micro-batch; its columns are ``[rows, targets]``.
@@ -153,17 +197,18 @@ class ModelWorker(MegatronWorker):
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
-    def set_up(self, phases: Mapping[str, OptimConfig]) -> None:
+    def set_up(self, phases: Mapping[str, OptimConfig], ddp: Mapping[str, Any] | None = None) -> None:
         """Build the model, and the optimizer of the first of ``phases``; without phases it is not trained.
 
         Args:
             phases: optimizer configurations by phase.
+            ddp: further fields of Megatron's DistributedDataParallelConfig.
         """
         self.check_call_context()
         self.model = self.build_model()
         self.phases = dict(phases)
         for phase, optim in list(phases.items())[:1]:
-            self.model = wrap_for_training(self.model, optim)
+            self.model = wrap_for_training(self.model, optim, self.context.pg, ddp)
             self.use_phase(phase)
 
     def use_phase(self, phase: str, *, reset: bool = False) -> None:
@@ -205,7 +250,8 @@ class ModelWorker(MegatronWorker):
         self.check_call_context()
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
-        outputs = run_for_scores(model, [each.batch.to(self.device) for each in batches], self.forward_step)
+        on_device = self._on_device(each.batch for each in batches)
+        outputs = run_for_scores(model, on_device, self.forward_step, self.context.pg)
         if not outputs:
             return None
         own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
@@ -293,9 +339,9 @@ class ModelWorker(MegatronWorker):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         routers.begin(batches)
-        on_device = [batch.to(self.device) for batch in batches]
+        on_device = self._on_device(batches)
         own_loss = functools.partial(_loss_of_own_targets, loss, self.context.pg)
-        reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss)
+        reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss, self.context.pg)
         step = guarded_step(self.optimizer)
         if step.overflow and not all_finite(reports, self.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
@@ -330,6 +376,11 @@ class ModelWorker(MegatronWorker):
         count = -(-max(self._of_every_shard(least)) // multiple) * multiple
         return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=self.packed)
 
+    def _on_device(self, batches: Iterable[TokenBatch]) -> list[TokenBatch]:
+        """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
+        cp = self.context.pg.cp
+        return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
+
     def _of_every_shard(self, number: int) -> list[int]:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
         group = self.context.pg.dp
@@ -342,7 +393,9 @@ class ModelWorker(MegatronWorker):
     # ---- memory of the device ----------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offload(self, parts: Sequence[str] | None = None) -> int:
+    def offload(
+        self, parts: Sequence[str] | None = None, keep_for: str | None = None, communicators: bool = False
+    ) -> int:
         """Move parts of this role from the device to host memory, and return the bytes of device memory freed.
 
         A method that needs a part brings it back first (see ``parts_needed``), so no call fails because of it.
@@ -351,17 +404,38 @@ class ModelWorker(MegatronWorker):
             parts: of ``params``, ``reference`` (if there is one), ``grads`` and ``optimizer`` (if the model is
                 trained), ``rollout`` (if it has a copy of the weights); None is all. Gradients are not kept, because
                 every update clears them first. Nor are the weights of a rollout, which are updated before it generates.
+            keep_for: a method that is called next; the parts that it needs are not moved.
+            communicators: free the buffers of NCCL too. The next method that needs a part allocates them again.
 
         Raises:
             ConfigError: this role has no such part.
+            ParallelStateError: ``communicators`` is set, and the installed NCCL cannot free its buffers.
         """
         available = self.parts()
-        return self.offloaded.offload(available, tuple(available) if parts is None else parts, discard=("grads",))
+        chosen = tuple(available) if parts is None else parts
+        if keep_for is not None:
+            kept = self.parts_for(keep_for)
+            chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
+        for chunks in self.models().values():
+            drop_cached_tables(chunks)
+        freed = self.offloaded.offload(available, chosen, discard=("grads",))
+        if communicators:
+            freed += self.offloaded.offload({COMMUNICATORS: Communicators(self.process_groups())}, (COMMUNICATORS,))
+        return freed
+
+    def process_groups(self) -> list[ProcessGroup]:
+        """Return the process groups of this role, in the same order on every rank."""
+        return self.context.groups()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reload(self, parts: Sequence[str] | None = None) -> None:
         """Bring offloaded parts back to the device before the call that needs them; None is all."""
         self.offloaded.reload(parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_memory_use(self) -> dict[str, dict[str, float]]:
+        """Return the memory of this process by method, since the last call of this one: see ``MemoryUse.take``."""
+        return self.memory_use.take()
 
     def models(self) -> dict[str, list[Any]]:
         """Return the model chunks on this rank, by the name of their model; none before they are built."""
@@ -370,7 +444,8 @@ class ModelWorker(MegatronWorker):
     def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
         """Return the parts that can be offloaded, by name. Memory that two of them share belongs to the first."""
         parts: dict[str, Iterable[Tensor] | Sleepable] = {
-            "params" if name == "model" else name: model_tensors(chunks) for name, chunks in self.models().items()
+            "params" if name == "model" else name: itertools.chain(model_tensors(chunks), buffer_tensors(chunks))
+            for name, chunks in self.models().items()
         }
         if self.optimizer is not None:
             parts |= {"grads": gradient_tensors(self.model), "optimizer": optimizer_tensors(self.optimizer)}
@@ -383,20 +458,25 @@ class ModelWorker(MegatronWorker):
         Raises:
             ConfigError: the method needs parts, and no model has been built.
         """
-        with super().call_context(method):
+        measured = self.memory_use.of(method) if self.parts_for(method) != () else contextlib.nullcontext()
+        with super().call_context(method), measured:
             self.reload_for(method)
             yield
 
+    def parts_for(self, method: str) -> tuple[str, ...] | None:
+        """Return the parts that ``method`` needs; None is all. By default those of ``parts_needed``."""
+        return self.parts_needed.get(method)
+
     def reload_for(self, method: str) -> None:
-        """Bring back the parts that ``method`` needs (see ``parts_needed``).
+        """Bring back the parts that ``method`` needs (see ``parts_for``).
 
         Raises:
             ConfigError: the method needs parts, and no model has been built.
         """
-        needed = self.parts_needed.get(method)
+        needed = self.parts_for(method)
         if needed and not self.models():
             raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
-        self.offloaded.reload(needed)
+        self.offloaded.reload((COMMUNICATORS, *needed) if needed else needed)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -498,7 +578,8 @@ class ModelWorker(MegatronWorker):
 
 
 def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
-    return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg)), output)
+    own = rows.mask * owned_targets(rows, pg)
+    return loss(dataclasses.replace(rows, mask=own, whole_mask=rows.mask), output)
 
 
 def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:

@@ -27,6 +27,7 @@ from examples.ppo.tokenizer import CharTokenizer
 from mcontroller import ResourcePoolManager, Role
 from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo import ProgressDisplay, RayPPOTrainer
+from mcontroller.ppo.checkpoints import find_run
 from mcontroller.trackers import Run, make_trackers
 from workers import ActorRolloutRefWorker, CriticWorker
 
@@ -91,7 +92,7 @@ def make_trainer(
         train_dataset=Prompts(problems.train, tokenizer, rollout.prompt_length),
         val_dataset=Prompts(problems.held_out, tokenizer, rollout.prompt_length),
         warm_up_dataset=Demonstrations(problems.train, tokenizer, rollout.prompt_length, rollout.response_length),
-        trackers=make_trackers(config.trackers, Run(directory, name=directory.name, config=dataclasses.asdict(config))),
+        trackers=make_trackers(config.trackers, _run_of_trackers(config, directory)),
         display=ProgressDisplay(console),
     )
 
@@ -110,6 +111,12 @@ def start_ray(config: Config) -> None:
         log_to_driver=False,
         logging_level=logging.WARNING,
     )
+
+
+def _run_of_trackers(config: Config, directory: Path) -> Run:
+    trainer = config.trainer
+    resumed_at = find_run(trainer.default_local_dir)["global_steps"] if trainer.resume else None
+    return Run(directory, name=directory.name, config=dataclasses.asdict(config), resumed_at=resumed_at)
 
 
 def _tokenizer(problems: Problems) -> CharTokenizer:

@@ -1,6 +1,6 @@
 """Draw the grid of ranks of a layout, and what a dispatch mode does on it.
 
-example: mcontroller topology --world-size 16 --tp 2 --pp 2 --mode MEGATRON_COMPUTE_PROTO
+example: mcontroller topology --world-size 16 --tp 2 --pp 2 --gpus-per-node 8 --mode MEGATRON_COMPUTE_PROTO
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Plan, plan
 from mcontroller.errors import DispatchError
+from mcontroller.locality import locality, nodes_of
 from parallel_state.describe import runs_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
@@ -34,16 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for axis, meaning in AXES.items():
         parser.add_argument(f"--{axis}", type=int, default=None if axis in ("etp", "vpp") else 1, help=meaning)
     parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="order of the axes, fastest first")
-    parser.add_argument("--by", choices=("stage", "rank"), help="a row for each replica (stage) or rank")
+    parser.add_argument("--gpus-per-node", type=int, help="show the nodes, and report axes that cross them")
+    parser.add_argument("--by", choices=("stage", "node", "rank"), help="a row for each replica (stage), node or rank")
     parser.add_argument("--mode", help="name of a dispatch mode: show which ranks get which shard, and which return")
     parser.add_argument("--max-rows", type=int, default=32, help="longest table; default: 32 rows")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the grid, and the plan of the mode."""
+    """Print the grid, the axes that cross nodes, and the plan of the mode."""
     sizes = {axis: getattr(arguments, axis) for axis in AXES}
-    topology = Topology.from_layout(ParallelLayout(arguments.world_size, order=arguments.order, **sizes))
+    layout = ParallelLayout(arguments.world_size, order=arguments.order, **sizes)
+    per_node = arguments.gpus_per_node
+    nodes = None if per_node is None else nodes_of(arguments.world_size, per_node)
+    topology = Topology.from_layout(layout, nodes=nodes)
     blocks = [topology.describe(by=arguments.by, max_rows=arguments.max_rows)]
+    if found := locality(topology):
+        blocks.append("\n".join(found.lines()))
     if arguments.mode is not None:
         blocks.append(plan_table(plan(mode_named(arguments.mode), topology), arguments.max_rows))
     sys.stdout.write("\n\n".join(blocks) + "\n")

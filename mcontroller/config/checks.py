@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["check_above", "check_at_least", "check_between", "check_one_of"]
+__all__ = ["check_above", "check_at_least", "check_between", "check_known_keys", "check_one_of"]
 
 
 def check_at_least(key: str, value: float, least: float) -> None:
@@ -31,3 +31,14 @@ def check_one_of(key: str, value: str, possible: Iterable[str]) -> None:
     """Raise ConfigError unless ``value`` is one of ``possible``."""
     if value not in possible:
         raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)
+
+
+def check_known_keys(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError if the mapping ``name`` has a key that is not in ``known``."""
+    unknown = [key for key in given if key not in set(known)]
+    if unknown:
+        raise ConfigError(
+            f"{name} has {', '.join(map(repr, unknown))}; possible: {', '.join(map(repr, known))}",
+            key=name,
+            value=unknown,
+        )

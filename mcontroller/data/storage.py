@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -56,6 +55,8 @@ def save_batch(
         DataError: If a value cannot be stored in such a file; names the column or key, and the type.
     """
     writer = _Writer()
+    from safetensors.torch import save_file  # on use: a program that saves no batch needs no safetensors
+
     description = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -67,7 +68,7 @@ def save_batch(
     writer.tensors[_DESCRIPTION] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     target = Path(filepath)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
-    safetensors.torch.save_file(writer.tensors, temporary)
+    save_file(writer.tensors, temporary)
     temporary.replace(target)
 
 
@@ -77,9 +78,12 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
     Raises:
         DataError: If the file is not a safetensors file, contains no batch, or was written by another version.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
-        tensors = safetensors.torch.load_file(filepath)
-    except safetensors.SafetensorError as error:
+        tensors = load_file(filepath)
+    except SafetensorError as error:
         raise DataError(f"{os.fspath(filepath)} is not a safetensors file: {error}", path=filepath) from error
     if _DESCRIPTION not in tensors:
         raise DataError(f"{os.fspath(filepath)} is not a saved DataProto: it has no {_DESCRIPTION!r}", path=filepath)

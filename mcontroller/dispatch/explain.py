@@ -14,6 +14,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.data.sizes import format_bytes
 from mcontroller.dispatch.modes import Plan
 from mcontroller.dispatch.prepared_call import PreparedCall
+from mcontroller.locality import locality
 from mcontroller.partition import Partition
 from mcontroller.transport import Arguments, Deferred
 from parallel_state.topology import Topology
@@ -56,6 +57,9 @@ class RankExplanation:
 class Explanation:
     """What a call would send to and collect from each rank. ``str`` and ``repr`` are a table.
 
+    A line separates ranks of different nodes. Axes that cross nodes, although their collectives run in every layer,
+    follow the table.
+
     Attributes:
         method: role and name of the method.
         mode: name of the dispatch mode.
@@ -79,6 +83,9 @@ class Explanation:
         table += [_cells(rank, axes) for rank in shown]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        for row in range(len(shown) - 1, 0, -1):  # from the end, so that the earlier rows keep their positions
+            if shown[row].node != shown[row - 1].node:
+                lines.insert(1 + row, "  ".join("-" * width for width in widths))
         if len(shown) < len(self.ranks):
             lines.append(f"... and {len(self.ranks) - len(shown)} more ranks")
         returning = len(self.plan.collected)
@@ -88,7 +95,8 @@ class Explanation:
         tail = f"{sent} read by all ranks, {stored} stored"
         if unknown:
             tail += "; the size of futures is known once they are done and fetched"
-        return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail])
+        crossing = locality(self.plan.topology).lines()
+        return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail, *crossing])
 
     __repr__ = __str__
 

@@ -7,19 +7,28 @@ from typing import TYPE_CHECKING
 from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
-    from mcontroller.ppo.advantages import AdvantageEstimator as AdvantageEstimator
     from mcontroller.ppo.advantages import compute_advantage as compute_advantage
-    from mcontroller.ppo.advantages import compute_gae as compute_gae
-    from mcontroller.ppo.advantages import register_advantage_estimator as register_advantage_estimator
     from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
     from mcontroller.ppo.config import PPOConfig as PPOConfig
     from mcontroller.ppo.config import TrainerConfig as TrainerConfig
+    from mcontroller.ppo.config import ValidationConfig as ValidationConfig
     from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import collate as collate
     from mcontroller.ppo.display import Display as Display
+    from mcontroller.ppo.estimators.gae import GAEOptions as GAEOptions
+    from mcontroller.ppo.estimators.gae import compute_gae as compute_gae
+    from mcontroller.ppo.estimators.groups import GPGOptions as GPGOptions
+    from mcontroller.ppo.estimators.groups import GRPOOptions as GRPOOptions
+    from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
+    from mcontroller.ppo.estimators.registry import AdvantageEstimator as AdvantageEstimator
+    from mcontroller.ppo.estimators.registry import KLInReward as KLInReward
+    from mcontroller.ppo.estimators.registry import register_advantage_estimator as register_advantage_estimator
+    from mcontroller.ppo.estimators.reinforce import (
+        ReinforcePlusPlusBaselineOptions as ReinforcePlusPlusBaselineOptions,
+    )
+    from mcontroller.ppo.estimators.reinforce import ReinforcePlusPlusOptions as ReinforcePlusPlusOptions
     from mcontroller.ppo.kl import KL_ESTIMATORS as KL_ESTIMATORS
     from mcontroller.ppo.kl import apply_kl_penalty as apply_kl_penalty
     from mcontroller.ppo.kl import estimate_kl as estimate_kl
@@ -28,13 +37,18 @@ if TYPE_CHECKING:
     from mcontroller.ppo.kl_control import AdaptiveKLController as AdaptiveKLController
     from mcontroller.ppo.kl_control import FixedKLController as FixedKLController
     from mcontroller.ppo.kl_control import KLControlConfig as KLControlConfig
-    from mcontroller.ppo.policy_losses import POLICY_LOSSES as POLICY_LOSSES
-    from mcontroller.ppo.policy_losses import PolicyLoss as PolicyLoss
-    from mcontroller.ppo.policy_losses import register_policy_loss as register_policy_loss
+    from mcontroller.ppo.losses.aggregation import AGGREGATIONS as AGGREGATIONS
+    from mcontroller.ppo.losses.registry import POLICY_LOSSES as POLICY_LOSSES
+    from mcontroller.ppo.losses.registry import PolicyLoss as PolicyLoss
+    from mcontroller.ppo.losses.registry import register_policy_loss as register_policy_loss
+    from mcontroller.ppo.mismatch import ImportanceConfig as ImportanceConfig
     from mcontroller.ppo.progress import ProgressDisplay as ProgressDisplay
     from mcontroller.ppo.rewards import Reward as Reward
     from mcontroller.ppo.rewards import RewardFunction as RewardFunction
     from mcontroller.ppo.rewards import outcome_scores as outcome_scores
+    from mcontroller.ppo.rewards import rule_only as rule_only
+    from mcontroller.ppo.rewards import sum_of_rewards as sum_of_rewards
+    from mcontroller.ppo.rewards import weighted_sum as weighted_sum
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
 else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mcontroller.errors import DataError
 from mcontroller.group import WorkerGroup
+from mcontroller.ppo.devices import SharedDevices
 
 __all__ = ["RunState", "find_run", "load_run", "save_run"]
 
@@ -30,7 +31,9 @@ class RunState:
     kl_coef: float
 
 
-def save_run(directory: str, groups: Mapping[str, WorkerGroup], state: RunState, max_to_keep: int | None) -> None:
+def save_run(
+    directory: str, groups: Mapping[str, WorkerGroup], state: RunState, max_to_keep: int | None, devices: SharedDevices
+) -> None:
     """Save every group's checkpoint under ``<directory>/<group>``, then replace ``trainer.json``, which names them.
 
     The file is replaced last and atomically: until then, the earlier checkpoints are those of the run.
@@ -40,11 +43,12 @@ def save_run(directory: str, groups: Mapping[str, WorkerGroup], state: RunState,
         groups: the groups to save, by name.
         state: the controller's own state.
         max_to_keep: number of checkpoints to keep; None for all.
+        devices: the devices that the groups share.
     """
-    written = {
-        name: group.save_checkpoint(str(Path(directory) / name), state.global_steps, max_to_keep)[0]
-        for name, group in groups.items()
-    }
+    written: dict[str, str] = {}
+    for name, group in groups.items():
+        devices.make_room(group.save_checkpoint)
+        written[name] = group.save_checkpoint(str(Path(directory) / name), state.global_steps, max_to_keep)[0]
     record = {
         "global_steps": state.global_steps,
         "kl_coef": state.kl_coef,
@@ -68,8 +72,13 @@ def find_run(directory: str) -> dict[str, Any]:
     return record
 
 
-def load_run(directory: str, groups: Mapping[str, WorkerGroup]) -> RunState:
+def load_run(directory: str, groups: Mapping[str, WorkerGroup], devices: SharedDevices) -> RunState:
     """Load every group's checkpoint that ``trainer.json`` names, and return the controller's own state.
+
+    Args:
+        directory: as for ``save_run``.
+        groups: the groups to load, by name.
+        devices: the devices that the groups share.
 
     Raises:
         DataError: the file does not exist, or names other groups.
@@ -83,5 +92,6 @@ def load_run(directory: str, groups: Mapping[str, WorkerGroup]) -> RunState:
             groups=sorted(groups),
         )
     for name, group in groups.items():
+        devices.make_room(group.load_checkpoint)
         group.load_checkpoint(os.path.join(directory, record["groups"][name]))
     return RunState(record["global_steps"], record["kl_coef"])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from mcontroller.config.checks import check_at_least, check_between
-from mcontroller.config.fields import strict_fields
-from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS
+from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
+from mcontroller.config.fields import strict_fields, unknown_field
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.devices import OFFLOAD_CHOICES
+from mcontroller.ppo.estimators.gae import GAEOptions
+from mcontroller.ppo.estimators.groups import GPGOptions, GRPOOptions
+from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
+from mcontroller.ppo.estimators.reinforce import ReinforcePlusPlusBaselineOptions, ReinforcePlusPlusOptions
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.kl_control import KLControlConfig
+from mcontroller.ppo.mismatch import ImportanceConfig
 
-__all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "WarmUpConfig"]
+__all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "ValidationConfig", "WarmUpConfig"]
 
 
 @strict_fields
@@ -19,26 +27,91 @@ __all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "WarmU
 class AlgorithmConfig:
     """The computation of advantages from scores."""
 
+    field_hints: ClassVar[Mapping[str, str]] = {
+        "normalize_advantages": "normalization belongs to the estimator: set algorithm.gae.normalize, "
+        "algorithm.reinforce_plus_plus.normalize or algorithm.reinforce_plus_plus_baseline.normalize",
+    }
+
     adv_estimator: str = "gae"
-    """Name of the advantage estimator: gae (needs a critic), grpo, rloo, or one that you registered."""
+    """Name of the advantage estimator: gae (needs a critic), grpo, rloo, opo, gpg, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, or one that you registered."""
     gamma: float = 1.0
     """Discount factor per token, 0 to 1."""
     lam: float = 1.0
     """Lambda of generalized advantage estimation, 0 to 1."""
-    normalize_advantages: bool = True
-    """Scale advantages to mean 0 and variance 1 over all response tokens of the batch."""
-    use_kl_in_reward: bool = True
-    """Subtract a KL penalty to the reference policy from the scores."""
+    gae: GAEOptions = field(default_factory=GAEOptions)
+    """Options of gae."""
+    grpo: GRPOOptions = field(default_factory=GRPOOptions)
+    """Options of grpo."""
+    gpg: GPGOptions = field(default_factory=GPGOptions)
+    """Options of gpg."""
+    reinforce_plus_plus: ReinforcePlusPlusOptions = field(default_factory=ReinforcePlusPlusOptions)
+    """Options of reinforce_plus_plus."""
+    reinforce_plus_plus_baseline: ReinforcePlusPlusBaselineOptions = field(
+        default_factory=ReinforcePlusPlusBaselineOptions
+    )
+    """Options of reinforce_plus_plus_baseline."""
+    custom: dict[str, Any] = field(default_factory=dict)
+    """Options of an estimator that you registered: fields of its class of options."""
+    use_kl_in_reward: bool | None = None
+    """Subtract a KL penalty to the reference policy from the scores. None: for gae and reinforce_plus_plus only.
+
+    The other estimators have the KL divergence in the loss by default (``actor_rollout_ref.use_kl_loss``). grpo and gpg
+    reject the penalty in the reward: a group of equal scores would learn from differences of the KL.
+    """
     kl_penalty: str = "k1"
     """Name of the KL estimator in the penalty: k1, k2, k3, abs, or one registered with ``register_kl_estimator``."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Weight of the KL penalty."""
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    """Correction of the mismatch between the policy that generated and the one that trains."""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
             check_between(f"algorithm.{name}", getattr(self, name), 0.0, 1.0)
-        ADVANTAGE_ESTIMATORS.get_or_raise(self.adv_estimator)
+        estimator = ADVANTAGE_ESTIMATORS.get_or_raise(self.adv_estimator)
         KL_ESTIMATORS.get_or_raise(self.kl_penalty, key="algorithm.kl_penalty")
+        if self.use_kl_in_reward and estimator.kl_in_reward is KLInReward.REJECTED:
+            raise ConfigError(
+                f"algorithm.use_kl_in_reward is true with adv_estimator={self.adv_estimator}: differences of the KL "
+                "inside a group of equal scores would be trained on. Set algorithm.use_kl_in_reward=false and "
+                "actor_rollout_ref.use_kl_loss=true",
+                key="algorithm.use_kl_in_reward",
+                value=True,
+            )
+        self.options()
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether a KL penalty is part of the reward, with the default of the estimator resolved."""
+        default = ADVANTAGE_ESTIMATORS[self.adv_estimator].kl_in_reward is KLInReward.DEFAULT
+        return default if self.use_kl_in_reward is None else self.use_kl_in_reward
+
+    def options(self) -> Any:
+        """Return the options of the chosen estimator; None if it has none.
+
+        Raises:
+            ConfigError: ``custom`` has a key that is not an option of the estimator.
+        """
+        expected = ADVANTAGE_ESTIMATORS[self.adv_estimator].options
+        if isinstance(section := getattr(self, self.adv_estimator, None), expected or ()):
+            chosen = section
+        elif expected is None:
+            chosen = None
+        else:
+            known = {option.name for option in dataclasses.fields(expected)}
+            for name in self.custom:
+                if name not in known:
+                    raise unknown_field(expected, name, "algorithm.custom.")
+            return expected(**self.custom)
+        if self.custom:
+            raise ConfigError(
+                f"algorithm.custom has {', '.join(self.custom)}; adv_estimator={self.adv_estimator} reads no custom "
+                "options",
+                key="algorithm.custom",
+                value=self.custom,
+            )
+        return chosen
 
 
 @strict_fields
@@ -56,6 +129,40 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_at_least("data.train_batch_size", self.train_batch_size, 1)
         check_at_least("data.val_batch_size", self.val_batch_size, 0)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ValidationConfig:
+    """How the responses to held-out problems are sampled."""
+
+    n: int = 1
+    """[responses] Responses to each problem. With more than one, the best and the mean of each problem are reported."""
+    do_sample: bool = False
+    """Sample; False takes the most likely token."""
+    temperature: float = 1.0
+    """Temperature of the samples."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+    top_k: int = 0
+    """[tokens] Sample from the most likely tokens. 0: all."""
+
+    def __post_init__(self) -> None:
+        check_at_least("validation.n", self.n, 1)
+        check_above("validation.temperature", self.temperature, 0.0)
+        if self.n > 1 and not self.do_sample:
+            raise ConfigError(
+                f"validation.n is {self.n} with validation.do_sample=false, which generates {self.n} equal responses: "
+                "set validation.do_sample=true, or validation.n=1",
+                key="validation.n",
+                value=self.n,
+            )
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the settings of the rollout."""
+        if not self.do_sample:
+            return {"do_sample": False, "n": 1}
+        return dataclasses.asdict(self)
 
 
 @strict_fields
@@ -87,19 +194,32 @@ class TrainerConfig:
     test_freq: int = 0
     """[steps] Validate every so many steps and after the last one. 0: only after the last one. -1: never."""
     save_freq: int = 0
-    """[steps] Save a checkpoint every so many steps and after the last one. 0: only after the last one. -1: never."""
+    """[steps] Save a checkpoint every so many steps. 0: as save_minutes says, and after the last one. -1: never."""
+    save_minutes: float = 60.0
+    """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
     max_to_keep: int | None = None
     """[checkpoints] Checkpoints that are kept. None: all."""
     default_local_dir: str = "checkpoints"
     """Directory of the checkpoints."""
     resume: bool = False
     """Continue from the last checkpoint in default_local_dir."""
+    offload: str = "auto"
+    """Hand over memory around stages: auto (groups that share GPUs), always (all groups, on CPUs too), or never.
+
+    A group that is not called moves its weights and its optimizer to host memory. A group that is called keeps what the
+    method needs: an update all of its parts, generation and scoring the weights.
+    """
+
+    offload_communicators: bool = False
+    """Free the buffers of NCCL too when a group hands over its memory. It takes time, and NCCL 2.29.7."""
 
     def __post_init__(self) -> None:
+        check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)
         check_at_least("trainer.save_freq", self.save_freq, -1)
+        check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
         if self.max_to_keep is not None:
             check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
 
@@ -123,5 +243,7 @@ class PPOConfig:
     """The computation of advantages from scores."""
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
     """A supervised phase before PPO."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """How the responses to held-out problems are sampled."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Length of the run, and when it is validated and saved."""

@@ -29,6 +29,9 @@ class KLController(Protocol):
     def update(self, current_kl: float, n_steps: int) -> None:
         """Update the weight with the mean KL per token of the last batch, which has ``n_steps`` samples."""
 
+    def resume(self, value: float) -> None:
+        """Continue from the weight of a saved run."""
+
 
 KL_CONTROLLERS: Registry[Callable[[KLControlConfig], KLController]] = Registry(
     "KL controller", key="algorithm.kl_ctrl.type"
@@ -68,6 +71,9 @@ class FixedKLController:
     def update(self, current_kl: float, n_steps: int) -> None:
         """Keep the weight."""
 
+    def resume(self, value: float) -> None:
+        """Keep the configured weight, which may differ from the saved one."""
+
 
 @KL_CONTROLLERS.register("adaptive")
 class AdaptiveKLController:
@@ -86,6 +92,10 @@ class AdaptiveKLController:
         """Adapt the weight to the KL per token of ``n_steps`` new samples."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
+
+    def resume(self, value: float) -> None:
+        """Continue from the weight of a saved run."""
+        self.value = value
 
 
 def make_kl_controller(config: KLControlConfig) -> KLController:

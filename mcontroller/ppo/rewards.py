@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mcontroller.config.checks import check_known_keys
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.transport import complete
 
-__all__ = ["Reward", "RewardFunction", "outcome_scores", "rewarded"]
+__all__ = [
+    "CombineRewards",
+    "Reward",
+    "RewardFunction",
+    "RewardSources",
+    "Scores",
+    "joined",
+    "outcome_scores",
+    "rewarded",
+    "rule_only",
+    "sum_of_rewards",
+    "weighted_sum",
+]
 
 
 @dataclass(frozen=True)
@@ -21,22 +37,49 @@ class Reward:
 
     Attributes:
         token_level_scores: float32 ``[rows, response]``; ``outcome_scores`` makes it from one score per response.
-        columns: further values of every row, such as its ``accuracy``; their means are reported.
+        columns: further values of every row, such as its ``accuracy``; their means and standard deviations are
+            reported. NaN: the value does not apply to the row.
     """
 
     token_level_scores: Tensor
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-class RewardFunction(Protocol):
-    """A function from a batch to its Reward."""
+Scores = Reward | Tensor | Sequence[float | None]
+"""What a reward function may return.
 
-    def __call__(self, batch: DataProto) -> Reward | Tensor:
-        """Return the Reward of a batch, or its ``token_level_scores`` alone.
+A Reward; its ``token_level_scores`` ``[rows, response]`` alone; or one score per response, as a tensor ``[rows]`` or a
+sequence, in which None (the reward does not apply to the row) counts as 0.
+"""
+
+
+class RewardFunction(Protocol):
+    """A function from a batch to its scores. It may be async."""
+
+    def __call__(self, batch: DataProto) -> Scores | Awaitable[Scores]:
+        """Return the scores of a batch.
 
         Args:
-            batch: the result of ``generate_sequences``, and the non-tensor columns of the data set.
+            batch: the result of ``generate_sequences``, the non-tensor columns of the data set, and ``rm_scores``
+                ``[rows, response]`` if there is a reward model.
         """
+
+
+CombineRewards = Callable[[Tensor, Tensor], Tensor]
+"""Maps the scores of the reward function and those of the reward model to the scores to train on.
+
+All three are float32 ``[rows, response]``.
+"""
+
+
+def weighted_sum(rule: float = 1.0, model: float = 1.0) -> CombineRewards:
+    """Return a function that adds the scores of the reward function and of the reward model with these weights."""
+    return lambda rule_scores, model_scores: rule * rule_scores + model * model_scores
+
+
+def rule_only(rule_scores: Tensor, model_scores: Tensor) -> Tensor:
+    """Return the scores of the reward function, for one that reads ``rm_scores`` itself."""
+    return rule_scores
 
 
 def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> Tensor:
@@ -46,28 +89,175 @@ def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> T
     return on_tokens.scatter_(1, last.unsqueeze(1), torch.as_tensor(scores, dtype=torch.float32).unsqueeze(1))
 
 
-def rewarded(reward_fn: RewardFunction, batch: DataProto) -> Reward:
-    """Return the Reward of a batch.
+def sum_of_rewards(
+    functions: Mapping[str, RewardFunction], weights: Mapping[str, float] | None = None
+) -> RewardFunction:
+    """Return a reward function that adds several, each with a column of its own scores in the metrics.
+
+    Args:
+        functions: reward functions by name.
+        weights: the weight of each, 1 by default.
 
     Raises:
-        DataError: the function returned values that do not have the shape of the responses.
+        ConfigError: a weight is of a function that is not there.
     """
-    result = reward_fn(batch)
-    reward = result if isinstance(result, Reward) else Reward(result)
-    expected = tuple(batch.tensors()["response_mask"].shape)
+    factors = dict.fromkeys(functions, 1.0) | dict(weights or {})
+    check_known_keys("weights", factors, functions)
+
+    def weighted(batch: DataProto) -> Reward:
+        parts = {name: rewarded(function, batch, name) for name, function in functions.items()}
+        total = sum(factors[name] * part.token_level_scores for name, part in parts.items())
+        assert isinstance(total, Tensor)
+        columns: dict[str, Sequence[float]] = {}
+        for name, part in parts.items():
+            columns |= {f"{name}/{column}": values for column, values in part.columns.items() if column != APPLIES}
+            scores = part.token_level_scores.sum(1).tolist()
+            applies = part.columns.get(APPLIES, [1.0] * len(scores))
+            columns[name] = [score if kept else math.nan for score, kept in zip(scores, applies, strict=True)]
+        return Reward(total, columns)
+
+    return weighted
+
+
+def joined(rewards: Sequence[Reward]) -> Reward:
+    """Return one Reward of the rows of several, with one score per row, ``[rows, 1]``: responses differ in width."""
+    scores = torch.cat([reward.token_level_scores.sum(1, keepdim=True) for reward in rewards])
+    names = rewards[0].columns
+    return Reward(scores, {name: [value for reward in rewards for value in reward.columns[name]] for name in names})
+
+
+class RewardSources:
+    """The scores of responses from a reward function, a reward model, or both.
+
+    Args:
+        reward_fn: the reward of responses to train on.
+        val_reward_fn: the reward of responses to held-out problems; None: ``reward_fn``.
+        has_model: whether there is a reward model.
+        combine: makes one score of both.
+
+    Raises:
+        ConfigError: there is no reward, or there are both and no function that combines them.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFunction | None,
+        val_reward_fn: RewardFunction | None,
+        has_model: bool,
+        combine: CombineRewards | None,
+    ) -> None:
+        if reward_fn is None and not has_model:
+            raise ConfigError("there is no reward: pass reward_fn, or map Role.RewardModel", key="reward_fn")
+        if reward_fn is not None and has_model and combine is None:
+            raise ConfigError(
+                "there are scores of reward_fn and of Role.RewardModel: pass combine_rewards, such as "
+                "weighted_sum(rule=1.0, model=1.0), or rule_only if reward_fn reads rm_scores itself; or pass "
+                "reward_fn=None to use the reward model alone",
+                key="combine_rewards",
+            )
+        self.training = reward_fn
+        self.held_out = val_reward_fn or reward_fn
+        self.combine = combine
+
+    def of(self, batch: DataProto, *, held_out: bool = False) -> Reward:
+        """Return the Reward of a batch.
+
+        Args:
+            batch: responses with the columns of their problems, and ``rm_scores`` if there is a reward model.
+            held_out: whether the problems are held out.
+
+        Raises:
+            DataError: a function returned values that do not fit the responses.
+        """
+        model: Tensor | None = batch.tensors().get("rm_scores")
+        function = self.held_out if held_out else self.training
+        if function is None:
+            assert model is not None
+            return Reward(model)
+        rule = rewarded(function, batch)
+        if model is None or self.combine is None:
+            return rule
+        parts = {"rule_score": rule.token_level_scores, "model_score": model}
+        sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
+        combined = self.combine(rule.token_level_scores, model)
+        return rewarded(lambda batch: Reward(combined, {**rule.columns, **sums}), batch, "combine_rewards")
+
+
+APPLIES = "applies"
+"""Column of a Reward made from scores of which some are None: 1 for rows with a score, 0 for the others."""
+
+
+def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the reward function") -> Reward:
+    """Return the Reward of a batch.
+
+    Args:
+        reward_fn: the function.
+        batch: the batch that it scores, with ``response_mask`` ``[rows, response]``.
+        name: of the function, for error messages.
+
+    Raises:
+        DataError: the function returned values that do not fit the responses.
+    """
+    mask = batch.tensors()["response_mask"]
+    reward = _as_reward(complete(reward_fn(batch)), mask, name)
+    expected = tuple(mask.shape)
     if tuple(reward.token_level_scores.shape) != expected:
         raise DataError(
-            f"the reward function returned token_level_scores of shape {tuple(reward.token_level_scores.shape)}; "
-            f"expected {expected}, the shape of response_mask",
+            f"{name} returned token_level_scores of shape {tuple(reward.token_level_scores.shape)}; expected "
+            f"{expected}, the shape of response_mask, or {expected[:1]}, one score per response",
             shape=tuple(reward.token_level_scores.shape),
             expected=expected,
         )
-    for name, column in reward.columns.items():
-        if len(column) != expected[0]:
+    finite = torch.isfinite(reward.token_level_scores).all(1)
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise DataError(
+            f"{name} returned a score of {float(reward.token_level_scores[row].sum())} for response {row}; expected "
+            "finite numbers, or None for a response that it does not apply to",
+            row=row,
+        )
+    for column, values in reward.columns.items():
+        if len(values) != expected[0]:
             raise DataError(
-                f"the reward function returned {len(column)} values of {name!r} for {expected[0]} responses",
-                column=name,
-                length=len(column),
+                f"{name} returned {len(values)} values of {column!r} for {expected[0]} responses",
+                column=column,
+                length=len(values),
                 expected=expected[0],
             )
     return reward
+
+
+def _as_reward(result: Any, mask: Tensor, name: str) -> Reward:
+    if isinstance(result, Reward):
+        return result
+    if isinstance(result, Tensor) and result.dim() != 1:
+        return Reward(result)
+    if not isinstance(result, Tensor | Sequence | np.ndarray) or isinstance(result, str | bytes):
+        raise DataError(
+            f"{name} returned {_shown(result)}; expected a Reward, token_level_scores [rows, response], or one score "
+            "per response",
+            value=result,
+        )
+    scores = result.tolist() if isinstance(result, Tensor | np.ndarray) else list(result)
+    if len(scores) != len(mask):
+        raise DataError(
+            f"{name} returned {len(scores)} scores for {len(mask)} responses", length=len(scores), expected=len(mask)
+        )
+    for row, score in enumerate(scores):
+        if score is not None and (not _is_number(score)):
+            raise DataError(
+                f"{name} returned {_shown(score)} for response {row}; expected a number or None", row=row, value=score
+            )
+    on_tokens = outcome_scores([0.0 if score is None else float(score) for score in scores], mask)
+    if None in scores:
+        return Reward(on_tokens, {APPLIES: [float(score is not None) for score in scores]})
+    return Reward(on_tokens)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} of type {type(value).__name__}"

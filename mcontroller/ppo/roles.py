@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.advantages import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.config import PPOConfig
+from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import Role
 
-__all__ = ["RoleWorker", "check_roles", "role_workers"]
+__all__ = ["RoleWorker", "check_roles", "has_reference", "needs_reference", "role_workers"]
 
 CONFIG_KEYS = {
     Role.ActorRolloutRef: "actor_rollout_ref",
@@ -61,6 +62,8 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWor
         worker_config = getattr(config, CONFIG_KEYS[role])
         if worker_config is None:
             raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
+        if name == "actor":
+            worker_config = _with_kl_loss(worker_config, config, mapping)
         groups.append(RoleWorker(name, role, RayClassWithInitArgs(mapping[role], config=worker_config, **arguments)))
     return groups
 
@@ -73,14 +76,46 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:
         raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")
-    has_reference = Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping
-    if algorithm.use_kl_in_reward and not has_reference:
-        raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy")
+    if algorithm.kl_in_reward and not has_reference(mapping):
+        raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
+    if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(mapping):
+        raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
+    _check_group_size(config)
     if config.warm_up.steps and Role.RefPolicy in mapping:
         raise _misfit(
             mapping,
             f"warm_up.steps={config.warm_up.steps} changes the policy that the reference starts from: map "
             "Role.ActorRolloutRef, whose reference is replaced by the actor after the warm-up, or set warm_up.steps=0",
+        )
+
+
+def has_reference(mapping: Mapping[Role, Any]) -> bool:
+    """Return whether there is a reference policy."""
+    return Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping
+
+
+def needs_reference(config: PPOConfig, actor: RoleWorker) -> bool:
+    """Return whether the log-probabilities of the reference are read, in the reward or in the actor's loss."""
+    return config.algorithm.kl_in_reward or bool(getattr(actor.init.kwargs["config"], "use_kl_loss", False))
+
+
+def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) -> Any:
+    """Return the actor's configuration with the default of ``use_kl_loss``: true if the KL is not in the reward."""
+    if getattr(actor, "use_kl_loss", False) is not None:
+        return actor
+    return dataclasses.replace(actor, use_kl_loss=has_reference(mapping) and not config.algorithm.kl_in_reward)
+
+
+def _check_group_size(config: PPOConfig) -> None:
+    """Raise ConfigError if an estimator compares the responses to a prompt, and there is one of each."""
+    name = config.algorithm.adv_estimator
+    n = getattr(getattr(config.actor_rollout_ref, "rollout", None), "n", None)
+    if n == 1 and ADVANTAGE_ESTIMATORS[name].needs_group:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n is 1 with algorithm.adv_estimator={name}, which compares the responses to "
+            "one prompt: every advantage would be 0. Set actor_rollout_ref.rollout.n to 2 or more, such as 8",
+            key="actor_rollout_ref.rollout.n",
+            value=n,
         )
 
 

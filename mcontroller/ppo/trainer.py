@@ -15,13 +15,16 @@ from mcontroller.ppo.advantages import compute_advantage
 from mcontroller.ppo.checkpoints import RunState, find_run, load_run, save_run
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, columns, in_order
+from mcontroller.ppo.devices import SharedDevices
 from mcontroller.ppo.display import Display
+from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
-from mcontroller.ppo.rewards import RewardFunction, rewarded
-from mcontroller.ppo.roles import check_roles, role_workers
+from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
+from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
+from mcontroller.ppo.roles import check_roles, needs_reference, role_workers
 from mcontroller.ppo.stages import Stages
-from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics
+from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics, signal_metrics
 from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
@@ -51,13 +54,15 @@ class RayPPOTrainer:
             ``RefPolicy``; ``Critic`` if the advantage estimator needs one; ``RewardModel`` if there is one.
         resource_pool_manager: the pools, and the pool of each role.
         ray_worker_group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
-        reward_fn: the reward of the responses to train on.
+        reward_fn: the reward of the responses to train on. None: the scores of the reward model.
         val_reward_fn: the reward of the responses to held-out problems; ``reward_fn`` by default.
         train_dataset: problems; a row has ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and
             any further columns, which are passed to ``reward_fn``.
         val_dataset: held-out problems, in the same form. None: no validation.
         warm_up_dataset: demonstrations for the supervised phase: rows of ``input_ids``, ``attention_mask`` and
             ``loss_mask`` ``[seq]``.
+        combine_rewards: makes one score of those of ``reward_fn`` and of the reward model, if there are both, such as
+            ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
         trackers: the trackers that log the metrics.
         display: shows the events of the run; by default nothing is shown.
 
@@ -84,12 +89,14 @@ class RayPPOTrainer:
         val_dataset: Dataset | None = None,
         *,
         warm_up_dataset: Dataset | None = None,
+        combine_rewards: CombineRewards | None = None,
         trackers: Sequence[Tracker] = (),
         display: Display | None = None,
     ) -> None:
         check_roles(config, role_worker_mapping)
-        if reward_fn is None or train_dataset is None:
-            raise ConfigError("RayPPOTrainer needs reward_fn and train_dataset", key="reward_fn")
+        if train_dataset is None:
+            raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
+        self.rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
         if config.warm_up.steps and warm_up_dataset is None:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:
@@ -100,17 +107,16 @@ class RayPPOTrainer:
         self.role_workers = role_workers(config, role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
-        self.reward_fn = reward_fn
-        self.val_reward_fn = val_reward_fn or reward_fn
         self.val_dataset = val_dataset
         self.warm_up_dataset = warm_up_dataset
         self.trackers = trackers
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
-        self.stages = Stages()
+        self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
+        self._saved_at = time.monotonic()
 
     # ---- start -----------------------------------------------------------------------------------------------------
 
@@ -125,14 +131,16 @@ class RayPPOTrainer:
             with self.stages("start"):
                 pool = self.resource_pool_manager.get_resource_pool(worker.role)
                 self.display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
-                self.groups[worker.name] = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name)
-        with self.stages("start"):
-            for group in self.groups.values():
+                group = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name)
+                self.groups[worker.name] = group
+                self.stages.devices.add(group, pool)
+        for group in self.groups.values():
+            with self.stages("start", group.init_model):
                 group.init_model()
         self.actor = self.groups["actor"]
         self.critic = self.groups.get("critic")
-        has_reference = Role.ActorRolloutRef in self.role_worker_mapping
-        self.reference = self.actor if has_reference else self.groups.get("ref")
+        in_actor = Role.ActorRolloutRef in self.role_worker_mapping
+        self.reference = self.actor if in_actor else self.groups.get("ref")
         self.reward_model = self.groups.get("reward")
         self.display.groups(self.groups)
 
@@ -157,7 +165,7 @@ class RayPPOTrainer:
             self.display.step(metrics)
             if self._is_due(self.config.trainer.test_freq):
                 metrics |= self.validate()
-            if self._is_due(self.config.trainer.save_freq):
+            if self._is_save_due():
                 self.save_checkpoint()
             self.log(metrics)
 
@@ -166,34 +174,33 @@ class RayPPOTrainer:
         started, stage = time.perf_counter(), self.stages
         stage.take_step()
         problems.non_tensor_batch["uid"] = np.arange(len(problems)).astype(object)
-        with stage("generate"):
-            batch, problems = self.generate(problems)
+        with stage("generate", self.actor.generate_sequences):
+            batch, asked = self.generate(problems)
         generation = mean_of_parts(batch) if "metrics" in batch.meta_info else {}
-        with stage("old log-probs"):
+        with stage("old log-probs", self.actor.compute_log_prob):
             batch = batch.union(self.actor.compute_log_prob(batch))
-        if self.reference is not None:
-            with stage("reference"):
+        if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
+            with stage("reference", self.reference.compute_ref_log_prob):
                 batch = batch.union(self.reference.compute_ref_log_prob(batch))
         if self.critic is not None:
-            with stage("values"):
+            with stage("values", self.critic.compute_values):
                 batch = batch.union(self.critic.compute_values(batch))
-        if self.reward_model is not None:
-            with stage("reward model"):
-                batch = batch.union(self.reward_model.compute_rm_score(batch))
-        with stage("reward"):
-            reward = rewarded(self.reward_fn, batch.union(problems))
-            batch = batch.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores}))
+        batch, reward = self.scored(batch, asked)
+        if ADVANTAGE_ESTIMATORS[self.config.algorithm.adv_estimator].needs_greedy:
+            batch = batch.union(self.greedy_scores(problems, len(batch) // len(problems)))
         with stage("advantages"):
             batch, metrics = self.penalise(batch)
-            batch = self.advantages(batch, problems)
+            batch, signal = self.advantages(batch, asked)
+            batch, mismatch = self.corrected(batch)
         if self.critic is not None:
-            with stage("update critic"):
+            with stage("update critic", self.critic.update_critic):
                 metrics |= mean_of_parts(self.critic.update_critic(batch))
         if self.global_steps >= self.config.trainer.critic_warmup:
-            with stage("update actor"):
+            with stage("update actor", self.actor.update_actor):
                 metrics |= mean_of_parts(self.actor.update_actor(batch))
-        metrics |= generation | reward_metrics("train", reward) | experience_metrics(batch)
-        return metrics | self._timing(batch, time.perf_counter() - started)
+        metrics |= generation | signal | mismatch | reward_metrics("train", reward)
+        metrics |= experience_metrics(batch, self._stop_tokens())
+        return metrics | self._timing(batch, time.perf_counter() - started) | stage.take_memory()
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.
@@ -212,20 +219,53 @@ class RayPPOTrainer:
         others = problems.select([], non_tensor_batch_keys=None)
         return responses, others.repeat(len(responses) // len(problems))
 
+    def scored(self, batch: DataProto, problems: DataProto, held_out: bool = False) -> tuple[DataProto, Reward]:
+        """Return the batch with ``token_level_scores``, and the reward that they are from.
+
+        Args:
+            batch: responses.
+            problems: the further columns of their problems, in the same order.
+            held_out: whether the problems are held out: ``val_reward_fn`` scores them.
+        """
+        stage = "held-out" if held_out else "reward"
+        if self.reward_model is not None:
+            with self.stages("held-out" if held_out else "reward model", self.reward_model.compute_rm_score):
+                batch = batch.union(self.reward_model.compute_rm_score(batch))
+        with self.stages(stage):
+            reward = self.rewards.of(batch.union(problems), held_out=held_out)
+        return batch.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
+
+    def greedy_scores(self, problems: DataProto, repeats: int) -> DataProto:
+        """Return ``greedy_scores``, the score of the greedy response to each problem, repeated for each response."""
+        with self.stages("generate", self.actor.generate_sequences):
+            batch, asked = self.generate(problems, do_sample=False, n=1)
+        scores = self.scored(batch, asked)[1].token_level_scores.sum(1)
+        return DataProto.from_dict({"greedy_scores": scores.repeat_interleave(repeats)})
+
     def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return the batch with ``token_level_rewards``: the scores minus the KL penalty, and the penalty's metrics."""
-        if not self.config.algorithm.use_kl_in_reward:
+        if not self.config.algorithm.kl_in_reward:
             (scores,) = columns(batch, "token_level_scores")
             return batch.union(DataProto.from_dict({"token_level_rewards": scores})), {}
         return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
 
-    def advantages(self, batch: DataProto, problems: DataProto) -> DataProto:
-        """Return the batch with ``advantages`` and ``returns``; the estimator can also read the problems' columns."""
+    def advantages(self, batch: DataProto, problems: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Return the batch with ``advantages`` and ``returns``, and metrics of the advantages.
+
+        The estimator can also read the problems' columns.
+        """
         rule = self.config.algorithm
-        full = compute_advantage(
-            batch.union(problems), rule.adv_estimator, rule.gamma, rule.lam, normalize=rule.normalize_advantages
-        )
-        return full.select(non_tensor_batch_keys=[])
+        full = compute_advantage(batch.union(problems), rule.adv_estimator, rule.gamma, rule.lam, rule.options())
+        return full.select(non_tensor_batch_keys=[]), signal_metrics(full)
+
+    def corrected(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Return the batch with ``importance_weights`` if they are configured, and metrics of the mismatch."""
+        metrics = mismatch_metrics(batch)
+        importance = self.config.algorithm.importance
+        if importance.level == "none":
+            return batch, metrics
+        weights, limited = importance_weights(batch, importance)
+        return batch.union(DataProto.from_dict({"importance_weights": weights})), metrics | limited
 
     def warm_up(self) -> None:
         """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""
@@ -235,7 +275,7 @@ class RayPPOTrainer:
         batches = BatchStream(self.warm_up_dataset, warm_up.batch_size, self.config.data.seed, "warm_up_dataset")
         self.display.phase("warm-up", warm_up.steps)
         for step in range(warm_up.steps):
-            with self.stages("warm-up"):
+            with self.stages("warm-up", self.actor.update_sft):
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
             metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
             self.display.step(metrics)
@@ -245,17 +285,23 @@ class RayPPOTrainer:
             self.reference.sync_reference()
 
     def validate(self) -> dict[str, float]:
-        """Return the mean score and the means of further columns of greedy responses to the held-out problems."""
+        """Return the statistics of scores and further columns of responses to the held-out problems.
+
+        ``held_out/score`` is the mean over all responses, ``held_out/best_at_<n>`` the mean over problems of the best
+        of their ``validation.n`` responses.
+        """
         if self.val_dataset is None:
             return {}
-        with self.stages("held-out"):
-            parts = []
-            for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
-                responses, others = self.generate(problems, do_sample=False, n=1)
-                reward = rewarded(self.val_reward_fn, responses.union(others))
-                parts.append((len(problems), reward_metrics("held_out", reward)))
-        rows = sum(size for size, _ in parts)
-        metrics = {name: sum(size * part[name] for size, part in parts) / rows for name in parts[0][1]}
+        validation, rewards = self.config.validation, []
+        for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
+            with self.stages("held-out", self.actor.generate_sequences):
+                responses, asked = self.generate(problems, **validation.sampling())
+            rewards.append(self.scored(responses, asked, held_out=True)[1])
+        whole = joined(rewards)
+        metrics = reward_metrics("held_out", whole)
+        if validation.n > 1:
+            best = whole.token_level_scores.view(-1, validation.n).amax(1)
+            metrics |= {f"held_out/best_at_{validation.n}": float(best.mean())}
         self.display.held_out(self.global_steps, metrics)
         return metrics
 
@@ -268,10 +314,11 @@ class RayPPOTrainer:
 
     def save_checkpoint(self) -> None:
         """Save the state of every trained role and of this trainer under ``trainer.default_local_dir``."""
-        trainer = self.config.trainer
+        trainer, self._saved_at = self.config.trainer, time.monotonic()
         with self.stages("checkpoint"):
             state = RunState(self.global_steps, self.kl_ctrl.value)
-            save_run(trainer.default_local_dir, self._trained_groups(), state, trainer.max_to_keep)
+            groups, devices = self._trained_groups(), self.stages.devices
+            save_run(trainer.default_local_dir, groups, state, trainer.max_to_keep, devices)
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -279,8 +326,9 @@ class RayPPOTrainer:
         Raises:
             DataError: there is none, or it is of other roles.
         """
-        state = load_run(self.config.trainer.default_local_dir, self._trained_groups())
-        self.global_steps, self.kl_ctrl.value = state.global_steps, state.kl_coef
+        state = load_run(self.config.trainer.default_local_dir, self._trained_groups(), self.stages.devices)
+        self.global_steps = state.global_steps
+        self.kl_ctrl.resume(state.kl_coef)
         return self.global_steps
 
     def _trained_groups(self) -> dict[str, WorkerGroup]:
@@ -289,6 +337,15 @@ class RayPPOTrainer:
     def _is_due(self, every: int) -> bool:
         last = self.global_steps == self.config.trainer.total_training_steps
         return every >= 0 and (last or (every > 0 and self.global_steps % every == 0))
+
+    def _is_save_due(self) -> bool:
+        trainer = self.config.trainer
+        late = trainer.save_minutes > 0 and time.monotonic() - self._saved_at >= 60.0 * trainer.save_minutes
+        return self._is_due(trainer.save_freq) or (trainer.save_freq == 0 and late)
+
+    def _stop_tokens(self) -> list[int]:
+        stop = self.tokenizer.eos_token_id
+        return [stop] if isinstance(stop, int) else list(stop)
 
     def _timing(self, batch: DataProto, seconds: float) -> dict[str, float]:
         tokens = float(columns(batch, "attention_mask")[0].sum())

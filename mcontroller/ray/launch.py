@@ -185,7 +185,9 @@ def _build(
 def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[Identity]:
     """Yield the identity of every rank, with the variables that torchrun would set and the GPUs that it can see.
 
-    LOCAL_RANK is the index of the rank's GPU among those of its node; ranks of a pool without GPUs see none.
+    LOCAL_RANK is the index of the rank's GPU among those that it can see: those of its group on its node, or only its
+    own. A rank that sees only its own is alone on its node for torch: LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1. Ranks
+    of a pool without GPUs see none.
     """
     ranks_of_node: dict[Any, list[int]] = {}  # ranks of one node need not be consecutive in a merged pool
     for rank, bundle in enumerate(lease.bundles):
@@ -193,12 +195,16 @@ def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[
     for rank, bundle in enumerate(lease.bundles):
         neighbors = ranks_of_node[bundle.group.id]
         local_rank = neighbors.index(rank)
-        environment = RankEnvironment(rank, pool.world_size, local_rank, len(neighbors))
         ray_names = {"RAY_LOCAL_RANK": str(local_rank), "RAY_LOCAL_WORLD_SIZE": str(len(neighbors))}
         # Without GPUs the list is empty: Ray keeps the value of the node, or of the runtime_env, for such actors.
-        gpus = [str(lease.bundles[other].gpu) for other in neighbors if pool.use_gpu]
+        gpus = [gpu for other in neighbors if (gpu := lease.bundles[other].gpu) is not None]
+        device = local_rank if gpus else None
+        environment = RankEnvironment(rank, pool.world_size, local_rank, len(neighbors))
+        if gpus and (pool.isolate_gpus or any(gpu.startswith("MIG-") for gpu in gpus)):
+            gpus, device = gpus[local_rank : local_rank + 1], 0
+            environment = RankEnvironment(rank, pool.world_size)
         env = {**environment.variables(), **ray_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        yield Identity(name, rank, env, local_rank if pool.use_gpu else None)
+        yield Identity(name, rank, env, device)
 
 
 _Actor: Any = ray.remote(WorkerProcess)

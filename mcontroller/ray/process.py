@@ -24,7 +24,7 @@ from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.endpoint import Endpoint, ReceivedCall, Reply
 from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.devices import device_of_rank
+from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.wire import Encoded, Packed, decode, encode
@@ -195,8 +195,8 @@ class WorkerProcess:
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
         for role, each in packed.items():
             try:
+                choose_device(identity.device)  # before the module of the worker is imported
                 construct, args, kwargs = each.unpack()  # loads torch, which reads the environment
-                choose_device(identity.device)
                 worker = construct(*args, **kwargs)
             except BaseException as error:  # report SystemExit too
                 raise self._error_of(role, "__init__", error) from None
@@ -284,13 +284,19 @@ def sibling(role: str) -> Any:
 
 
 def choose_device(index: int | None) -> None:
-    """Make the GPU of LOCAL_RANK this thread's CUDA device; do nothing without an index, or if torch has no GPU."""
+    """Make the GPU of this index this thread's CUDA device; do nothing without an index.
+
+    Raises:
+        ResourceError: the process sees too few GPUs, or the node has a driver and torch can use no GPU.
+    """
     if index is not None:
         import torch
 
         device = device_of_rank(index, int(os.environ["LOCAL_WORLD_SIZE"]))
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        else:
+            check_torch_without_gpu()
 
 
 def _reserved_socket() -> socket.socket:

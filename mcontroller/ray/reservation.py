@@ -6,6 +6,7 @@ A reservation lasts from the first group in it to the last; one made by ``RayRes
 from __future__ import annotations
 
 import ipaddress
+import sys
 import time
 import uuid
 import weakref
@@ -19,7 +20,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcontroller.errors import ResourceError
 
-__all__ = ["Bundle", "NodeShape", "Reservation", "by_address", "check_fits", "fits", "session"]
+__all__ = [
+    "Bundle",
+    "NodeShape",
+    "Reservation",
+    "by_address",
+    "by_name",
+    "check_fits",
+    "fits",
+    "gpus_of_bundles",
+    "session",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,8 @@ class Bundle:
         node: index of the declared node, in rank order.
         local_rank: index on the node.
         address: address of the node.
-        gpu: index of the GPU on the node; None without a GPU.
+        gpu: name of the GPU on the node, as CUDA_VISIBLE_DEVICES has it: an index, or the UUID of a GPU or of a MIG
+            device; None without a GPU.
         holders: the group that holds each slot; None for a free slot.
     """
 
@@ -62,7 +74,7 @@ class Bundle:
     node: int
     local_rank: int
     address: str
-    gpu: int | None
+    gpu: str | None
     holders: list[str | None] = field(default_factory=list)
 
     @property
@@ -102,11 +114,17 @@ class Reservation:
         """Return the bundles in rank order; reserve them if they are not reserved yet.
 
         Raises:
-            ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds).
+            ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds);
+                or Ray assigns one GPU to two bundles.
         """
         if not self.held:
             self._groups[:] = _reserve(self.shapes, self.name, self.detached, timeout)
-            self._bundles = _in_rank_order(self._groups, self.slots)
+            try:
+                self._bundles = _in_rank_order(self._groups, self.slots)
+            except BaseException:
+                _remove(self._groups)
+                self._groups.clear()
+                raise
             self._session = session()
         return self._bundles
 
@@ -235,18 +253,36 @@ def _in_rank_order(groups: Sequence[PlacementGroup], slots: int) -> list[Bundle]
     return bundles
 
 
-def _by_gpu(group: PlacementGroup) -> list[tuple[int | None, int]]:
-    """Return GPU index and bundle index of every bundle of a node, by GPU; the former is None without GPUs."""
+def _by_gpu(group: PlacementGroup) -> Sequence[tuple[str | None, int]]:
+    """Return GPU name and bundle index of every bundle of a node, by GPU; the former is None without GPUs."""
     indices = range(group.bundle_count)
     if "GPU" not in group.bundle_specs[0]:
         return [(None, index) for index in indices]
     asks = [
-        _gpu_index.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+        _gpu_name.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index in indices
     ]
-    return sorted(zip(ray.get(asks), indices, strict=True))
+    named = zip(gpus_of_bundles(ray.get(asks)), indices, strict=True)
+    return sorted(named, key=lambda bundle: by_name(bundle[0]))
+
+
+def by_name(gpu: str) -> tuple[int, str]:
+    """Return a key that sorts GPUs by index: 10 comes after 9. UUIDs come last."""
+    return (int(gpu), "") if gpu.isdecimal() else (sys.maxsize, gpu)
+
+
+def gpus_of_bundles(gpus: list[list[str]]) -> list[str]:
+    """Return the GPU of every bundle of a node, of which each must have its own."""
+    names = [name for bundle in gpus for name in bundle]
+    if len(names) != len(gpus) or len(set(names)) != len(names):
+        raise ResourceError(
+            f"Ray assigns the GPUs {gpus} to the {len(gpus)} bundles of a node, but each needs one of its own: do not "
+            "set CUDA_VISIBLE_DEVICES in the runtime_env of ray.init, set it where `ray start` runs",
+            gpus=gpus,
+        )
+    return names
 
 
 @ray.remote(num_cpus=0, num_gpus=0.001, max_retries=0)
-def _gpu_index() -> int:
-    return int(ray.get_gpu_ids()[0])
+def _gpu_name() -> list[str]:
+    return [str(name) for name in ray.get_gpu_ids()]

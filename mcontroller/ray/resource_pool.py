@@ -80,7 +80,7 @@ class RayResourcePool(ResourcePool):
 
     A group leases one slot of every bundle, with ``1/max_colocate_count`` of its GPU. The pool is reserved in the
     cluster when the first group starts or ``reserve`` is called, and released when the last group ends or ``shutdown``
-    is called. Ranks are ordered by node address, then by GPU index.
+    is called. Ranks are ordered by node address, then by GPU index (UUIDs of GPUs or MIG devices: alphabetically).
 
     Args:
         process_on_nodes: number of processes on each node.
@@ -89,6 +89,9 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: slots of each bundle: how many processes, each of another group, may share it.
         detached: whether the pool outlives its driver.
         accelerator_type: use only nodes with GPUs of this type, e.g. ``"H100"``.
+        isolate_gpus: whether each process sees only its own GPU, as ``cuda:0``. By default it sees the GPUs of all
+            ranks of its group on its node, and its own is ``cuda:LOCAL_RANK`` and current. MIG devices are always
+            isolated, because CUDA shows a process only one.
         channel: ports of the processes, and the size of values that travel inside messages.
 
     Raises:
@@ -103,6 +106,7 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: int = 1,
         detached: bool = False,
         accelerator_type: str | None = None,
+        isolate_gpus: bool = False,
         channel: ChannelOptions | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
@@ -110,6 +114,7 @@ class RayResourcePool(ResourcePool):
         self.name_prefix = name_prefix or f"pool{next(_unnamed)}"
         self.detached = detached
         self.accelerator_type = accelerator_type
+        self.isolate_gpus = isolate_gpus
         self.channel = channel or ChannelOptions()
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
@@ -204,8 +209,8 @@ class RayResourcePool(ResourcePool):
             return f"{head}, not reserved yet"
         rows = [("rank", "node", kind, *(f"slot {slot}" for slot in range(self.max_colocate_count)))]
         for rank, bundle in enumerate(self.bundles()):
-            device = bundle.local_rank if bundle.gpu is None else bundle.gpu
-            rows.append((str(rank), bundle.address, str(device), *(holder or "-" for holder in bundle.holders)))
+            device = bundle.gpu or str(bundle.local_rank)
+            rows.append((str(rank), bundle.address, device, *(holder or "-" for holder in bundle.holders)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([head, *lines])
@@ -264,7 +269,8 @@ class RayResourcePool(ResourcePool):
         """Return one pool with the bundles of this pool and the others, in this order.
 
         Raises:
-            ResourceError: the pools differ in kind (GPU, slots, detached, accelerator type), or share bundles.
+            ResourceError: the pools differ in kind (GPU, slots, detached, accelerator type, isolation of GPUs), or
+                share bundles.
         """
         for other in others:
             mine, theirs = self._kind(), other._kind()
@@ -279,8 +285,16 @@ class RayResourcePool(ResourcePool):
         _check_disjoint(parts, [pool.name_prefix for pool in pools])
         return self._pool_of(parts, "_".join(pool.name_prefix for pool in pools))
 
+    def shares_bundles(self, other: RayResourcePool) -> bool:
+        """Return whether a bundle of this pool is one of the other pool too."""
+        pairs = itertools.product(self._parts, other._parts)
+        return any(
+            left.reservation is right.reservation and left.start < right.stop and right.start < left.stop
+            for left, right in pairs
+        )
+
     def _kind(self) -> dict[str, object]:
-        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "channel")
+        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "isolate_gpus", "channel")
         return {name: getattr(self, name) for name in names}
 
     def _pool_of(self, parts: Sequence[_Part], name: str) -> RayResourcePool:

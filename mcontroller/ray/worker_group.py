@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Self
 
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
+from mcontroller.locality import check_axes, locality, log_findings
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
 from mcontroller.ray.detached import attach, find
 from mcontroller.ray.executor import RayExecutor
@@ -34,9 +35,12 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         timeout: deadline in seconds of calls that set none; None for no deadline.
         start_timeout: deadline in seconds of the start.
         topology: the coordinates of the ranks, for workers that do not report their own.
+        axes_across_nodes: axes of Megatron workers (tp, cp, ep, etp) that may cross nodes without a warning at the
+            start; ``"rank"`` accepts ranks of a node that do not follow each other.
 
     Raises:
-        ConfigError: ``ray_cls_with_init`` is a bare class, or an init argument cannot be pickled.
+        ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, or
+            ``axes_across_nodes`` has another name.
         ResourceError: the pool has no free slot, or the cluster is too small.
         WorkerError: a worker's constructor raised.
         WorkerDied: a process ended during the start.
@@ -44,6 +48,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
     """
 
     resource_pool: RayResourcePool | None
+    axes_across_nodes: Collection[str] = ()
 
     def __init__(
         self,
@@ -55,8 +60,11 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         timeout: float | None = None,
         start_timeout: float | None = 600.0,
         topology: Topology | None = None,
+        axes_across_nodes: Collection[str] = (),
     ) -> None:
         check_class_with_init(ray_cls_with_init)
+        check_axes(axes_across_nodes)
+        self.axes_across_nodes = axes_across_nodes
         init = ray_cls_with_init
         name = name_prefix or init.default_name
         roles = init.roles_of(name)
@@ -162,6 +170,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
             )
         group = type(self).__new__(type(self))
         worker_cls = self._role_classes[role]
+        group.axes_across_nodes = self.axes_across_nodes
         group._join(self._processes, role, worker_cls, {role: worker_cls}, self.timeout)
         group.resource_pool = self.resource_pool
         return group
@@ -169,6 +178,8 @@ class RayWorkerGroup(WorkerGroup[W_co]):
 
 class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
     """A RayWorkerGroup of Megatron workers, which collects the topology from Megatron at the start.
+
+    It logs a warning if tp, cp, ep or etp crosses nodes; see ``axes_across_nodes``.
 
     Args: see ``RayWorkerGroup``.
 
@@ -196,9 +207,12 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
+        reported = name in processes.coordinates  # by another group of the same role
         super()._join(processes, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
-            self.collect_topology()
+            found = locality(self.collect_topology(), self.axes_across_nodes)
+            if not reported:
+                log_findings(found, self.name)
 
     @property
     def tp_size(self) -> int:

@@ -1,20 +1,22 @@
-"""Patch the collectives of ``torch.distributed`` that gloo does not support, or for which it returns wrong results.
+"""Patch the collectives of ``torch.distributed`` so that gloo takes what NCCL takes, and rejects what NCCL rejects.
 
-NCCL supports lists of unequal shapes and sums of booleans, on which Megatron and its bridges rely; gloo does not. NCCL
-rejects non-contiguous tensors with an error; gloo returns wrong values for some, without an error (torch 2.13). Each
-patched collective calls gloo's unless its arguments are such a case. Then it is made of collectives that gloo computes
-correctly, and is complete when it returns, with ``async_op`` too.
+NCCL supports lists of unequal shapes and sums of booleans, on which Megatron and its bridges rely; gloo does not. They
+are made of collectives that gloo computes correctly, and are complete when they return, with ``async_op`` too. NCCL
+rejects tensors that are not contiguous; gloo returns wrong values for some, without an error (torch 2.13). They are
+rejected here too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from parallel_state.errors import ParallelStateError
 
 _Collective = Callable[..., Any]
 
@@ -37,24 +39,31 @@ def patch_collectives() -> None:
         setattr(distributed_c10d, name, patched)
 
 
-def _in_place(collective: _Collective) -> _Collective:
-    """Patch a collective that writes into ``tensor``: gloo treats every tensor as contiguous."""
+def _contiguous_only(collective: _Collective) -> _Collective:
+    """Reject tensors that are not contiguous. In lists, NCCL copies them first."""
 
     @functools.wraps(collective)
-    def patched(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        if tensor.is_contiguous():
-            return collective(tensor, *args, async_op=async_op, **kwargs)
-        contiguous = tensor.contiguous()
-        collective(contiguous, *args, **kwargs)
-        tensor.copy_(contiguous)
-        return _CompletedWork() if async_op else None
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        _check_contiguous(collective.__name__, [*args, *kwargs.values()])
+        return collective(*args, **kwargs)
 
     return patched
 
 
+def _check_contiguous(name: str, arguments: Iterable[Any]) -> None:
+    for tensor in arguments:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+            raise ParallelStateError(
+                f"{name} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}; expected a "
+                "contiguous tensor, as NCCL does: pass tensor.contiguous()",
+                shape=tuple(tensor.shape),
+                strides=tensor.stride(),
+            )
+
+
 def _all_reduce(collective: _Collective) -> _Collective:
     """Sum booleans as "any", as NCCL does; gloo adds them as bytes, and the sum may be no valid boolean."""
-    contiguous = _in_place(collective)
+    contiguous = _contiguous_only(collective)
 
     @functools.wraps(collective)
     def patched(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -69,10 +78,12 @@ def _all_reduce(collective: _Collective) -> _Collective:
 
 
 def _scatter(collective: _Collective) -> _Collective:
+    """Reject parts that are not contiguous too: NCCL sends their memory as it is."""
+
     @functools.wraps(collective)
     def patched(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
-        parts = [part.contiguous() for part in scatter_list] if scatter_list else scatter_list
-        return collective(tensor, parts, *args, **kwargs)
+        _check_contiguous("scatter", [tensor, *(scatter_list or [])])
+        return collective(tensor, scatter_list, *args, **kwargs)
 
     return patched
 
@@ -82,6 +93,7 @@ def _all_gather(collective: _Collective) -> _Collective:
     def patched(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
+        _check_contiguous("all_gather", [tensor])
         if _equal_shapes(tensor_list):
             return collective(tensor_list, tensor, group=group, async_op=async_op)
         for rank, part in enumerate(tensor_list):
@@ -98,7 +110,13 @@ def _equal_shapes(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 _PATCHES: dict[str, Callable[[_Collective], _Collective]] = {
-    "broadcast": _in_place,
+    "broadcast": _contiguous_only,
+    "reduce": _contiguous_only,
+    "all_gather_into_tensor": _contiguous_only,
+    "_all_gather_base": _contiguous_only,
+    "reduce_scatter_tensor": _contiguous_only,
+    "_reduce_scatter_base": _contiguous_only,
+    "all_to_all_single": _contiguous_only,
     "all_reduce": _all_reduce,
     "scatter": _scatter,
     "all_gather": _all_gather,

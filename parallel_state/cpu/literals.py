@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType
 
-from parallel_state.import_hook import Patch, PatchingFinder, PatchingLoader
+from parallel_state.patches.import_hook import Patch, PatchingFinder, PatchingLoader
 
 PACKAGES = ("megatron", "mbridge")
 """The top-level packages whose sources are rewritten."""

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from parallel_state.import_hook import Patch
-from parallel_state.without_te import PATCHES as WITHOUT_TE
+from parallel_state import releases
+from parallel_state.patches.import_hook import Patch
+from parallel_state.patches.packed_rope import PATCHES as PACKED_ROPE
+from parallel_state.patches.without_te import PATCHES as WITHOUT_TE
 
 
 def _jit(module: Any) -> None:
@@ -137,14 +139,19 @@ def _inference_communication(module: Any) -> None:
     module._is_cuda = lambda tensor: None  # it asserts that the tensor is on a GPU
 
 
-PATCHES: dict[str, Patch] = WITHOUT_TE | {
-    "megatron.core.distributed.distributed_data_parallel": _data_parallel,
-    "megatron.core.jit": _jit,
-    "megatron.core.tensor_parallel.layers": _layers,
-    "megatron.core.tensor_parallel.random": _random,
-    "megatron.core.utils": _utils,
-    "megatron.core.transformer.moe.moe_utils": _moe_utils,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
-    "megatron.core.inference.communication_utils": _inference_communication,
-}
+PATCHES: dict[str, Patch] = (
+    WITHOUT_TE
+    | PACKED_ROPE
+    | releases.PATCHES
+    | {
+        "megatron.core.distributed.distributed_data_parallel": _data_parallel,
+        "megatron.core.jit": _jit,
+        "megatron.core.tensor_parallel.layers": _layers,
+        "megatron.core.tensor_parallel.random": _random,
+        "megatron.core.utils": _utils,
+        "megatron.core.transformer.moe.moe_utils": _moe_utils,
+        "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
+        "megatron.core.inference.communication_utils": _inference_communication,
+    }
+)
 """Module name -> the function that patches it."""

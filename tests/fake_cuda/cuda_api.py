@@ -1,15 +1,17 @@
-"""What ``torch.cuda`` answers while the pretended device is on: one GPU with a Hopper's properties."""
+"""What ``torch.cuda`` answers while the pretended device is on: GPUs with a Hopper's properties."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
-from tests.fake_cuda.tags import CUDA
+from tests.fake_cuda.tags import GPUS, Memory, current, device_of, gpu, gpu_count, mark, measure, memory, traffic
 
 MEMORY_BYTES = 140 << 30
 
@@ -19,7 +21,7 @@ class Stream:
 
     cuda_stream = 0
     priority = 0
-    device = CUDA
+    device = property(lambda self: gpu())
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -77,6 +79,10 @@ class Properties:
     total_memory = MEMORY_BYTES
     name = "pretended CUDA device"
 
+    def __init__(self, index: int) -> None:
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        self.uuid = f"GPU-{visible[index] if visible else index}"
+
 
 def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
@@ -86,18 +92,19 @@ def answers() -> dict[str, Any]:
     """Each name of ``torch.cuda`` that is replaced, with what replaces it."""
     stream = Stream()
     seed = torch.default_generator.manual_seed
-    nothing = {"set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "_lazy_init"}
-    nothing |= {"reset_peak_memory_stats"}
-    zero = {"memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"}
+    nothing = {"set_stream", "synchronize", "ipc_collect", "_lazy_init"}
     return {
         **{name: _returns(None) for name in nothing},
-        **{name: _returns(0) for name in zero},
+        **_memory_answers(),
         "is_available": _returns(True),
         "is_initialized": _returns(True),
         "is_bf16_supported": _returns(True),
         "is_current_stream_capturing": _returns(False),
-        "current_device": _returns(0),
-        "device_count": _returns(1),
+        "current_device": lambda: current.index,
+        "set_device": lambda device: _exchange(_index(device)) and None,
+        "_exchange_device": _exchange,
+        "_maybe_exchange_device": _exchange,
+        "device_count": gpu_count,
         "current_stream": _returns(stream),
         "default_stream": _returns(stream),
         "stream": lambda chosen: contextlib.nullcontext(chosen),
@@ -108,26 +115,105 @@ def answers() -> dict[str, Any]:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": seed,
         "manual_seed_all": seed,
-        "default_generators": (torch.default_generator,),
-        "mem_get_info": _returns((MEMORY_BYTES, MEMORY_BYTES)),
-        "memory_stats": lambda device=None: {},
-        "get_device_properties": _returns(Properties),
+        "default_generators": (torch.default_generator,) * len(GPUS),
+        "get_device_properties": lambda device=None: Properties(_index(device)),
         "get_device_capability": _returns((Properties.major, Properties.minor)),
         "get_device_name": _returns(Properties.name),
+        "set_sync_debug_mode": traffic.set_sync_debug_mode,
         "_lazy_call": lambda call, **kwargs: call(),
     }
+
+
+def _index(device: Any = None) -> int:
+    """Return the index of a device, by default of the current one; raise CUDA's error if there is none."""
+    device = torch.device(device) if isinstance(device, str) else device
+    return gpu(device.index if isinstance(device, torch.device) else device).index
+
+
+def _exchange(index: int) -> int:
+    """Set the current device unless the index is negative, as torch does; return the index of the last one."""
+    last = current.index
+    if index >= 0:
+        current.index = gpu(index).index
+    return last
+
+
+def _memory_of(device: Any = None) -> Memory:
+    return memory[gpu(_index(device))]
+
+
+def _free(of: Memory) -> int:
+    return MEMORY_BYTES - of.reserved - of.outside
+
+
+def _empty_all() -> None:
+    for each in memory.values():
+        each.empty()
+
+
+def _memory_answers() -> dict[str, Any]:
+    """Figures of the live storages of this process: bytes without the allocator's rounding and fragmentation."""
+    return {
+        "memory_allocated": lambda device=None: _memory_of(device).allocated,
+        "max_memory_allocated": lambda device=None: _memory_of(device).peak,
+        "memory_reserved": lambda device=None: _memory_of(device).reserved,
+        "max_memory_reserved": lambda device=None: _memory_of(device).peak_reserved,
+        "reset_peak_memory_stats": lambda device=None: _memory_of(device).reset_peak(),
+        "empty_cache": _empty_all,
+        "mem_get_info": lambda device=None: (_free(_memory_of(device)), MEMORY_BYTES),
+        "memory_stats": lambda device=None: _statistics(_memory_of(device)),
+    }
+
+
+def _statistics(of: Memory) -> dict[str, int]:
+    return {
+        "allocated_bytes.all.current": of.allocated,
+        "allocated_bytes.all.peak": of.peak,
+        "reserved_bytes.all.current": of.reserved,
+        "reserved_bytes.all.peak": of.peak_reserved,
+    }
+
+
+def _measuring(resize: Callable[..., Any]) -> Callable[..., Any]:
+    def resize_(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        measure(storage)
+        return result
+
+    return resize_
+
+
+def _marking(clone: Callable[..., Any]) -> Callable[..., Any]:
+    def marked_clone(storage: Any) -> Any:
+        copy = clone(storage)
+        block = getattr(storage, "_block", None)
+        if block is not None:
+            mark(copy, block.device)
+        return copy
+
+    return marked_clone
+
+
+def _metadata(tensor: torch.Tensor) -> dict[str, Any]:
+    """Describe a tensor that is recomputed; torch compares this with the first computation."""
+    return {"shape": tensor.shape, "dtype": tensor.dtype, "device": device_of(tensor)}
 
 
 def install() -> None:
     """Replace them, and what else of torch asks whether there is an accelerator."""
     for name, answer in answers().items():
         setattr(torch.cuda, name, answer)
+    for name in _memory_answers():
+        setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
+    torch.UntypedStorage.clone = _marking(torch.UntypedStorage.clone)
+    torch.UntypedStorage.resize_ = _measuring(torch.UntypedStorage.resize_)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _returns(None)
     torch.cuda.nccl.version = _returns((2, 28, 9))
     torch._C._nccl_version = _returns(22809)
-    torch.accelerator.current_device_index = _returns(0)
+    torch.accelerator.current_device_index = lambda: current.index
     torch.accelerator.current_accelerator = _returns(torch.device("cuda"))
-    torch.accelerator.device_count = _returns(1)
+    torch.accelerator.device_count = gpu_count
+    torch.utils.checkpoint._allowed_determinism_checks_to_fns["default"] = _metadata
     torch.optim.Optimizer._accelerator_graph_capture_health_check = _returns(None)

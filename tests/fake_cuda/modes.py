@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_cuda.tags import CPU, CUDA, on_device, put, tensors_in, traffic
+from tests.fake_cuda.tags import CPU, device_of, gpu, measure, on_device, put, tensors_in, traffic
 
 _COPIES = {"_to_copy", "copy", "_copy_from"}
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
@@ -58,37 +58,42 @@ class DeviceOperations(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
         operands = list(tensors_in([args, kwargs]))
-        tags = [on_device(operand) for operand in operands]
+        devices = [device_of(operand) for operand in operands]
         if name == "copy_":
-            if len(tags) > 1 and tags[0] != tags[1]:
-                traffic.add_copy(to_device=tags[0])
+            if len(devices) > 1 and devices[0] != devices[1]:
+                traffic.add_copy(devices[1], devices[0])
             return func(*args, **kwargs)
         if name in _COPIES:
-            return _copied(func(*args, **kwargs), operands[0], tags[0])
-        if any(tags):
+            return _copied(func(*args, **kwargs), operands[0], devices[0])
+        on_gpu = next((device for device in devices if device is not CPU), CPU)
+        if on_gpu is not CPU:
             _count_waiting(name, operands, kwargs)
-        if name not in _UNCHECKED:
-            _check_one_device(name, operands, tags)
+            if name not in _UNCHECKED:
+                _check_one_device(name, operands, devices, on_gpu)
         result = func(*args, **kwargs)
-        self._tag(result, operands, tags, is_factory=name in _LIKE | _NEW)
+        self._tag(result, operands, on_gpu, is_factory=name in _LIKE | _NEW)
         return result
 
     @staticmethod
-    def _tag(result: Any, operands: Sequence[torch.Tensor], tags: Sequence[bool], *, is_factory: bool) -> None:
+    def _tag(result: Any, operands: Sequence[torch.Tensor], on_gpu: torch.device, *, is_factory: bool) -> None:
         wanted, named = _wanted[-1]
         follows_operands = bool(operands) and not (is_factory and named)
-        device = any(tags) if follows_operands else wanted is not None and wanted.type == "cuda"
+        device = on_gpu if follows_operands else wanted or CPU
         known = {operand.untyped_storage()._cdata for operand in operands if operand.layout == torch.strided}
         for made in tensors_in(result):
-            if made.layout == torch.strided and made.untyped_storage()._cdata not in known:
-                put(made, device)
+            if made.layout == torch.strided:
+                storage = made.untyped_storage()
+                if storage._cdata in known:
+                    measure(storage)  # an output that was resized
+                else:
+                    put(made, device)
 
 
-def _copied(copy: torch.Tensor, source: torch.Tensor, was_on_device: bool) -> torch.Tensor:
+def _copied(copy: torch.Tensor, source: torch.Tensor, origin: torch.device) -> torch.Tensor:
     wanted, named = _wanted[-1]
-    device = wanted.type == "cuda" if named and wanted is not None else was_on_device
-    if device != was_on_device:
-        traffic.add_copy(to_device=device)
+    device = wanted if named and wanted is not None else origin
+    if device != origin:
+        traffic.add_copy(origin, device)
     if copy.untyped_storage()._cdata != source.untyped_storage()._cdata:
         put(copy, device)
     return copy
@@ -104,23 +109,27 @@ def _count_waiting(name: str, operands: Sequence[torch.Tensor], kwargs: dict[str
         traffic.add(f"sync:{name}")
 
 
-def _check_one_device(name: str, operands: Sequence[torch.Tensor], tags: Sequence[bool]) -> None:
+def _check_one_device(
+    name: str, operands: Sequence[torch.Tensor], devices: Sequence[torch.device], on_gpu: torch.device
+) -> None:
     """Raise CUDA's error for operands on two devices; scalars of the host and index tensors are allowed."""
-    if all(tags) or not any(tags) or name in _LIKE | _NEW:
+    pairs = list(zip(operands, devices, strict=True))
+    elsewhere = [(operand, device) for operand, device in pairs if device != on_gpu]
+    if not elsewhere or name in _LIKE | _NEW:
         return
-    on_host = [operand for operand, tag in zip(operands, tags, strict=True) if not tag]
-    wrong = [operand for operand in on_host if operand.dim() > 0]
+    wrong = [(operand, device) for operand, device in elsewhere if operand.dim() > 0 or device is not CPU]
     if name in _INDEXING:
-        wrong = [] if tags[0] else [operands[0]]
-        if "index_put" in name and tags[0] and not tags[-1] and operands[-1].dim() > 0:
-            wrong = [operands[-1]]
-    elif not wrong and not tags[0] and name.endswith("_") and operands[0].dim() == 0:
-        wrong = [operands[0]]  # the result of an in-place operation stays where it is
+        wrong = pairs[:1] if devices[0] is CPU else [pair for pair in wrong if pair[1] is not CPU]
+        if "index_put" in name and not wrong and devices[-1] is CPU and operands[-1].dim() > 0:
+            wrong = pairs[-1:]
+    elif not wrong and devices[0] is CPU and name.endswith("_") and operands[0].dim() == 0:
+        wrong = pairs[:1]  # the result of an in-place operation stays on its device
     if wrong:
-        shapes = [tuple(operand.shape) for operand in wrong]
+        device = wrong[0][1]
+        shapes = [tuple(operand.shape) for operand, on in wrong if on == device]
         raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
-            f"(aten::{name}; on the CPU are arguments of shapes {shapes})"
+            f"Expected all tensors to be on the same device, but found at least two devices, {on_gpu} and {device}! "
+            f"(aten::{name}; on {device} are arguments of shapes {shapes})"
         )
 
 
@@ -138,7 +147,7 @@ class DeviceFunctions(TorchFunctionMode):
         if func is torch._C._nn._parse_to:  # reads the arguments of Module.to
             return func(*args, **kwargs)
         if func is torch.device:
-            return CUDA if args and isinstance(args[0], int) else func(*args, **kwargs)
+            return gpu(args[0]) if args and isinstance(args[0], int) else func(*args, **kwargs)
         kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
         device = _as_device(kwargs.get("device"))
         if device is not None and device.type in ("cuda", "cpu"):
@@ -146,24 +155,30 @@ class DeviceFunctions(TorchFunctionMode):
             with _creating_on(device, named=True):
                 result = func(*args, **kwargs)
             for made in tensors_in(result):
-                put(made, device.type == "cuda")
+                put(made, device)
             return result
         args = tuple(CPU if isinstance(arg, torch.device) and arg.type == "cuda" else arg for arg in args)
-        with _creating_on(CUDA if any(map(on_device, tensors_in([args, kwargs]))) else None):
+        with _creating_on(_gpu_of([args, kwargs])):
             return func(*args, **kwargs)
+
+
+def _gpu_of(value: Any) -> torch.device | None:
+    """Return the device of the first tensor on a GPU, if there is one."""
+    return next((device for device in map(device_of, tensors_in(value)) if device is not CPU), None)
 
 
 def _as_device(value: Any) -> torch.device | None:
     if isinstance(value, int) and not isinstance(value, bool):
-        return CUDA
-    if isinstance(value, str):
-        return torch.device(value)
-    return value if isinstance(value, torch.device) else None
+        return gpu(value)
+    device = torch.device(value) if isinstance(value, str) else value
+    if not isinstance(device, torch.device):
+        return None
+    return {"cuda": lambda: gpu(device.index), "cpu": lambda: CPU}.get(device.type, lambda: device)()
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
     real = _REAL_DEVICE.__get__(tensor)
-    return CUDA if real.type == "cpu" and on_device(tensor) else real
+    return device_of(tensor) if real.type == "cpu" else real
 
 
 _REAL_DEVICE: Any = torch.Tensor.device
@@ -176,11 +191,16 @@ _ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on this device: itself if it is there, otherwise a copy."""
-    if on_device(tensor) == (device.type == "cuda"):
+    origin = device_of(tensor)
+    if origin == device:
         return tensor
-    traffic.add_copy(to_device=device.type == "cuda")
+    traffic.add_copy(origin, device)
     with _creating_on(device, named=True):
-        return put(torch.Tensor.clone(tensor), device.type == "cuda")
+        return put(torch.Tensor.clone(tensor), device)
+
+
+def _cuda(tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _moved(tensor, gpu() if device is None else _as_device(device) or gpu())
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -210,14 +230,14 @@ def _type(tensor: torch.Tensor, name: Any = None, **kwargs: Any) -> Any:
     if name is None:
         return f"torch.{'cuda.' if on_device(tensor) else ''}{_LETTERS[tensor.dtype]}Tensor"
     if isinstance(name, str) and name.startswith("torch.cuda."):
-        return _moved(torch.Tensor.type(tensor, name.replace("torch.cuda.", "torch.")), CUDA)
+        return _moved(torch.Tensor.type(tensor, name.replace("torch.cuda.", "torch.")), gpu())
     return torch.Tensor.type(tensor, name, **kwargs)
 
 
 def _numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if on_device(tensor):
         raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. "
+            f"can't convert {device_of(tensor)} device type tensor to numpy. "
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
     return torch.Tensor.numpy(tensor, *args, **kwargs)
@@ -236,10 +256,10 @@ def _tolist(tensor: torch.Tensor) -> Any:
 
 _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
-    torch.Tensor.cuda: lambda tensor, *args, **kwargs: _moved(tensor, CUDA),
+    torch.Tensor.cuda: _cuda,
     torch.Tensor.cpu: lambda tensor, *args, **kwargs: _moved(tensor, CPU),
     torch.Tensor.type: _type,
-    torch.Tensor.get_device: lambda tensor: 0 if on_device(tensor) else -1,
+    torch.Tensor.get_device: lambda tensor: device_of(tensor).index if on_device(tensor) else -1,
     torch.Tensor.pin_memory: lambda tensor, *args: tensor.clone(),
     torch.Tensor.is_pinned: lambda tensor, *args: False,
     torch.Tensor.record_stream: lambda tensor, stream: None,
@@ -256,7 +276,7 @@ def patch_backward(functions: DeviceFunctions) -> None:
     run = graph._engine_run_backward
 
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        device = CUDA if any(map(on_device, tensors_in(outputs))) else None
+        device = _gpu_of(outputs)
         inside = functions in _get_current_function_mode_stack()
         with _creating_on(device), contextlib.nullcontext() if inside else functions:
             return run(outputs, *args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests.fake_cuda.tags import on_device, tensors_in
+from tests.fake_cuda.tags import gpu, memory, on_device, tensors_in
 
 # Collective -> the names of its tensor arguments. Point-to-point transfers take strided tensors; the rest does not.
 _TENSORS = {
@@ -37,11 +37,59 @@ _POINT_TO_POINT = {"send", "recv", "isend", "irecv"}
 _UNSUPPORTED_DTYPES = {torch.int16, torch.complex64, torch.complex128}
 
 
+BUFFER_BYTES = 1 << 20
+"""Bytes of the buffers of a communicator, from its first collective on."""
+
+
+class Communicator:
+    """The communicator of one group, with the methods of torch's NCCL backend that free and allocate its buffers.
+
+    Attributes:
+        carrier: the backend that carries its collectives, which has all other attributes.
+    """
+
+    def __init__(self) -> None:
+        self.carrier: Any = None
+        self.held = 0
+        self.suspended = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.carrier, name)
+
+    def use(self) -> None:
+        """Allocate the buffers at the first collective; raise if they are suspended."""
+        if self.suspended:
+            raise RuntimeError("NCCL: the communicator is suspended")
+        self._hold(BUFFER_BYTES)
+
+    def suspend(self) -> None:
+        """Free the buffers."""
+        if self.held:
+            self.suspended = True
+            self._hold(0)
+
+    def resume(self) -> None:
+        """Allocate the buffers of a suspended communicator again."""
+        if self.suspended:
+            self.suspended = False
+            self._hold(BUFFER_BYTES)
+
+    def _hold(self, size: int) -> None:
+        memory[gpu()].outside += size - self.held
+        self.held = size
+
+
 class _Backends:
     """The backend that each process group poses as, by the group's name."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
+        self._communicators: dict[str, Communicator] = {}
+
+    def communicator(self, group: Any) -> Communicator:
+        """Return the communicator of a group that poses as NCCL's."""
+        name = (group or c10d._get_default_group()).group_name
+        return self._communicators.setdefault(name, Communicator())
 
     def note(self, group: Any, backend: str) -> None:
         self._of[group.group_name] = backend
@@ -65,6 +113,7 @@ def install() -> None:
     for name, arguments in _TENSORS.items():
         if hasattr(dist, name):
             _replace(name, _checked(name, getattr(dist, name), arguments))
+    dist.ProcessGroup._get_backend = _posing_backend(dist.ProcessGroup._get_backend)
     c10d._get_object_coll_device = lambda group=None: "cuda" if _backends.of(group) == "nccl" else "cpu"
     c10d._get_pg_default_device = lambda group=None: torch.device(c10d._get_object_coll_device(group))
 
@@ -95,6 +144,17 @@ def _posing_new_group(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return posing
 
 
+def _posing_backend(get_backend: Callable[..., Any]) -> Callable[..., Any]:
+    def posing(group: Any, device: torch.device) -> Any:
+        if _backends.of(group) != "nccl":
+            return get_backend(group, device)
+        communicator = _backends.communicator(group)
+        communicator.carrier = get_backend(group, device)
+        return communicator
+
+    return posing
+
+
 def _barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
     return lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
 
@@ -109,6 +169,8 @@ def _checked(name: str, collective: Callable[..., Any], arguments: tuple[str, ..
         for argument in arguments:
             for tensor in tensors_in(given.get(argument)):
                 _check(name, argument, tensor, backend)
+        if backend == "nccl":
+            _backends.communicator(given.get("group")).use()
         return collective(*args, **kwargs)
 
     return checked

@@ -4,19 +4,25 @@ The real, unpatched GPU path of the packages and of Megatron-Core runs with real
 device"; operations that mix devices are rejected as CUDA rejects them, and collectives as NCCL rejects them; copies
 between host and device and host synchronisations are counted.
 
-It cannot show what kernels compute, hangs of NCCL, races between streams, memory limits or speed.
+It cannot show what kernels compute, hangs of NCCL, races between streams, what the allocator wastes, or speed.
 
-Run tests under it with ``python -m pytest -p tests.fake_cuda.plugin tests/workers``.
+Run tests under it with ``python -m pytest -p tests.fake_cuda.plugin tests/workers``; with ``--all`` every layout of the
+tests of many layouts runs, and the tests that must fail on a GPU run and must fail.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+import pytest
+
 from tests.fake_cuda import cuda_api, modes, nccl
+from tests.fake_cuda.not_on_a_gpu import reason_to_fail, runs_only_with_all
+from tests.fake_cuda.tags import memory
 
 
 def enable() -> None:
@@ -32,3 +38,35 @@ def enable() -> None:
 
 
 enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--all``."""
+    parser.addoption("--all", action="store_true", help="run every case on the pretended device")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs with ``--all`` only; mark what must fail on a GPU."""
+    everything = config.getoption("--all")
+    if not everything:
+        left_out = [item for item in items if runs_only_with_all(item.nodeid)]
+        items[:] = [item for item in items if not runs_only_with_all(item.nodeid)]
+        config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        reason = reason_to_fail(item.nodeid)
+        if reason is not None:
+            item.add_marker(pytest.mark.xfail(reason=reason, run=everything, strict=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the workers that uses a GPU in this process: CUDA does not survive the fork of ranks."""
+    before = _changes()
+    result = yield
+    if item.nodeid.startswith("tests/workers/") and _changes() != before:
+        raise AssertionError("the test uses a GPU in the process that forks ranks: use it inside run_ranks")
+    return result
+
+
+def _changes() -> int:
+    return sum(each.changes for each in memory.values())

@@ -1,21 +1,103 @@
-"""Which storages are on the pretended device, and what crosses between it and the host."""
+"""Which storages are on a pretended device, how many bytes they occupy, and what crosses between it and the host."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda", 0)
+GPUS = tuple(torch.device("cuda", index) for index in range(8))
+"""The GPUs of the pretended node."""
 
-_storages: dict[int, StorageWeakRef] = {}
 _OWN_FRAMES = ("/tests/fake_cuda/", "/torch/", "contextlib.py", "functools.py")
+
+
+class _Current(threading.local):
+    """The current device: every thread starts with GPU 0, as in CUDA."""
+
+    index = 0
+
+
+current = _Current()
+
+
+def gpu_count() -> int:
+    """Return how many GPUs the process can see: of MIG devices one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(GPUS)
+    names = [name for name in visible.split(",") if name]
+    return min(len(names), 1) if visible.startswith("MIG-") else len(names)
+
+
+def gpu(index: int | None = None) -> torch.device:
+    """Return the GPU of this index, by default the current one; raise CUDA's error if there is none."""
+    index = current.index if index is None else index
+    if not 0 <= index < min(gpu_count(), len(GPUS)):
+        raise torch.AcceleratorError(f"CUDA error: invalid device ordinal ({index}; {gpu_count()} are visible)")
+    return GPUS[index]
+
+
+class Memory:
+    """Bytes of the live storages of one GPU.
+
+    Attributes:
+        allocated: bytes now.
+        peak: the most so far.
+        reserved: bytes that a caching allocator would keep: the most since ``empty``.
+        peak_reserved: the most reserved so far.
+        changes: how often bytes were added.
+        outside: bytes that other libraries than torch hold, such as the buffers of NCCL.
+    """
+
+    def __init__(self) -> None:
+        self.changes = self.outside = 0
+        self.allocated = self.peak = self.reserved = self.peak_reserved = 0
+
+    def add(self, size: int) -> None:
+        """Count a storage of this size."""
+        self.changes += 1
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        self.reserved = max(self.reserved, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def empty(self) -> None:
+        """Return what is reserved and not allocated."""
+        self.reserved = self.allocated
+
+    def reset_peak(self) -> None:
+        """Forget the largest figures so far."""
+        self.peak, self.peak_reserved = self.allocated, self.reserved
+
+
+memory = {device: Memory() for device in GPUS}
+
+
+class _Block:
+    """The mark of a storage on a GPU. It is an attribute of the storage, and ends with it."""
+
+    __slots__ = ("device", "memory", "size")
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.device, self.memory, self.size = device, memory[device], size
+        self.memory.add(size)
+
+    def resize(self, size: int) -> None:
+        if size != self.size:
+            self.memory.add(size - self.size)
+            self.size = size
+
+    def __del__(self) -> None:
+        self.memory.allocated -= self.size
 
 
 class Traffic:
@@ -25,27 +107,38 @@ class Traffic:
         counts: ``"host_to_device"``, ``"device_to_host"``, ``"sync:<operation>"`` -> how often.
         places: the same, with the line of code outside torch that caused it; filled while ``trace`` is set.
         trace: whether to record lines.
+        warn: whether a synchronisation warns, as after ``torch.cuda.set_sync_debug_mode("warn")``.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
         self.trace = False
+        self.warn = False
+
+    def set_sync_debug_mode(self, mode: str | int) -> None:
+        """Warn of synchronisations, or no longer: torch's function of the same name."""
+        self.warn = mode in ("warn", 1)
 
     def add(self, kind: str) -> None:
         """Count one event of this kind."""
         self.counts[kind] += 1
+        if self.warn and _waits(kind):
+            place, _, _ = _line_of_caller().partition(" in ")
+            filename, _, line = place.rpartition(":")
+            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, filename, int(line))
         if self.trace:
             self.places[kind, _line_of_caller()] += 1
 
-    def add_copy(self, *, to_device: bool) -> None:
-        """Count one copy between host and device."""
-        self.add("host_to_device" if to_device else "device_to_host")
+    def add_copy(self, source: torch.device, destination: torch.device) -> None:
+        """Count one copy between two devices."""
+        names = ["host" if device.type == "cpu" else "device" for device in (source, destination)]
+        self.add("_to_".join(names))
 
     @property
     def synchronisations(self) -> int:
         """How often the host waited for the device; a copy to the host waits too."""
-        return sum(n for kind, n in self.counts.items() if kind.startswith("sync:") or kind == "device_to_host")
+        return sum(n for kind, n in self.counts.items() if _waits(kind))
 
     def clear(self) -> None:
         """Start counting from zero."""
@@ -53,29 +146,49 @@ class Traffic:
         self.places.clear()
 
 
+def _waits(kind: str) -> bool:
+    return kind.startswith("sync:") or kind == "device_to_host"
+
+
 traffic = Traffic()
 
 
-def on_device(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's storage is on the pretended device."""
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return the GPU that the tensor's storage is on, or the CPU."""
     if isinstance(tensor, ShardedTensor) or (tensor.layout != torch.strided and not tensor.is_nested):
-        return False  # a sharded tensor of a checkpoint has no storage of its own
-    key = tensor.untyped_storage()._cdata
-    reference = _storages.get(key)
-    if reference is not None and reference.expired():
-        del _storages[key]
-        return False
-    return reference is not None
+        return CPU  # a sharded tensor of a checkpoint has no storage of its own
+    block: _Block | None = getattr(tensor.untyped_storage(), "_block", None)
+    return CPU if block is None else block.device
 
 
-def put(tensor: torch.Tensor, device: bool) -> torch.Tensor:
-    """Mark the tensor's storage as on the device, or on the host; return the tensor."""
-    storage = tensor.untyped_storage()
-    if device:
-        _storages[storage._cdata] = StorageWeakRef(storage)
-    else:
-        _storages.pop(storage._cdata, None)
+def on_device(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage is on a GPU."""
+    return device_of(tensor) is not CPU
+
+
+def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Mark the tensor's storage as on this GPU, or on the host; return the tensor."""
+    mark(tensor.untyped_storage(), device)
     return tensor
+
+
+def mark(storage: Any, device: torch.device) -> None:
+    """Mark a storage as on this GPU, or on the host."""
+    block: _Block | None = getattr(storage, "_block", None)
+    if device.type != "cuda":
+        if block is not None:
+            del storage._block
+    elif block is not None and block.device == device:
+        block.resize(storage.nbytes())
+    elif storage.device.type != "meta":
+        storage._block = _Block(device, storage.nbytes())
+
+
+def measure(storage: Any) -> None:
+    """Correct the counted bytes of a storage that was resized."""
+    block: _Block | None = getattr(storage, "_block", None)
+    if block is not None:
+        block.resize(storage.nbytes())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

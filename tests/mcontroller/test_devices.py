@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from mcontroller.devices import device_of_rank
+from mcontroller import devices
+from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import ResourceError
 from mcontroller.ray.process import choose_device
+from mcontroller.ray.reservation import by_name, gpus_of_bundles
 from workers.config import ParallelConfig
 from workers.megatron_worker import MegatronWorker
 
@@ -60,3 +64,55 @@ def test_a_worker_does_not_share_a_gpu_with_another(
     with pytest.raises(ResourceError, match="local rank 2 can see 2"):
         MegatronWorker(ParallelConfig(), timeout_s=5)
     assert two_gpus == []
+
+
+REASONS = {
+    "Torch not compiled with CUDA enabled": AssertionError("Torch not compiled with CUDA enabled"),
+    "The NVIDIA driver on your system is too old (found version 11040)": RuntimeError(
+        "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+    ),
+    "No CUDA GPUs are available": RuntimeError("No CUDA GPUs are available"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_rank_of_a_gpu_pool_with_a_driver_and_no_gpu_for_torch_is_rejected_in_one_line(
+    reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def init() -> None:
+        raise REASONS[reason]
+
+    (driver := tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\nGCC")
+    monkeypatch.setattr(devices, "DRIVER", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ResourceError) as caught:
+        choose_device(0)
+    message = str(caught.value)
+    assert f"torch {torch.__version__}" in message
+    assert f"Kernel Module  550.54.15 and CUDA_VISIBLE_DEVICES=GPU-7: {reason}." in message
+    assert "\n" not in message
+
+
+def test_a_rank_of_a_gpu_pool_without_a_driver_computes_on_the_cpu_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "none")
+    check_torch_without_gpu()
+    assert "computes on the CPU" in caplog.text
+
+
+def test_gpus_are_ordered_by_index_and_uuids_by_name() -> None:
+    assert sorted(["GPU-b", "10", "9", "GPU-a"], key=by_name) == ["9", "10", "GPU-a", "GPU-b"]
+
+
+@pytest.mark.parametrize("assigned", [[["0"], ["0"]], [["0", "1"], ["1", "0"]], [[], ["1"]]])
+def test_bundles_without_a_gpu_of_their_own_are_rejected(assigned: list[list[str]]) -> None:
+    with pytest.raises(ResourceError, match=r"each needs one of its own: do not set CUDA_VISIBLE"):
+        gpus_of_bundles(assigned)
+
+
+def test_every_bundle_has_its_gpu() -> None:
+    assert gpus_of_bundles([["GPU-b"], ["GPU-a"]]) == ["GPU-b", "GPU-a"]

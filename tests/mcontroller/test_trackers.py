@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from types import SimpleNamespace
 
@@ -35,14 +34,41 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/score")] == [(1, 0.25), (2, 0.5)]
 
 
-def test_the_console_tracker_writes_a_line_a_step_to_the_log(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "mcontroller.trackers")
+def test_the_console_tracker_prints_a_line_a_step(tmp_path, capsys):
     log_steps(["console"], Run(tmp_path, name="try"))
-    assert caplog.messages[1] == "try step 2: train/score=0.5 actor/lr=0.002"
+    assert capsys.readouterr().out.splitlines()[1] == "try step 2: train/score=0.5 actor/lr=0.002"
+
+
+def test_a_resumed_run_has_no_step_twice(tmp_path):
+    lines = [{"step": 7, "warm_up/loss": 1.0}, {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4, "trai')
+    for tracker in make_trackers(["jsonl"], Run(tmp_path, resumed_at=1)):
+        tracker.log({"train/score": 1.0}, 2)
+        tracker.close()
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kept == [*lines[:3], {"step": 2, "train/score": 1.0}]
+
+
+def test_a_resumed_run_continues_the_run_of_its_service(tmp_path, monkeypatch):
+    started = []
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=lambda **given: started.append(given)))
+    service = SimpleNamespace(
+        set_experiment=lambda name: None,
+        start_run=lambda **given: started.append(given) or SimpleNamespace(info=SimpleNamespace(run_id="abc")),
+        log_params=lambda params: None,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", service)
+    for resumed_at in (None, 5):
+        make_trackers(["wandb", "trackio", "mlflow"], Run(tmp_path, name="r", resumed_at=resumed_at))
+    assert started[0]["id"] == started[3]["id"] and started[3]["resume"] == "allow"
+    assert [started[1]["resume"], started[4]["resume"]] == ["never", "allow"]
+    assert started[2] == {"run_name": "r"} and started[5] == {"run_id": "abc"}
 
 
 def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(tmp_path, monkeypatch):
-    for name in ("wandb", "mlflow"):
+    for name in ("wandb", "mlflow", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=rf"pip install 'mcontroller\[{name}\]'"):
             make_trackers([name], Run(tmp_path))
@@ -52,7 +78,7 @@ def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch)
     recorded = {}
     service = SimpleNamespace(
         set_experiment=lambda name: recorded.update(experiment=name),
-        start_run=lambda run_name: recorded.update(run=run_name),
+        start_run=lambda run_name: recorded.update(run=run_name) or SimpleNamespace(info=SimpleNamespace(run_id="1")),
         log_params=recorded.update,
         log_metrics=lambda metrics, step: recorded.update({step: metrics}),
     )

@@ -92,7 +92,7 @@ def _error(world_size: int, arguments: dict[str, Any]) -> str | None:
     try:
         with _model_parallel(world_size, 0, arguments):
             return None
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError) as error:
         return str(error)
 
 

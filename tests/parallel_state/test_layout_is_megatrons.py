@@ -106,7 +106,9 @@ def test_layouts_are_rejected_exactly_if_initialize_model_parallel_rejects_them(
         arguments: dict[str, Any] = {
             f"{name}_parallel_size": size for name, size in zip(names, (tp, cp, pp, ep, etp), strict=True)
         }
-        questions.append((world_size, {**arguments, "order": order}))
+        # tp of size 1 may be left out until 0.19; MegatronContext never leaves it out
+        complete = order if tp * etp > 1 or "tp" in order.split("-") else f"{order}-tp"
+        questions.append((world_size, {**arguments, "order": complete}))
     errors = oracle.errors(questions)
     assert 0.2 < sum(error is None for error in errors) / len(cases) < 0.8
     differing = [

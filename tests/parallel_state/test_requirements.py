@@ -6,12 +6,13 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from parallel_state.errors import MControllerError, MissingPackageError
-from parallel_state.requirements import require
+from parallel_state.errors import BrokenPackageError, MControllerError, MissingPackageError
+from parallel_state.requirements import require, require_importable
 
 
 class Absent(importlib.abc.MetaPathFinder):
@@ -60,3 +61,25 @@ def test_a_public_name_that_needs_a_missing_package_reports_it(
     load, _, _ = lazy_exports("package")
     with pytest.raises(MissingPackageError, match=r"tensordict.* is not installed"):
         load("Name")
+
+
+@pytest.mark.parametrize("raised", ["ImportError('undefined symbol: a\\nb')", "RuntimeError('no CUDA\\ndriver')"])
+def test_a_package_that_cannot_be_imported_is_reported_in_one_line(
+    raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_engine").mkdir()
+    (tmp_path / "broken_engine" / "__init__.py").write_text(f"raise {raised}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        BrokenPackageError, match=r"^broken_engine is installed but cannot be imported \(\w+Error: \w+ "
+    ) as e:
+        require_importable("broken_engine")
+    assert e.value.name == "broken_engine" and "\n" not in str(e.value)
+    assert isinstance(e.value, MControllerError) and isinstance(e.value, ImportError)
+
+
+def test_a_package_that_is_absent_or_hidden_needs_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hidden_engine", None)
+    require_importable("hidden_engine")
+    require_importable("absent_engine")
+    assert "absent_engine" not in sys.modules

@@ -88,7 +88,8 @@ def callable_directly(worker: Any) -> Any:
 
 
 def be_a_worker() -> None:
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
 
 
 def prompts(rows: int, meta_info: dict[str, Any]) -> DataProto:

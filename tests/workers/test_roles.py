@@ -15,16 +15,19 @@ from mcontroller.local import LocalWorkerGroup
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
 from tests.forking import run_ranks
+from tests.training import device
 from tests.workers.roles import (
     MODEL,
     PROMPT,
     RESPONSE,
+    SAMPLED,
     actor,
     callable_directly,
     critic,
     experience,
     largest_difference,
     own_shard,
+    prompts,
     weights,
 )
 from workers.actor import ActorRolloutRefWorker
@@ -79,6 +82,20 @@ def test_the_reference_does_not_change_before_sync_reference() -> None:
     assert run_ranks(reference_after_learning, 1)[0] == [True, False, True]
 
 
+def difference_to_a_reference_group() -> float:
+    """The largest KL term between an actor that samples at 0.7 and a reference of its own with the same weights."""
+    rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
+    worker, other = actor({}, rollout=rollout | {"temperature": 0.7, "n": 2}), actor({}, "ref", rollout=rollout)
+    generated = worker.generate_sequences(prompts(4, SAMPLED))
+    assert generated.meta_info["n"] == 2
+    old = worker.compute_log_prob(generated).batch["old_log_probs"]
+    return float((old - other.compute_ref_log_prob(generated).batch["ref_log_prob"]).abs().max())
+
+
+def test_a_reference_group_scores_at_the_temperature_of_the_rollout() -> None:
+    assert run_ranks(difference_to_a_reference_group, 1)[0] < 1e-6
+
+
 def scored() -> dict[str, torch.Tensor]:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     worker = callable_directly(RewardModelWorker(load_config(RewardConfig, {"model": MODEL, "micro_batch_size": 3})))
@@ -87,8 +104,8 @@ def scored() -> dict[str, torch.Tensor]:
     last = []
     with worker.context.activate(), torch.no_grad():
         for row in batch.batch:
-            ids = row["input_ids"][row["attention_mask"] == 1]
-            last.append(worker.model[0](ids[None], torch.arange(len(ids))[None], None)[0, -1, 0])
+            ids = row["input_ids"][row["attention_mask"] == 1].to(device())
+            last.append(worker.model[0](ids[None], torch.arange(len(ids), device=device())[None], None)[0, -1, 0])
     return {"scores": worker.compute_rm_score(batch).batch["rm_scores"], "last": torch.stack(last)} | dict(batch.batch)
 
 

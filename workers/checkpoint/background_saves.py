@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-__all__ = ["BackgroundSaves"]
+from parallel_state.releases import async_save_arguments
 
-# From megatron-core 0.17 on, the default strategy needs another package.
-_MEGATRONS_OWN = (
-    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
-)
+__all__ = ["BackgroundSaves"]
 
 
 class BackgroundSaves:
@@ -33,7 +29,7 @@ class BackgroundSaves:
         if self._calls is None:
             self._calls = AsyncCallsQueue()
             atexit.register(self.finish)
-        request = dist_checkpointing.save(state, directory, async_sharded_save=True, **_MEGATRONS_OWN)
+        request = dist_checkpointing.save(state, directory, async_sharded_save=True, **async_save_arguments())
         request.add_finalize_fn(then)
         self._calls.schedule_async_request(request)
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
@@ -86,7 +89,10 @@ def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifes
         del state["random"]
     own = state.pop("optimizer", None)
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
+    kept = _take_absent_extra_states(state, sources, checkpoint)
     loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint)
+    for part, values in kept.items():
+        loaded[part] |= values
     _load_models(training, loaded, sources)
     merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
     _load_optimizer(training, merged, manifest)
@@ -101,6 +107,28 @@ def _read(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         causes = "; ".join(f"rank {rank}: {cause!r:.300}" for rank, (cause, _) in sorted(error.failures.items())[:1])
         text = f"the checkpoint {str(checkpoint)!r} cannot be read: {causes}"
         raise DataError(text, path=str(checkpoint)) from error
+
+
+def _take_absent_extra_states(
+    state: Mapping[str, Any], sources: Mapping[str, str], checkpoint: Path
+) -> dict[str, dict[str, Any]]:
+    """Remove the extra states that the checkpoint does not have, and return the model's own, by chunk and name.
+
+    Transformer Engine's layers have one each, with the scales of fp8. Local layers have none, and Megatron reads what
+    it is asked for or fails.
+    """
+    saved = {entry.key for entry in nested_values(load_sharded_metadata(str(checkpoint)))}
+    kept: dict[str, dict[str, Any]] = {}
+    for chunk, weights in state.items():
+        if chunk.rstrip("0123456789") not in sources:
+            continue
+        absent = [name for name, entry in weights.items() if _is_extra_state(entry) and entry.key not in saved]
+        kept[chunk] = {name: weights.pop(name).data for name in absent}
+    return kept
+
+
+def _is_extra_state(entry: Any) -> bool:
+    return isinstance(entry, ShardedObject) and entry.key.endswith("._extra_state")
 
 
 def _sources(training: TrainingState, manifest: Manifest) -> dict[str, str]:

@@ -10,6 +10,7 @@ from mcontroller.errors import ConfigError
 from workers.config.choices import ACTIVATIONS, DTYPES, IMPLEMENTATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
+from workers.config.precision import check_precision, token_block
 
 __all__ = [
     "check_fit",
@@ -53,12 +54,19 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "expert_gtp_weight_remat_size": (1, "no process groups are created for it"),
     "moe_mlp_glu_interleave_size": (None, "checkpoints and refits expect the gate before the up projection"),
     "moe_router_force_load_balancing": (False, "tokens would be routed at random, also for scores"),
+    "qk_clip": (False, "Megatron-LM's training loop clips the weights, not its layers"),
+    "log_max_attention_logit": (False, "Megatron-LM's training loop reads it"),
+    "cross_entropy_loss_fusion": (False, "log-probabilities are computed from the logits, not by Megatron's loss"),
+    "use_te_rng_tracker": (False, "every layout has Megatron's own random tracker"),
+    "inference_rng_tracker": (False, "every layout has Megatron's own random tracker"),
+    "init_model_with_meta_device": (False, "weights are initialized on their device"),
+    "moe_use_legacy_grouped_gemm": (False, "checkpoints and refits expect Transformer Engine's grouped weights"),
+    "transformer_impl": ("transformer_engine", "set model.transformer_impl"),
     "flash_decode": (False, "generation caches keys after their rotation"),
 }
 # Fields that only Transformer Engine's layers support; for those of attention see workers.model.local_attention.
 _ENGINE_ONLY: dict[str, object] = {
     "fp8": None,
-    "fp4": None,
     "fp32_residual_connection": False,
     "cpu_offloading": False,
     "fine_grained_activation_offloading": False,
@@ -78,7 +86,6 @@ _ONE_LENGTH: dict[str, tuple[object, ...]] = {
 # Fields of TransformerConfig, the values with which rows can be packed, and the reason against others.
 _UNPACKED_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_token_dispatcher_type": (("alltoall", "flex"), "needs micro-batches of one length; use alltoall"),
-    "fp8": ((None,), "multiplies blocks of 16 tokens, but packed rows have any length"),
 }
 
 
@@ -103,6 +110,7 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel"
     elif parallel.ep > 1:
         text = f"{at}.ep is {parallel.ep}, but the model has no experts"
         raise ConfigError(text, key=f"{at}.ep", value=parallel.ep)
+    check_precision(model, parallel)
 
 
 def check_generation(parallel: ParallelConfig, at: str) -> None:
@@ -179,15 +187,13 @@ def length_multiple_of(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the number, in tokens, that the length of a sequence must be a multiple of.
 
     That is two pieces per cp rank, whole tokens on every tp rank with sequence parallelism, and whole blocks of fp8
-    products on every rank.
+    products on every rank. Packed rows are aligned one by one, so every sequence of a packed micro-batch is too.
     """
     multiple = 2 * parallel.cp if parallel.cp > 1 else 1
     if parallel.sequence_parallel:
         multiple *= parallel.tp
-    if model.transformer.get("fp8"):
-        block = 32 if model.transformer.get("fp8_recipe") == "mxfp8" else 16
-        multiple = math.lcm(multiple, block * parallel.cp)
-    return multiple
+    ranks = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    return math.lcm(multiple, token_block(model, parallel) * ranks)
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

@@ -1,29 +1,94 @@
-"""OptimConfig: AdamW, its learning-rate schedule, and the treatment of gradients before a step."""
+"""OptimConfig: the optimizer, its learning-rate schedule, and the treatment of gradients before a step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
-__all__ = ["DECAY_STYLES", "OptimConfig"]
+__all__ = ["DECAY_STYLES", "OPTIMIZER_SET_ELSEWHERE", "OptimConfig", "check_loss_scale"]
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+OPTIMIZER_SET_ELSEWHERE = {
+    "optimizer": "optim.optimizer",
+    "lr": "optim.lr",
+    "min_lr": "optim.min_lr",
+    "weight_decay": "optim.weight_decay",
+    "adam_beta1": "optim.betas",
+    "adam_beta2": "optim.betas",
+    "adam_eps": "optim.eps",
+    "clip_grad": "optim.clip_grad",
+    "use_distributed_optimizer": "optim.distributed_optimizer",
+    "overlap_param_gather": "optim.overlap_param_gather",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "params_dtype": "model.dtype",
+    "fp8_recipe": "model.transformer.fp8_recipe",
+    "reuse_grad_buf_for_mxfp8_param_ag": "ddp.reuse_grad_buf_for_mxfp8_param_ag",
+}
+"""Fields of Megatron's OptimizerConfig that other keys of a role's configuration set, and these keys."""
+
+_TIMERS = "it belongs to the timers of Megatron-LM's training loop"
+# Fields of OptimizerConfig, the only supported value, and the reason.
+_NOT_COMPUTED: dict[str, tuple[object, str]] = {
+    "overlap_param_gather_with_optimizer_step": (False, "it needs Megatron-LM's own training loop"),
+    "use_layer_wise_distributed_optimizer": (False, "its buffers are not those of optim.distributed_optimizer"),
+    "grad_norm_skip_threshold": (float("inf"), "the skipped step would be reported as NaN or Inf; use optim.clip_grad"),
+    "log_num_zeros_in_grad": (False, "no metric reports the number"),
+    "optimizer_cuda_graph": (False, "the norm of every step is read on the host, for optim.on_nonfinite"),
+    "barrier_with_L1_time": (False, _TIMERS),
+    "timers": (None, _TIMERS),
+}
+# Prefix of fields of OptimizerConfig -> the optimizers that read them.
+_FIELDS_OF = {
+    "sgd_": ("sgd",),
+    "muon_": ("muon",),
+    "adaptive_muon_": ("adaptive_muon",),
+    "soap_": ("soap",),
+    "lion_": ("lion", "muon"),
+    "decoupled_weight_decay": ("adam",),
+}
+_UNSUPPORTED = {
+    "adaptive_muon": "its first step fails with emerging-optimizers 0.3",
+    "dist_muon": "its buffers are not those of optim.distributed_optimizer; use muon",
+    "soap": "megatron-core cannot save its state in a checkpoint",
+}
+# Field -> the switch among the other fields without which it has no effect.
+_NEEDS = {
+    "store_param_remainders": "use_precision_aware_optimizer",
+    "main_grads_dtype": "use_precision_aware_optimizer",
+    "main_params_dtype": "use_precision_aware_optimizer",
+    "exp_avg_dtype": "use_precision_aware_optimizer",
+    "exp_avg_sq_dtype": "use_precision_aware_optimizer",
+    "optimizer_offload_fraction": "optimizer_cpu_offload",
+    "use_torch_optimizer_for_cpu_offload": "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
+    "pin_cpu_grads": "optimizer_cpu_offload",
+    "pin_cpu_params": "optimizer_cpu_offload",
+    "decoupled_min_lr": "decoupled_lr",
+}
+_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    """AdamW and its learning rate, which rises over the warm-up from 0 to ``lr`` and then falls to ``min_lr``."""
+    """The optimizer and its learning rate, which rises over the warm-up from 0 to ``lr`` and then falls to ``min_lr``.
+
+    The optimizer is AdamW unless ``optimizer`` is set.
+    """
 
     lr: float = 1e-5
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at total_steps and after it."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of AdamW, per step and relative to the learning rate."""
+    """Weight decay, per step and relative to the learning rate; AdamW's is decoupled from the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of Adam's first and second moments, each 0 to 1."""
     eps: float = 1e-8
@@ -46,6 +111,10 @@ class OptimConfig:
     """Gather updated parameters during the next forward pass; needs the two fields above."""
     on_nonfinite: str = "raise"
     """Reaction to NaN or Inf in the gradients: raise (stop the run) or skip (omit the step and count it)."""
+    optimizer: str = "adam"
+    """Name of the optimizer in Megatron-Core: adam, sgd, or muon or lion of the package emerging-optimizers."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's OptimizerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
         check_at_least("optim.lr", self.lr, self.min_lr)
@@ -73,3 +142,63 @@ class OptimConfig:
                 key="optim.overlap_param_gather",
                 value=True,
             )
+        _check_further(self)
+
+
+def _check_further(optim: OptimConfig) -> None:
+    """Check ``optim.megatron`` as far as no model and no megatron-core is needed."""
+    if optim.optimizer in _UNSUPPORTED:
+        text = f"optim.optimizer={optim.optimizer!r} is not supported: {_UNSUPPORTED[optim.optimizer]}"
+        raise ConfigError(text, key="optim.optimizer", value=optim.optimizer)
+    if optim.optimizer == "sgd" and (tuple(optim.betas), optim.eps) != (OptimConfig().betas, OptimConfig().eps):
+        text = "optim.betas and optim.eps are Adam's, and optim.optimizer is 'sgd': use optim.megatron.sgd_momentum"
+        raise ConfigError(text, key="optim.betas", value=optim.betas)
+    if optim.optimizer != "adam" and optim.distributed_optimizer:
+        raise ConfigError(
+            f"optim.distributed_optimizer shards the state of adam only, and optim.optimizer is {optim.optimizer!r}",
+            key="optim.distributed_optimizer",
+            value=True,
+        )
+    for name, value in optim.megatron.items():
+        key = f"optim.megatron.{name}"
+        if name in OPTIMIZER_SET_ELSEWHERE:
+            raise ConfigError(f"{key} follows from {OPTIMIZER_SET_ELSEWHERE[name]}: set it there", key=key, value=value)
+        for why in _reasons_against(optim, name, value):
+            raise ConfigError(f"{key}={value!r} {why}", key=key, value=value)
+
+
+def _reasons_against(optim: OptimConfig, name: str, value: Any) -> Iterator[str]:
+    neutral, why = _NOT_COMPUTED.get(name, (value, ""))
+    if value not in (None, neutral):
+        yield f"is not supported: {why}"
+    for prefix, optimizers in _FIELDS_OF.items():
+        if name.startswith(prefix) and optim.optimizer not in optimizers:
+            yield f"has no effect on optim.optimizer={optim.optimizer!r}; it belongs to {', '.join(optimizers)}"
+    switch = _NEEDS.get(name)
+    if switch is not None and not optim.megatron.get(switch):
+        yield f"has no effect without optim.megatron.{switch}"
+
+
+def check_loss_scale(optim: OptimConfig, dtype: str, at: str) -> None:
+    """Check that the fields about the scale of the loss have an effect for parameters of this type.
+
+    Args:
+        optim: the optimizer.
+        dtype: ``model.dtype``.
+        at: the key of the optimizer in the configuration.
+
+    Raises:
+        ConfigError: a field has no effect; ``key`` names it.
+    """
+    further = optim.megatron
+    if "loss_scale" in further and dtype == "float32" and not optim.distributed_optimizer:
+        key = f"{at}.megatron.loss_scale"
+        text = f"{key} has no effect on parameters in float32 without {at}.distributed_optimizer; leave it out"
+        raise ConfigError(text, key=key, value=further["loss_scale"])
+    for name in _DYNAMIC_SCALE:
+        if name in further and (dtype != "float16" or further.get("loss_scale")):
+            key = f"{at}.megatron.{name}"
+            reason = (
+                "a constant loss_scale is set" if dtype == "float16" else f"model.dtype is {dtype!r}, not 'float16'"
+            )
+            raise ConfigError(f"{key} has no effect: {reason}; leave it out", key=key, value=further[name])

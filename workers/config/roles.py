@@ -7,15 +7,18 @@ registries.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import KL_ESTIMATORS
-from mcontroller.ppo.policy_losses import POLICY_LOSSES
+from mcontroller.ppo.losses.aggregation import AGGREGATIONS
+from mcontroller.ppo.losses.registry import POLICY_LOSSES
+from workers.config.ddp import check_ddp
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
-from workers.config.optim import OptimConfig
+from workers.config.optim import OptimConfig, check_loss_scale
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
 
@@ -38,7 +41,9 @@ class ActorConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How responses are sampled."""
     ppo_mini_batch_size: int = 256
-    """[rows] Rows of the whole batch in one optimizer step, over all data-parallel ranks."""
+    """[rows] Responses of the whole batch in one optimizer step, over all data-parallel ranks."""
+    ppo_mini_batch_prompts: int = 0
+    """[prompts] The same in prompts: their responses are ``rollout.n`` times as many. 0: ppo_mini_batch_size."""
     ppo_micro_batch_size: int = 8
     """[rows] Rows of one data-parallel rank in one pass through the model."""
     ppo_max_tokens_per_micro_batch: int = 0
@@ -59,7 +64,12 @@ class ActorConfig:
     seed: int = 0
     """Seed of the mini-batches."""
     policy_loss: str = "ppo"
-    """Name of the policy loss: ppo (clipped surrogate), or one registered with ``register_policy_loss``."""
+    """Name of the policy loss: ppo (clipped), cispo, gpg, gspo, gmpo, or one of ``register_policy_loss``."""
+    loss_agg_mode: str | None = None
+    """Average of the loss: token-mean, seq-mean-token-mean, seq-mean-token-sum, or seq-mean-token-sum-norm.
+
+    None: that of the policy loss, which is seq-mean-token-mean for gspo and gmpo, and token-mean for the others.
+    """
     clip_ratio: float = 0.2
     """Clip range of the probability ratio: 1 - clip_ratio to 1 + clip_ratio."""
     clip_ratio_low: float | None = None
@@ -70,8 +80,11 @@ class ActorConfig:
     """Dual clip: bound of the loss of a negative advantage, as a multiple of it, above 1. None: no dual clip."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus in the loss."""
-    use_kl_loss: bool = False
-    """Add the KL divergence to the reference policy to the loss."""
+    use_kl_loss: bool | None = None
+    """Add the KL divergence to the reference policy to the loss.
+
+    None: ``RayPPOTrainer`` adds it if there is a reference and the KL is not in the reward; without a trainer, no.
+    """
     kl_loss_coef: float = 0.001
     """Weight of the KL divergence in the loss."""
     kl_loss_type: str = "k3"
@@ -80,6 +93,8 @@ class ActorConfig:
     """[tokens] Tokens whose logits exist at the same time."""
     timeout_s: float = 600.0
     """[seconds] Timeout of the rendezvous and of collectives."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
@@ -99,7 +114,13 @@ class ActorConfig:
         if self.clip_ratio_c is not None:
             check_above("clip_ratio_c", self.clip_ratio_c, 1.0)
         POLICY_LOSSES.get_or_raise(self.policy_loss)
+        if self.loss_agg_mode is not None:
+            AGGREGATIONS.get_or_raise(self.loss_agg_mode)
         KL_ESTIMATORS.get_or_raise(self.kl_loss_type, key="kl_loss_type")
+        check_ddp(self.ddp, self.optim)
+        check_loss_scale(self.optim, self.model.dtype, "optim")
+        if self.sft_optim is not None:
+            check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
         _check_lengths(self)
 
@@ -116,7 +137,9 @@ class CriticConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer of ``update_critic``."""
     ppo_mini_batch_size: int = 256
-    """[rows] Rows of the whole batch in one optimizer step, over all data-parallel ranks."""
+    """[rows] Responses of the whole batch in one optimizer step, over all data-parallel ranks."""
+    ppo_mini_batch_prompts: int = 0
+    """[prompts] The same in prompts: their responses are ``rollout.n`` times as many. 0: ppo_mini_batch_size."""
     ppo_micro_batch_size: int = 8
     """[rows] Rows of one data-parallel rank in one pass through the model."""
     ppo_max_tokens_per_micro_batch: int = 0
@@ -137,12 +160,16 @@ class CriticConfig:
     """Clip range of a value around its old value in the loss. None: no clipping."""
     timeout_s: float = 600.0
     """[seconds] Timeout of the rendezvous and of collectives."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
         if self.packed:
             check_packing(self.model)
         _check_batches(self)
+        check_ddp(self.ddp, self.optim)
+        check_loss_scale(self.optim, self.model.dtype, "optim")
         for name in ("forward_micro_batch_size", "forward_max_tokens_per_micro_batch"):
             check_at_least(name, getattr(self, name), 0)
         if self.cliprange_value is not None:
@@ -179,6 +206,7 @@ class RewardConfig:
 def _check_batches(config: ActorConfig | CriticConfig) -> None:
     for name in ("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_epochs"):
         check_at_least(name, getattr(config, name), 1)
+    check_at_least("ppo_mini_batch_prompts", config.ppo_mini_batch_prompts, 0)
     check_at_least("ppo_max_tokens_per_micro_batch", config.ppo_max_tokens_per_micro_batch, 0)
     check_above("timeout_s", config.timeout_s, 0.0)
 

@@ -33,7 +33,12 @@ class RolloutConfig:
     seed: int = 0
     """Seed of sampling; the same on every layout."""
     max_rows: int = 0
-    """[rows] Most rows that a data-parallel rank generates at once, which bounds the cache. 0: all."""
+    """[rows] Most rows that a data-parallel rank generates at once. 0: as many as fit into the free memory."""
+    memory_fraction: float = 0.8
+    """[fraction] Part of the free memory for the rows generated at once, if max_rows is 0; above 0, at most 1.
+
+    The cached keys and values of a row are counted, what else it takes is estimated.
+    """
     parallel: ParallelConfig | None = None
     """Layout of generation, over the same ranks, with a copy of the weights. None: the layout of training, no copy."""
 
@@ -45,3 +50,5 @@ class RolloutConfig:
         check_above("rollout.temperature", self.temperature, 0.0)
         check_above("rollout.top_p", self.top_p, 0.0)
         check_between("rollout.top_p", self.top_p, 0.0, 1.0)
+        check_above("rollout.memory_fraction", self.memory_fraction, 0.0)
+        check_between("rollout.memory_fraction", self.memory_fraction, 0.0, 1.0)

@@ -1,7 +1,11 @@
 """The decoding loop: one token per step with Megatron's key-value cache, over the tp and pp axes.
 
-Prompts are padded on the left, so that all rows of a batch write their next token into the same column. Every stage
-runs the same steps. The last stage draws the tokens, and one broadcast per step sends them to the others.
+Prompts go through the model aligned to column 0, so that a causal mask alone hides the padding after shorter ones. All
+rows then write their next token into the same column of the cache, after the longest prompt, with the rotation of its
+own position. Only the padding between a shorter prompt and its response has to be masked: one bool per row and column.
+No mask has a row for every query, which would turn off flash attention and take memory for every head.
+
+Every stage runs the same steps. The last stage draws the tokens, and one broadcast per step sends them to the others.
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from workers.generate.decoding_patches import (
+    TokenPositions,
+    check_positions,
     last_position_only,
-    padding_masked_in_transformer_engine,
+    masked_decoding,
     rotated_key_cache,
+    unfused_rotation,
     without_sequence_parallelism,
 )
 from workers.generate.inference_linears import inference_linears
@@ -35,23 +42,25 @@ def generate(
     samples: Prompts,
     sampling: Sampling,
     vocab_size: int,
+    device: torch.device,
 ) -> Generated:
     """Generate one response for every row.
 
     Args:
         chunks: this rank's model chunks, without DistributedDataParallel, in eval mode.
         pg: the process groups of the layout.
-        samples: prompts on the device, with one seed per row.
+        samples: prompts on the CPU, padded on the left, with one seed per row.
         sampling: how tokens are drawn, and when a response ends.
         vocab_size: ids from here on are padding of the vocabulary and are never drawn.
+        device: of the model.
 
     Returns:
         The responses, on every rank; the log-probabilities are 0 on all stages but the last.
     """
-    used = int((samples.attention_mask != 0).any(0).int().argmax())  # columns before it are padding in every row
-    prompts, padding, seeds = samples.ids[:, used:], samples.attention_mask[:, used:] == 0, samples.seeds[:, 0]
+    prompts, lengths = _left_aligned(samples)
     rows, width = prompts.shape
-    decoder = _Decoder(chunks, pg, padding, width + sampling.response_length)
+    decoder = _Decoder(chunks, pg, lengths, width + sampling.response_length, device)
+    prompts, seeds = prompts.to(device), samples.seeds[:, 0].to(device)
     responses = torch.full_like(prompts[:, :1], sampling.pad_token_id).repeat(1, sampling.response_length)
     log_probs = torch.zeros(responses.shape, device=prompts.device)
     mask = torch.zeros_like(responses)
@@ -60,10 +69,11 @@ def generate(
     new = prompts
     with (
         without_sequence_parallelism(chunks),
-        padding_masked_in_transformer_engine(chunks),
-        rotated_key_cache(chunks),
+        masked_decoding(chunks),
+        unfused_rotation(chunks),
+        rotated_key_cache(chunks, decoder.tokens),
         inference_linears(chunks),
-        last_position_only(chunks),
+        last_position_only(chunks, decoder.tokens),
     ):
         for step in range(sampling.response_length):
             logits = decoder.next_logits(new)
@@ -87,24 +97,41 @@ class _Decoder:
     """The model with its cache: takes token ids, and returns the logits of the next token on the last stage."""
 
     def __init__(
-        self, chunks: Sequence[nn.Module], pg: ProcessGroupCollection, padding: Tensor, max_length: int
+        self,
+        chunks: Sequence[nn.Module],
+        pg: ProcessGroupCollection,
+        lengths: Tensor,
+        max_length: int,
+        device: torch.device,
     ) -> None:
         self.chunks: Sequence[Any] = chunks
         self.pg = pg
         self.stages = dist.get_process_group_ranks(pg.pp)
         self.stage = pg.pp.rank()
-        self.cache = StaticInferenceContext(padding.size(0), max_length)
-        self.length = 0
-        self.offset = padding.sum(1, keepdim=True)
-        tail = padding.new_zeros(padding.size(0), max_length - padding.size(1))
-        self.padding = torch.cat((padding, tail), 1) if bool(padding.any()) else None
+        self.cache = StaticInferenceContext(len(lengths), max_length)
+        self.tokens = TokenPositions()
+        self.device = device
+        self.width = int(lengths.max())
+        self.lengths = None if bool((lengths == self.width).all()) else lengths.to(device)
+        columns = torch.arange(max_length, device=device)
+        if self.lengths is not None:
+            check_positions(chunks)
+            padding = (columns >= self.lengths[:, None]) & (columns < self.width)
+            self.hidden = padding[:, None, None, :]  # as the model takes it: True for keys that are not attended to
 
     def next_logits(self, ids: Tensor) -> Tensor | None:
-        """Float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others."""
-        new = ids.size(1)
-        columns = torch.arange(self.length, self.length + new, device=ids.device)
-        positions = (columns[None] - self.offset).clamp(min=0)
-        mask = self._mask(new)
+        """Float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others.
+
+        The first call takes the prompts, every later one a token for each row.
+        """
+        new, start = ids.size(1), self.cache.sequence_len_offset
+        positions = torch.arange(start, start + new, device=ids.device).expand_as(ids)
+        mask = None
+        if self.lengths is not None and start == 0:
+            self.tokens.last = self.lengths - 1
+        elif self.lengths is not None:
+            self.tokens.last, self.tokens.new = None, self.lengths + (start - self.width)
+            positions, mask = self.tokens.new[:, None], self.hidden[..., : start + 1]
         output = None
         for index, chunk in enumerate(self.chunks):
             if self.stage > 0 or index > 0:
@@ -112,7 +139,6 @@ class _Decoder:
             output = chunk(ids, positions, mask, inference_context=self.cache, runtime_gather_output=True)
             if not self._is_end(index):
                 self._send(output)
-        self.length += new
         self.cache.increment_sequence_len_offset(new)
         self.cache.enable_decode_mode()
         assert output is not None
@@ -131,30 +157,21 @@ class _Decoder:
         dist.all_reduce(left, group=self.pg.tp_ep)
         return int(left) == 0
 
-    def _mask(self, new: int) -> Tensor | None:
-        """True where attention is not allowed; None if the causal mask is enough.
-
-        A padding token attends to itself, so that its row of the softmax is not empty.
-        """
-        if self.padding is None:
-            return None
-        seen = self.length + new
-        hidden = self.padding[:, None, None, :seen]
-        if new == 1:
-            return hidden
-        later = torch.ones(new, seen, dtype=torch.bool, device=hidden.device).triu(self.length + 1)
-        itself = torch.eye(new, seen, dtype=torch.bool, device=hidden.device)
-        return (later | hidden) & ~itself
-
     def _is_end(self, index: int) -> bool:
         return self.stage == len(self.stages) - 1 and index == len(self.chunks) - 1
 
     def _receive(self, chunk: Any, new: int, rows: int) -> Tensor:
-        hidden = torch.empty(
-            new, rows, chunk.config.hidden_size, dtype=chunk.config.params_dtype, device=self.offset.device
-        )
+        hidden = torch.empty(new, rows, chunk.config.hidden_size, dtype=chunk.config.params_dtype, device=self.device)
         dist.recv(hidden, self.stages[self.stage - 1], group=self.pg.pp)
         return hidden
 
     def _send(self, hidden: Tensor) -> None:
         dist.send(hidden.contiguous(), self.stages[(self.stage + 1) % len(self.stages)], group=self.pg.pp)
+
+
+def _left_aligned(samples: Prompts) -> tuple[Tensor, Tensor]:
+    """The prompts from column 0 on, as wide as the longest ``[rows, prompt]``, and their lengths ``[rows]``."""
+    lengths = (samples.attention_mask != 0).sum(1)
+    columns = torch.arange(int(lengths.max()))
+    index = (columns + samples.ids.size(1) - lengths[:, None]).clamp(max=samples.ids.size(1) - 1)
+    return torch.where(columns < lengths[:, None], samples.ids.gather(1, index), 0), lengths

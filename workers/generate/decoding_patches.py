@@ -4,26 +4,69 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from mcontroller.errors import ConfigError
+from workers.model.attend_once import attend_once
 from workers.model.local_attention import TEDotProductAttention
 
 __all__ = [
+    "TokenPositions",
+    "check_positions",
     "last_position_only",
-    "padding_masked_in_transformer_engine",
+    "masked_decoding",
     "rotated_key_cache",
+    "unfused_rotation",
     "without_sequence_parallelism",
 ]
+
+
+_ROTARY = ("rope", "yarn")  # the position embeddings whose angles depend on one position
+
+
+def check_positions(chunks: Sequence[Any]) -> None:
+    """Check that each row can have positions of its own, as prompts of unequal length need.
+
+    Raises:
+        ConfigError: a layer rotates cached keys by their columns, or positions have several dimensions.
+    """
+    for chunk in chunks:
+        position, attentions = chunk.position_embedding_type, [m for m in chunk.modules() if isinstance(m, Attention)]
+        own = position in _ROTARY and all(isinstance(attention, SelfAttention) for attention in attentions)
+        if not own and position not in ("learned_absolute", "none"):
+            names = sorted({type(attention).__name__ for attention in attentions})
+            raise ConfigError(
+                f"{type(chunk).__name__} has {', '.join(names)} with position_embedding_type={position!r}, for which "
+                "Megatron's generation takes prompts of one length only: generate one length at a time, or override "
+                "build_rollout",
+                key="position_embedding_type",
+                value=position,
+            )
+
+
+@contextlib.contextmanager
+def unfused_rotation(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Disable ``apply_rope_fusion``: its kernel rotates all rows by the same position."""
+    fused = [config for config in map(get_model_config, chunks) if config.apply_rope_fusion]
+    for config in fused:
+        config.apply_rope_fusion = False
+    try:
+        yield
+    finally:
+        for config in fused:
+            config.apply_rope_fusion = True
 
 
 @contextlib.contextmanager
@@ -39,67 +82,111 @@ def without_sequence_parallelism(chunks: Sequence[Any]) -> Iterator[None]:
             set_model_to_sequence_parallel(chunk, True)
 
 
-@contextlib.contextmanager
-def padding_masked_in_transformer_engine(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Make Transformer Engine apply the attention mask, which it does only if the mask's type is ``arbitrary``.
+class TokenPositions:
+    """The tokens of the current pass; all rows are the same unless one of these is set.
 
-    Megatron passes the type ``causal`` for the prompt, and then none.
+    Attributes:
+        last: ``[rows]`` int64, the column of each row's last token, in a pass over prompts padded on the right.
+        new: ``[rows]`` int64, the position of each row's only token in its sequence, in a later pass.
     """
 
-    def set_mask_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        mask = args[3] if len(args) > 3 else kwargs.get("attention_mask")
-        if mask is not None:
-            kwargs["attn_mask_type"] = AttnMaskType.arbitrary
-        return args, kwargs
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+        self.new: Tensor | None = None
 
+    def select_last(self, hidden: Tensor) -> Tensor:
+        """Return each row's last position ``[1, rows, hidden]`` of ``[seq, rows, hidden]``."""
+        if self.last is None:
+            return hidden[-1:]
+        return hidden[self.last, torch.arange(len(self.last), device=hidden.device)][None]
+
+    def select_angles(self, angles: Tensor, start: int, length: int) -> Tensor:
+        """Return the angles of the pass, ``[seq, 1 or rows, 1, width]`` of ``[positions, 1, 1, width]``."""
+        return angles[start : start + length] if self.new is None else angles[self.new].transpose(0, 1)
+
+
+@contextlib.contextmanager
+def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute the attention of one new token to keys of which some are masked.
+
+    Transformer Engine masks single keys only with the mask type ``arbitrary``. That turns its flash and fused kernels
+    off and repeats keys for all heads that share them. ``attend_once`` does neither. A core attention of another
+    class, or with windows or offsets, gets the mask with this type: ``[rows, 1, 1, keys]``, for one query per row.
+    """
     cores = [
         module
         for chunk in chunks
         for name, module in chunk.named_modules()
         if name.endswith("core_attention") and not isinstance(module, TEDotProductAttention)
     ]
-    handles = [core.register_forward_pre_hook(set_mask_type, with_kwargs=True) for core in cores]
+    for core in cores:
+        core.forward = functools.partial(_attend_to_allowed_keys, core)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for core in cores:
+            del core.forward
+
+
+def _attend_to_allowed_keys(
+    core: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    forward = functools.partial(type(core).forward, core, query, key, value, attention_mask)
+    if attention_mask is None:
+        return forward(*args, **kwargs)
+    if type(core).__module__.startswith("megatron.core.extensions.") and _is_plain(core.config):
+        scale = core.config.softmax_scale or 1.0 / math.sqrt(query.size(-1))
+        return attend_once(query, key, value, ~attention_mask, scale)
+    return forward(**kwargs | {"attn_mask_type": AttnMaskType.arbitrary})
+
+
+def _is_plain(config: Any) -> bool:
+    return config.window_size is None and config.softmax_type == "vanilla"
 
 
 @contextlib.contextmanager
-def last_position_only(chunks: Sequence[Any]) -> Iterator[None]:
+def last_position_only(chunks: Sequence[Any], tokens: TokenPositions) -> Iterator[None]:
     """Compute the feed-forward part of the last layer only for the last position, which alone is read after it.
 
     Layers with experts compute all positions, since which tokens they drop may depend on how many there are.
     """
-    last = [layer for chunk in chunks if chunk.post_process for layer in chunk.decoder.layers[-1:]]
-    dense = [layer for layer in last if isinstance(layer.mlp, MLP)]
+    blocks = [chunk.decoder for chunk in chunks if chunk.post_process]
+    dense = [layer for block in blocks for layer in block.layers[-1:] if isinstance(layer.mlp, MLP)]
+    handles = [block.register_forward_hook(functools.partial(_keep_last_position, tokens)) for block in blocks]
     for layer in dense:
-        layer._forward_mlp = functools.partial(_forward_last_position, layer)
+        layer._forward_mlp = functools.partial(_forward_last_position, layer, tokens)
     try:
         yield
     finally:
         for layer in dense:
             del layer._forward_mlp
+        for handle in handles:
+            handle.remove()
 
 
-def _forward_last_position(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return type(layer)._forward_mlp(layer, hidden[-1:], *args, **kwargs)
+def _forward_last_position(layer: Any, tokens: TokenPositions, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return type(layer)._forward_mlp(layer, tokens.select_last(hidden), *args, **kwargs)
+
+
+def _keep_last_position(tokens: TokenPositions, block: nn.Module, args: Any, hidden: Tensor) -> Tensor:
+    return hidden if hidden.size(0) == 1 else tokens.select_last(hidden)
 
 
 @contextlib.contextmanager
-def rotated_key_cache(chunks: Sequence[Any]) -> Iterator[None]:
-    """Rotate each key once, before it is cached.
+def rotated_key_cache(chunks: Sequence[Any], tokens: TokenPositions) -> Iterator[None]:
+    """Rotate each key once, by its own position, before it is cached.
 
     Megatron caches keys before their rotary positions are applied, and rotates all of them again for every new token,
-    so that the cost of a token grows. For the local attention, cached keys and values are also laid out in memory in
-    the order in which it reads them.
+    by the column that they are cached in. The cost of a token grows with the columns, and all rows need their tokens
+    in the same columns. For the local attention, cached keys and values are also laid out in memory in the order in
+    which it reads them.
     """
-    rotary = [chunk for chunk in chunks if chunk.position_embedding_type == "rope"]
-    attentions = [module for chunk in rotary for module in chunk.modules() if isinstance(module, SelfAttention)]
-    rotation = _Rotation()
-    for attention in attentions:
-        attention._adjust_key_value_for_inference = functools.partial(_cache_rotated, attention, rotation)
+    attentions: list[Any] = []
+    rotations = [_Rotation(chunk, tokens) for chunk in chunks if chunk.position_embedding_type in _ROTARY]
+    for rotation in rotations:
+        for attention in rotation.attentions:
+            attention._adjust_key_value_for_inference = functools.partial(_cache_rotated, attention, rotation)
+            attentions.append(attention)
     try:
         yield
     finally:
@@ -131,7 +218,10 @@ def _cache_rotated(
 class _Rotation:
     """Rotary positions as Megatron applies them; cosines and sines are computed once for all layers and tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: Any, tokens: TokenPositions) -> None:
+        self.attentions = [module for module in chunk.modules() if isinstance(module, SelfAttention)]
+        self.tokens = tokens
+        self.mscale: float = chunk.rotary_pos_emb(1)[1] if chunk.position_embedding_type == "yarn" else 1.0
         self.angles: Tensor | None = None
         self.cosines = self.sines = torch.empty(0)
 
@@ -142,17 +232,19 @@ class _Rotation:
             attention: the Megatron attention module that they belong to.
             heads: queries and keys, each ``[seq, batch, heads, width]``.
             angles: ``[positions, 1, 1, width]``; a smaller width leaves the rest of every head unchanged.
-            start: position of the first token.
+            start: position of the first token, unless rows differ.
         """
-        config, end = attention.config, start + heads[0].size(0)
-        if config.rotary_interleaved or config.apply_rope_fusion or angles.size(-1) < heads[0].size(-1):
-            here, cp_group = angles[start:end], attention.pg_collection.cp
-            return [apply_rotary_pos_emb(each, here, config=config, cp_group=cp_group) for each in heads]
+        config, length = attention.config, heads[0].size(0)
+        if config.rotary_interleaved or self.mscale != 1.0 or angles.size(-1) < heads[0].size(-1):
+            options = {"config": config, "mscale": self.mscale, "cp_group": attention.pg_collection.cp}
+            here = self.tokens.select_angles(angles, start, length)
+            return [apply_rotary_pos_emb(each, here, **options) for each in heads]
         if self.angles is not angles:
             sines = angles.sin().to(heads[0].dtype)
             self.angles, self.cosines = angles, angles.cos().to(heads[0].dtype)
             self.sines = torch.cat((-sines[..., : sines.size(-1) // 2], sines[..., sines.size(-1) // 2 :]), -1)
-        cosines, sines = self.cosines[start:end], self.sines[start:end]
+        cosines = self.tokens.select_angles(self.cosines, start, length)
+        sines = self.tokens.select_angles(self.sines, start, length)
         return [torch.addcmul(each * cosines, each.roll(each.size(-1) // 2, -1), sines) for each in heads]
 
 

@@ -14,9 +14,10 @@ from parallel_state.megatron import MegatronContext
 from workers.generate.decoding import generate
 from workers.generate.prompt_exchange import PromptExchange, consecutive, even_shares
 from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
+from workers.generate.row_limit import RowLimit, row_bytes
 from workers.generate.sampling import Sampling
 from workers.train.pipeline import scoring
-from workers.weights.offload import Offload, model_tensors
+from workers.weights.offload import Offload, buffer_tensors, model_tensors
 from workers.weights.refit import Refit, RefitReport
 
 __all__ = ["MegatronRollout", "RefitRollout"]
@@ -29,19 +30,29 @@ class MegatronRollout:
         chunks: this rank's model chunks, wrapped in DistributedDataParallel or not.
         context: their layout, with cp=1.
         vocab_size: ids from here on are padding of the vocabulary.
-        max_rows: the most rows that are generated at once; 0 means all.
+        max_rows: the most rows that are generated at once; 0 means as many as fit into memory.
+        memory_fraction: of the free memory that the rows of a pass may take, if ``max_rows`` is 0.
+        processes_on_node: processes that share the memory of the host.
     """
 
     holds_weights = False
 
     def __init__(
-        self, chunks: Sequence[nn.Module], context: MegatronContext, vocab_size: int, max_rows: int = 0
+        self,
+        chunks: Sequence[nn.Module],
+        context: MegatronContext,
+        vocab_size: int,
+        max_rows: int = 0,
+        *,
+        memory_fraction: float = 0.8,
+        processes_on_node: int = 1,
     ) -> None:
         self.chunks = chunks
         self.context = context
         self.vocab_size = vocab_size
         self.max_rows = max_rows
         self.device = torch.device(torch.cuda.current_device())
+        self._fitting = RowLimit(context.pg, self.device, fraction=memory_fraction, processes_on_node=processes_on_node)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
         """Return this rank's responses; None on all stages but the last."""
@@ -61,7 +72,7 @@ class MegatronRollout:
         """Do nothing: the memory is that of the model."""
 
     def responses(self, samples: Prompts, sampling: Sampling) -> Generated:
-        """Generate one response for every row, in passes of at most ``max_rows``.
+        """Generate one response for every row, in passes of as many rows as ``max_rows`` or the memory allows.
 
         Args:
             samples: at least one row, with one seed per row.
@@ -74,16 +85,20 @@ class MegatronRollout:
         chunks = [unwrap_model(chunk) for chunk in self.chunks]
         parts = []
         with self.context.activate(), scoring(chunks), _without_fp8(chunks):
-            for rows in even_shares(len(samples.ids), self._passes(len(samples.ids))):
+            for rows in even_shares(len(samples.ids), self._passes(samples, sampling)):
                 some = _rows_or_first(samples, rows)
-                on_device = Prompts(*(column.to(self.device) for column in some))
-                generated = generate(chunks, pg, on_device, sampling, self.vocab_size)
+                generated = generate(chunks, pg, some, sampling, self.vocab_size, self.device)
                 parts.append([column[: len(rows)] for column in generated])
         return Generated(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _passes(self, rows: int) -> int:
+    def _passes(self, samples: Prompts, sampling: Sampling) -> int:
         """The number of passes, the same on all ranks that exchange tokens of experts."""
-        passes = torch.tensor(-(-rows // (self.max_rows or rows)), device=self.device)
+        rows, most = len(samples.ids), self.max_rows
+        if most == 0:
+            width = int(samples.attention_mask.sum(1).max())
+            one = row_bytes(self.chunks, width, sampling.response_length, self.vocab_size)
+            most = self._fitting.of(one, rows)
+        passes = torch.tensor(-(-rows // most), device=self.device)
         with_experts = get_model_config(self.chunks[0]).num_moe_experts is not None
         if with_experts and self.context.pg.tp_ep.size() > 1:
             dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=self.context.pg.tp_ep)
@@ -140,7 +155,9 @@ class RefitRollout:
 
     def sleep(self) -> int:
         """Free the device memory of the copy, and return how many bytes; the weights are discarded."""
-        return self._offload.offload({"weights": model_tensors(self.rollout.chunks)}, ["weights"], discard=["weights"])
+        chunks = self.rollout.chunks
+        parts = {"weights": model_tensors(chunks), "buffers": buffer_tensors(chunks)}
+        return self._offload.offload(parts, tuple(parts), discard=["weights"])
 
     def wake_up(self) -> None:
         """Allocate the device memory again; the weights are undefined until the next ``update_weights``."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_local, padded_vocab_size
+from workers.config.precision import check_device
+from workers.model.gpu_defaults import chosen_implementation, gpu_defaults
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
-from workers.model.local_spec import block_spec, chosen_implementation
+from workers.model.local_spec import block_spec
 from workers.model.placement import place_chunks
 from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
@@ -27,7 +32,11 @@ __all__ = ["ModelProvider", "build_model"]
 
 
 class ModelProvider(Protocol):
-    """A function that builds a user-defined model, one chunk at a time, as in Megatron-LM's training scripts."""
+    """A function that builds a user-defined model, one chunk at a time, as in Megatron-LM's training scripts.
+
+    If it has a parameter ``pg_collection`` too, it gets Megatron's process groups of the layout, for the constructors
+    that it calls.
+    """
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module:
         """Return one chunk.
@@ -75,9 +84,10 @@ def build_model(
     _check_axes(parallel, context)
     if model_provider is None:
         model_provider = _OwnModel(model, parallel, context, value_head)
+    build_chunk = _with_groups(model_provider, context.pg)
     with context.activate():
         chunks = [
-            model_provider(pre_process=first, post_process=last, vp_stage=vp_stage)
+            build_chunk(pre_process=first, post_process=last, vp_stage=vp_stage)
             for first, last, vp_stage in _stages(parallel, context)
         ]
         if value_head and _is_last(parallel, context):
@@ -100,6 +110,14 @@ def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
                 key=f"parallel.{axis}",
                 value=size,
             )
+
+
+def _with_groups(
+    provider: Callable[..., torch.nn.Module], pg: ProcessGroupCollection
+) -> Callable[..., torch.nn.Module]:
+    """Return the provider with the process groups bound to its parameter ``pg_collection``, if it has one."""
+    accepts = "pg_collection" in inspect.signature(provider).parameters
+    return functools.partial(provider, pg_collection=pg) if accepts else provider
 
 
 def _stages(parallel: ParallelConfig, context: MegatronContext) -> list[tuple[bool, bool, int | None]]:
@@ -135,15 +153,20 @@ class _OwnModel:
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
             check_local(model, on_gpu=torch.cuda.is_available())
+        if torch.cuda.is_available():
+            check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
         if dist.get_rank() == 0:
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
+            for default in gpu_defaults(model):
+                _print_once(str(default))
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         model, context = self.model, self.context
+        spec = block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage)
         try:
             chunk = GPTModel(
                 config=self.config,
-                transformer_layer_spec=block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage),
+                transformer_layer_spec=spec,
                 vocab_size=padded_vocab_size(model.vocab_size, self.parallel.tp),
                 max_sequence_length=model.max_sequence_length,
                 pre_process=pre_process,
@@ -157,7 +180,7 @@ class _OwnModel:
                 pg_collection=context.pg,
                 vp_stage=vp_stage,
             )
-        except (AssertionError, ImportError) as error:
+        except (AssertionError, ImportError, ValueError) as error:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         if self.implementation == "local":
             use_gated_mlps(chunk)

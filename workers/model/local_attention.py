@@ -20,12 +20,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from mcontroller.errors import ConfigError, DataError
+from workers.model.attend_once import attend_once
+from workers.model.packed_rows import bounds_on_host
 from workers.model.zigzag import zigzag_positions
 
 __all__ = ["TEDotProductAttention"]
 
 # Fields of TransformerConfig that change attention in ways this module does not compute, and their neutral values.
-_NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla", "qk_clip": False, "log_max_attention_logit": False}
+_NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla"}
 
 
 class TEDotProductAttention(MegatronModule):
@@ -34,8 +36,7 @@ class TEDotProductAttention(MegatronModule):
     Arguments are those of Megatron's class of the same name.
 
     Raises:
-        ConfigError: the config has sliding windows, learned softmax offsets or clipped logits, which need Transformer
-            Engine.
+        ConfigError: the config has sliding windows or learned softmax offsets, which need Transformer Engine.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class TEDotProductAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **engine_only: Any,
     ) -> None:
         super().__init__(config=config)
@@ -59,10 +61,10 @@ class TEDotProductAttention(MegatronModule):
                     key=f"model.transformer.{name}",
                     value=getattr(config, name),
                 )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = groups.cp
-        self.cp = groups.cp.size()
-        self.cp_rank = groups.cp.rank()
+        self.tp_group = pg_collection.tp  # read by sharded_state_dict
+        self.cp_group = pg_collection.cp
+        self.cp = pg_collection.cp.size()
+        self.cp_rank = pg_collection.cp.rank()
         self.causal = attn_mask_type != AttnMaskType.no_mask
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -109,12 +111,10 @@ class TEDotProductAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         """Compute the attention of each packed sequence to itself."""
-        padded = packed.cu_seqlens_q_padded
-        bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
         # From [rank's tokens, one rank after another] to [rank, its tokens]: a sequence is a slice of every row.
         key, value = (tensor.unflatten(0, (self.cp, -1)) for tensor in (key, value))
         outputs = []
-        for start, end in itertools.pairwise(bounds):
+        for start, end in itertools.pairwise(bounds_on_host(packed)):
             local = slice(start // self.cp, end // self.cp)
             sequence = [query[local], key[:, local].flatten(0, 1), value[:, local].flatten(0, 1)]
             query_of, key_of, value_of = (tensor.unsqueeze(1) for tensor in sequence)
@@ -166,7 +166,7 @@ class TEDotProductAttention(MegatronModule):
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         if query.size(0) == 1 and not is_causal and not dropout:
-            return self._attend_once(query, key, value, allowed)
+            return attend_once(query, key, value, allowed, self.scale)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [batch, heads, seq, width]
         with self._dropout_random_state() if dropout else contextlib.nullcontext():
             output = torch.nn.functional.scaled_dot_product_attention(
@@ -180,21 +180,6 @@ class TEDotProductAttention(MegatronModule):
                 enable_gqa=query.size(1) != key.size(1),
             )
         return output.permute(2, 0, 1, 3).flatten(2)
-
-    def _attend_once(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
-    ) -> torch.Tensor:
-        """As ``_attend``, for one query per sequence: two small products, faster than a kernel for many queries.
-
-        The heads that share keys are treated as queries, so that keys are read once for all of them.
-        """
-        _, batch, heads, width = query.shape
-        shared = (query * self.scale).view(batch, key.size(2), heads // key.size(2), width)
-        scores = torch.matmul(shared, key.permute(1, 2, 3, 0))  # [batch, groups, heads of a group, keys]
-        if allowed is not None:
-            scores.masked_fill_(~allowed, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        return torch.matmul(weights, value.permute(1, 2, 0, 3)).reshape(1, batch, heads * width)
 
     def _dropout_random_state(self) -> contextlib.AbstractContextManager[Any]:
         """Heads are divided over tp: each rank draws its own numbers, as in Megatron's DotProductAttention."""

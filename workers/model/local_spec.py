@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
@@ -14,7 +12,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe import experts
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -24,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mcontroller.errors import ConfigError
+from parallel_state.releases import experts_builder
 from workers.model.local_attention import TEDotProductAttention
 from workers.model.local_modules import (
     TEColumnParallelGroupedLinear,
@@ -32,27 +30,7 @@ from workers.model.local_modules import (
     TERowParallelGroupedLinear,
 )
 
-__all__ = ["block_spec", "chosen_implementation"]
-
-
-def chosen_implementation(transformer_impl: str) -> str:
-    """Return ``"transformer_engine"`` or ``"local"``.
-
-    Args:
-        transformer_impl: one of these, or ``"auto"``: Transformer Engine if it is installed and there is a GPU.
-
-    Raises:
-        ConfigError: Transformer Engine is requested and cannot run.
-    """
-    runs_here = torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
-    if transformer_impl == "transformer_engine" and not runs_here:
-        missing = "package transformer_engine" if torch.cuda.is_available() else "GPU"
-        raise ConfigError(
-            f"model.transformer_impl is 'transformer_engine', but there is no {missing}: set 'auto' or 'local'",
-            key="model.transformer_impl",
-            value=transformer_impl,
-        )
-    return "transformer_engine" if transformer_impl != "local" and runs_here else "local"
+__all__ = ["block_spec", "expert_layers", "layers_of_stage"]
 
 
 def block_spec(
@@ -62,19 +40,26 @@ def block_spec(
 
     Args:
         config: that of the model.
-        implementation: as ``chosen_implementation`` returns it.
+        implementation: as ``workers.model.gpu_defaults.chosen_implementation`` returns it.
         pp_rank: the stage.
         vp_stage: the virtual stage on it, or None.
 
     Raises:
         ConfigError: ``moe_layer_freq`` lists another number of layers, or experts are not grouped.
     """
+    if config.num_moe_experts is not None and not config.moe_grouped_gemm:
+        raise ConfigError(
+            "experts that are computed one by one are wrong over the ep axis: set "
+            "model.transformer.moe_grouped_gemm to true",
+            key="model.transformer.moe_grouped_gemm",
+            value=False,
+        )
     if implementation == "transformer_engine":
         return gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
+            config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage, pp_rank=pp_rank
         )
-    specs = [_layer_spec(config, with_experts) for with_experts in _expert_layers(config)]
-    on_stage = [specs[index] for index in _layers_of_stage(config, pp_rank, vp_stage)]
+    specs = [_layer_spec(config, with_experts) for with_experts in expert_layers(config)]
+    on_stage = [specs[index] for index in layers_of_stage(config, pp_rank, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=on_stage, layer_norm=TENorm)
 
 
@@ -94,21 +79,11 @@ class _LocalProvider(LocalSpecProvider):
         return TEDotProductAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
-        if not moe_use_grouped_gemm:
-            raise ConfigError(
-                "experts that are computed one by one are wrong over the ep axis: set "
-                "model.transformer.moe_grouped_gemm to true",
-                key="model.transformer.moe_grouped_gemm",
-                value=False,
-            )
         linears: dict[str, Any] = {
             "linear_fc1": TEColumnParallelGroupedLinear,
             "linear_fc2": TERowParallelGroupedLinear,
         }
-        if hasattr(experts, "GroupedMLPSubmodules"):  # megatron-core >= 0.17 expects a builder of the experts
-            submodules = experts.GroupedMLPSubmodules(**linears, activation_func=None)
-            return functools.partial(experts.TEGroupedMLP, submodules=submodules)
-        return experts.TEGroupedMLP, MLPSubmodules(**linears)
+        return experts_builder(linears, MLPSubmodules)
 
 
 def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
@@ -144,8 +119,8 @@ def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
     )
 
 
-def _expert_layers(config: TransformerConfig) -> list[bool]:
-    """For every layer of the model, whether its feed-forward part is a mixture of experts."""
+def expert_layers(config: TransformerConfig) -> list[bool]:
+    """Return for every layer of the model whether its feed-forward part is a mixture of experts."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     every = config.moe_layer_freq
@@ -160,8 +135,8 @@ def _expert_layers(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in every]
 
 
-def _layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> list[int]:
-    """The layers of one stage, counted from 0 over the whole model."""
+def layers_of_stage(config: TransformerConfig, pp_rank: int, vp_stage: int | None) -> list[int]:
+    """Return the layers of one stage, counted from 0 over the whole model."""
     if config.pipeline_model_parallel_layout is not None:
         return config.pipeline_model_parallel_layout.get_layer_id_list(
             layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank

@@ -7,6 +7,7 @@ import difflib
 import enum
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit
+from workers.model.gpu_defaults import gpu_defaults
 
-__all__ = ["coerced", "transformer_config"]
+__all__ = ["coerced", "further_fields", "transformer_config"]
 
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -43,8 +45,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     """
     check_fit(model, parallel)
     fields = _from_model(model) | _from_parallel(parallel)
-    set_elsewhere = fields.keys() - _CHANGEABLE
-    further = {name: _further_field(name, value, set_elsewhere) for name, value in model.transformer.items()}
+    set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
+    fields |= {default.field: default.value for default in gpu_defaults(model)}
+    further = further_fields(TransformerConfig, model.transformer, "model.transformer", set_elsewhere)
     try:
         return TransformerConfig(**(fields | further))
     except (AssertionError, ValueError) as error:
@@ -82,8 +85,7 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
         "fp16": dtype is torch.float16,
         "use_cpu_initialization": False,  # each rank fills its own shards, and ``initialize_weights`` fills them again
         "moe_token_dispatcher_type": "alltoall",  # also required for lengths that vary over pp, in dense models too
-        # On a GPU it needs Apex or Transformer Engine.
-        "gradient_accumulation_fusion": not torch.cuda.is_available(),
+        "gradient_accumulation_fusion": not torch.cuda.is_available(),  # on a GPU: ``gpu_defaults``
     }
     if model.num_moe_experts is not None:
         fields |= {
@@ -122,20 +124,34 @@ _CHANGEABLE = frozenset(
 )
 
 
-def _further_field(name: str, value: Any, set_elsewhere: collections.abc.Set[str]) -> Any:
-    hints = typing.get_type_hints(TransformerConfig)
-    key = f"model.transformer.{name}"
-    if name not in hints or name.startswith("_"):
-        close = difflib.get_close_matches(name, hints, n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        text = f"{key}: megatron-core's TransformerConfig has no such field{hint}"
-        raise ConfigError(text, key=key, value=value, close_matches=close)
-    if name in set_elsewhere:
-        raise ConfigError(f"{key} follows from model.* and parallel.*: set it there", key=key, value=value)
-    try:
-        return coerced(value, hints[name])
-    except TypeError as error:
-        raise ConfigError(f"{key} is {value!r}; TransformerConfig expects {error}", key=key, value=value) from error
+def further_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a configuration class of Megatron, checked and converted to its annotations.
+
+    Args:
+        kind: the class, as the installed release of megatron-core has it.
+        values: by the names of its fields, as configuration files have them.
+        at: the key of the values in the configuration.
+        set_elsewhere: by name of a field that has another key in the configuration, that key.
+
+    Raises:
+        ConfigError: a field is unknown, is set elsewhere, or has a value of another type; ``key`` names it.
+    """
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if not name.startswith("_")}
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{at}.{name}"
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            text = f"{key}: megatron-core's {kind.__name__} has no such field{hint}"
+            raise ConfigError(text, key=key, value=value, close_matches=close)
+        if name in set_elsewhere:
+            raise ConfigError(f"{key} follows from {set_elsewhere[name]}: set it there", key=key, value=value)
+        try:
+            fields[name] = coerced(value, hints[name])
+        except TypeError as error:
+            raise ConfigError(f"{key} is {value!r}; {kind.__name__} expects {error}", key=key, value=value) from error
+    return fields
 
 
 def coerced(value: Any, hint: Any) -> Any:
@@ -143,7 +159,7 @@ def coerced(value: Any, hint: Any) -> Any:
 
     Args:
         value: as configuration files have it.
-        hint: an annotation of a field of TransformerConfig.
+        hint: an annotation of a field of Megatron's configuration classes.
 
     Raises:
         TypeError: the value is of another type; the message is the text of the annotation.

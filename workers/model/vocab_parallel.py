@@ -24,7 +24,7 @@ def log_probs_and_entropy(
     hidden: Tensor,
     project: Callable[[Tensor], Tensor],
     targets: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     *,
     vocab_size: int,
     temperature: float = 1.0,
@@ -36,7 +36,7 @@ def log_probs_and_entropy(
         hidden: ``[tokens, hidden]``, the input of the output layer; equal on all ranks of ``group``.
         project: the output layer, from ``[tokens, hidden]`` to this rank's logits ``[tokens, vocab / tp]``.
         targets: ``[tokens]`` int64, ids in the whole vocabulary.
-        group: the ranks that the vocabulary is divided over.
+        group: the ranks that the vocabulary is divided over; None if this rank has all of it.
         vocab_size: ids from here up are padding of the vocabulary and have probability 0.
         temperature: divides the logits, as the sampler does.
         chunk_tokens: logits exist for this many tokens at once. With more than one chunk the backward pass computes
@@ -60,14 +60,14 @@ def log_probs_and_entropy(
 
 
 def vocab_parallel_log_probs(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup, *, vocab_size: int
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, *, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Return the same as ``log_probs_and_entropy``, from logits, which are overwritten.
 
     Args:
         logits: this rank's, float32 ``[tokens, vocab / tp]``, divided by the temperature.
         targets: ``[tokens]`` int64, ids in the whole vocabulary.
-        group: the ranks that the vocabulary is divided over.
+        group: the ranks that the vocabulary is divided over; None if this rank has all of it.
         vocab_size: ids from here up are padding of the vocabulary and have probability 0.
     """
     return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size)
@@ -76,10 +76,10 @@ def vocab_parallel_log_probs(
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocab_size: int
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, vocab_size: int
     ) -> tuple[Tensor, Tensor]:
         width = logits.size(-1)
-        first = group.rank() * width
+        first = 0 if group is None else group.rank() * width
         if first + width > vocab_size:
             logits[:, max(vocab_size - first, 0) :] = _PADDING_LOGIT
         peak = logits.amax(-1)
@@ -111,6 +111,6 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
+def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)

@@ -23,6 +23,7 @@ from workers.train.batch_checks import (
     locate_tokens,
     require_columns,
 )
+from workers.train.own_targets import OwnTargets, locate_own_targets
 from workers.train.packing import Packing
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class TokenBatch:
         columns: further inputs of the loss, each ``[rows, targets]``.
         temperature: divides the logits when the rows are scored.
         packing: the position of each row in one sequence, if the rows go through the model as one; otherwise None.
+        whole_mask: the mask before it was limited to the targets of this context-parallel rank, while a loss is
+            computed; otherwise None.
+        own: the targets that count and that this context-parallel rank predicts, after ``for_rank``; otherwise None.
     """
 
     tokens: Tensor
@@ -54,6 +58,8 @@ class TokenBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     temperature: float = 1.0
     packing: Packing | None = None
+    own: OwnTargets | None = None
+    whole_mask: Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens.size(0)
@@ -84,12 +90,26 @@ class TokenBatch:
     def narrow(self, width: int) -> TokenBatch:
         """Return the rows cut to ``width`` tokens; no row may be longer."""
         predictors = self.predictors.clamp(max=width - 1)
-        return replace(self, tokens=self.tokens[:, :width].contiguous(), predictors=predictors)
+        return replace(self, tokens=self.tokens[:, :width].contiguous(), predictors=predictors, own=None)
+
+    def for_rank(self, cp: int, rank: int) -> TokenBatch:
+        """Return the batch with ``own`` of one context-parallel rank; call it before ``to``.
+
+        Args:
+            cp: size of the cp axis.
+            rank: coordinate on the cp axis.
+        """
+        width = self.tokens.size(1)
+        own = locate_own_targets(self.mask, self.predictors, width, self.packing, cp=cp, rank=rank)
+        return replace(self, own=own)
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch on ``device``."""
-        moved = self._map(lambda column: column.to(device))
-        return moved if self.packing is None else replace(moved, packing=self.packing.to(device))
+        return replace(
+            self._map(lambda column: column.to(device)),
+            packing=None if self.packing is None else self.packing.to(device),
+            own=None if self.own is None else self.own.to(device),
+        )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
         return TokenBatch(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -16,23 +19,26 @@ from torch import Tensor, nn
 from workers.model.vocab_parallel import log_probs_and_entropy
 from workers.model.zigzag import zigzag_slice
 from workers.train.batches import TokenBatch
+from workers.train.own_targets import OwnTargets
 from workers.train.router_losses import padding_matters
 
-__all__ = ["forward_hidden", "forward_values", "owned_targets", "sum_over_context", "token_scores"]
+__all__ = ["forward_hidden", "forward_values", "is_last_chunk", "owned_targets", "sum_over_context", "token_scores"]
 
 
 def forward_hidden(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     """Return the chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``.
 
-    On the last stage they are the input of its output layer, after the final norm.
+    On the last stage they are the input of its output layer, after the final norm; logits ``[rows, seq / cp, vocab]``
+    (or this rank's part of the vocabulary) if the model has no output layer of Megatron's: see ``token_scores``.
 
     Args:
         model: the chunk, wrapped or not.
         rows: the micro-batch, on the device. Packed rows are one row.
         pg: the groups of the layout.
     """
-    with _without_output_layer(unwrap_model(model)):
-        args, kwargs = _inputs(model, rows, pg)
+    args, kwargs = _inputs(model, rows, pg)
+    chunk = unwrap_model(model)
+    with _without_output_layer(chunk) if _has_output_layer(chunk) else contextlib.nullcontext():
         return model(*args, **kwargs)
 
 
@@ -48,7 +54,10 @@ def token_scores(
 ) -> Tensor:
     """Return the log-probability of every target, and the entropy of its distribution: float32 ``[2, rows, targets]``.
 
-    Under context parallelism both are 0 for the targets that another rank predicts.
+    Both are 0 for targets with a mask of 0 and, under context parallelism, for those that another rank predicts. The
+    output layer runs over the other targets only. A model whose last chunk is not a ``LanguageModule`` with Megatron's
+    ``ColumnParallelLinear`` as ``output_layer`` may compute its logits in any way: it computes those of all columns,
+    and the targets are selected afterwards.
 
     Args:
         model: the last chunk of the model, wrapped or not.
@@ -59,23 +68,33 @@ def token_scores(
         temperature: see ``vocab_parallel.log_probs_and_entropy``.
         chunk_tokens: see there.
     """
-    chosen, owned = _at_predictors(hidden, rows, pg, unwrap_model(model).config.sequence_parallel)
-    log_probs, entropy = log_probs_and_entropy(
-        chosen.flatten(0, 1),
-        lambda some: _logits(unwrap_model(model), some),
-        rows.targets.flatten(),
-        pg.tp,
+    chunk, own, group = unwrap_model(model), _own(rows, pg), pg.tp
+    project: Callable[[Tensor], Tensor] = functools.partial(_logits, chunk)
+    if _has_output_layer(chunk):
+        if chunk.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
+        chosen = hidden.flatten(0, 1).index_select(0, own.predictors)
+    else:
+        chosen, project = _at_predictors(hidden, own), _unchanged
+        group = None if hidden.size(-1) >= vocab_size else pg.tp
+    scores = log_probs_and_entropy(
+        chosen,
+        project,
+        rows.targets.flatten()[own.index],
+        group,
         vocab_size=vocab_size,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
     )
-    return torch.stack((log_probs, entropy)).view(2, *rows.targets.shape) * owned
+    return own.scatter(torch.stack(scores), rows.targets.shape)
 
 
 def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     """Return the output of a model with a value head: float32 ``[rows, targets]``, or off the last stage hidden states.
 
-    A target's value is the head's output at the column that predicts it, as for log-probabilities.
+    A target's value is the head's output at the column that predicts it, as for log-probabilities, and 0 for the same
+    targets. The head runs over all columns: it costs one product per token and layer width, and under sequence
+    parallelism the few numbers that it returns are cheaper to gather than the hidden states.
 
     Args:
         model: the chunk, wrapped or not.
@@ -84,15 +103,22 @@ def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollectio
     """
     args, kwargs = _inputs(model, rows, pg)
     output = model(*args, **kwargs)
-    if not unwrap_model(model).post_process:
+    if not is_last_chunk(model):
         return output
-    sequences, columns, owned = _locate(rows, pg)
-    return output[sequences, columns, 0].float() * owned
+    own = _own(rows, pg)
+    return own.scatter(_at_predictors(output, own)[:, 0].float(), rows.targets.shape)
+
+
+def is_last_chunk(model: nn.Module) -> bool:
+    """Return whether the chunk, wrapped or not, is the last of its model; one without ``post_process`` is the only."""
+    return getattr(unwrap_model(model), "post_process", True)
 
 
 def owned_targets(rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
-    """Return ``[rows, targets]``: 1 if this context-parallel rank has the column that predicts the target, else 0."""
-    return _locate(rows, pg)[2]
+    """Return float32 ``[rows, targets]``: 1 if the target counts and this context-parallel rank predicts it, else 0."""
+    own = _own(rows, pg)
+    ones = torch.ones_like(own.index, dtype=torch.float32)
+    return own.scatter(ones, rows.targets.shape)
 
 
 def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:
@@ -124,33 +150,28 @@ def _local_columns(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection)
     return column[rows.packing.tokens_of_rank(pg.cp.size(), pg.cp.rank())][None]
 
 
-def _at_predictors(
-    hidden: Tensor, rows: TokenBatch, pg: ProcessGroupCollection, sequence_parallel: bool
-) -> tuple[Tensor, Tensor]:
-    """``hidden`` at the columns that predict the targets ``[rows, targets, hidden]``, and 1 if this rank has it."""
-    if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
-    sequences, columns, owned = _locate(rows, pg)
-    return hidden[columns, sequences], owned
+def _at_predictors(output: Tensor, own: OwnTargets) -> Tensor:
+    """The rows of ``output`` ``[sequences, seq, width]`` at the columns that predict the targets: ``[n, width]``."""
+    sequences = output.size(0)
+    return output[own.predictors % sequences, own.predictors // sequences]
 
 
-def _locate(rows: TokenBatch, pg: ProcessGroupCollection) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequence and column of the predictors in this rank's input, and 1 if it has them; each ``[rows, targets]``."""
-    size, rank = pg.cp.size(), pg.cp.rank()
-    each = torch.arange(len(rows), device=rows.tokens.device)[:, None]
-    sequences, start = each, torch.zeros_like(each)
-    width: int | Tensor = rows.tokens.size(1)
-    if rows.packing is not None:
-        sequences, start = start, rows.packing.bounds[:-1, None].long() // size
-        width = rows.packing.lengths[:, None]
-    predictors = rows.predictors.clamp(max=width - 1)
-    if size == 1:
-        return sequences, predictors + start, torch.ones_like(predictors, dtype=torch.float32)
-    piece = width // (2 * size)
-    number, offset = predictors // piece, predictors % piece
-    second = number == 2 * size - 1 - rank
-    owned = (number == rank) | second
-    return sequences, torch.where(owned, offset + piece * second, 0) + start, owned.float()
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _has_output_layer(chunk: nn.Module) -> bool:
+    """Whether the logits of a last chunk are those of Megatron's output layer, which can run over some tokens only."""
+    return isinstance(chunk, LanguageModule) and (
+        not chunk.post_process or isinstance(chunk.output_layer, ColumnParallelLinear)
+    )
+
+
+def _own(rows: TokenBatch, pg: ProcessGroupCollection) -> OwnTargets:
+    """The targets that count and that this rank predicts, which ``for_rank`` locates before ``rows`` is on a GPU."""
+    own = rows.own or rows.for_rank(pg.cp.size(), pg.cp.rank()).own
+    assert own is not None
+    return own
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Sums over tokens, and the value loss, as pure functions of tensors.
 
 No loss is averaged here: the pipeline sums it over the mask and divides it by the valid tokens of the whole global
-mini-batch. Policy losses are in ``mcontroller.ppo.policy_losses``.
+mini-batch. Policy losses are in ``mcontroller.ppo.losses``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["mini_batch_rows"]
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from workers.config import ActorConfig, CriticConfig
+
+__all__ = ["mini_batch_rows", "responses_of_mini_batch"]
+
+
+def responses_of_mini_batch(config: ActorConfig | CriticConfig, data: DataProto, method: str) -> int:
+    """Return the responses of a mini-batch over all data-parallel ranks.
+
+    Args:
+        config: ``ppo_mini_batch_prompts``, or ``ppo_mini_batch_size`` if that is 0.
+        data: the batch; with ``ppo_mini_batch_prompts``, its ``meta_info["n"]`` is the responses to each prompt.
+        method: the name of the called method, for error messages.
+
+    Raises:
+        DataError: ``meta_info`` has no ``n``, and it is needed.
+    """
+    if not config.ppo_mini_batch_prompts:
+        return config.ppo_mini_batch_size
+    n = data.meta_info.get("n")
+    if not isinstance(n, int) or n < 1:
+        raise DataError(
+            f"{method}: meta_info['n'] is {n!r}; ppo_mini_batch_prompts={config.ppo_mini_batch_prompts} needs the "
+            "number of responses to each prompt, which generate_sequences sets",
+            method=method,
+            value=n,
+        )
+    return config.ppo_mini_batch_prompts * n
 
 
 def mini_batch_rows(

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from mcontroller.errors import ConfigError
+from parallel_state.errors import ParallelStateError
+from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
+from workers.train.megatron_configs import data_parallel_config, optimizer_config
 from workers.train.router_losses import prepare_routers
 
-__all__ = ["Step", "guarded_step", "make_optimizer", "make_scheduler", "wrap_for_training"]
+__all__ = [
+    "ParameterGroups",
+    "Step",
+    "guarded_step",
+    "make_optimizer",
+    "make_scheduler",
+    "standard_parameter_groups",
+    "wrap_for_training",
+]
+
+ParameterGroups = Mapping[ParamKey, ParamGroupOverride]
+"""Selects parameters, and maps them to settings that differ from the optimizer's; see ``standard_parameter_groups``."""
 
 
-def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[DistributedDataParallel]:
+def wrap_for_training(
+    chunks: Sequence[nn.Module], config: OptimConfig, pg: ProcessGroupCollection, ddp: Mapping[str, Any] | None = None
+) -> list[DistributedDataParallel]:
     """Wrap the model chunks of this rank in Megatron's DistributedDataParallel.
 
     Gradients are sums over all tokens of the mini-batch; ``finalize_model_grads`` divides them by the number of valid
@@ -31,22 +47,24 @@ def wrap_for_training(chunks: Sequence[nn.Module], config: OptimConfig) -> list[
     Args:
         chunks: this rank's model chunks.
         config: whether the optimizer is distributed, and what overlaps with computation.
+        pg: the groups of the layout.
+        ddp: further fields of Megatron's DistributedDataParallelConfig.
 
     Raises:
-        ConfigError: if a router of another class than Megatron's has losses (see ``prepare_routers``).
+        ConfigError: a router of another class than Megatron's has losses (see ``prepare_routers``), or a field of
+            ``ddp`` cannot be used (see ``data_parallel_config``).
     """
     model_config = get_model_config(chunks[0])
     model_config.calculate_per_token_loss = True
     prepare_routers(chunks)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        average_in_collective=False,
-    )
     wrapped = [
-        DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
+        DistributedDataParallel(
+            model_config,
+            data_parallel_config(config, ddp or {}),  # the class changes it
+            chunk,
+            disable_bucketing=index > 0,
+            pg_collection=pg,
+        )
         for index, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
@@ -74,29 +92,62 @@ def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:
         buffer.numel_unpadded = buffer.numel
 
 
-def make_optimizer(model: Sequence[DistributedDataParallel], config: OptimConfig) -> MegatronOptimizer:
-    """Build Megatron's AdamW over the parameters of ``model``, with the settings of ``config``."""
+def standard_parameter_groups(model: Sequence[nn.Module], config: OptimConfig) -> ParameterGroups:
+    """Return Megatron's own settings of single parameters.
+
+    Biases and other parameters with one dim have no weight decay; ``optim.megatron.decoupled_lr`` is the learning rate
+    of the input and the output layer.
+
+    Args:
+        model: this rank's model chunks.
+        config: the optimizer.
+
+    Example:
+        >>> standard = standard_parameter_groups(model, config)
+        >>> {**standard, ParamKey(name="*router.weight"): ParamGroupOverride(max_lr=1e-6, min_lr=0.0)}
+    """
+    return get_standard_config_overrides(optimizer_config(config, get_model_config(model[0])))
+
+
+def make_optimizer(
+    model: Sequence[DistributedDataParallel],
+    config: OptimConfig,
+    pg: ProcessGroupCollection,
+    groups: ParameterGroups | None = None,
+) -> MegatronOptimizer:
+    """Build Megatron's optimizer over the parameters of ``model``.
+
+    Args:
+        model: this rank's chunks, inside DistributedDataParallel.
+        config: the optimizer and its settings.
+        pg: the groups of the layout.
+        groups: settings of single parameters; None for ``standard_parameter_groups``.
+
+    Raises:
+        ConfigError: the installed packages cannot build the optimizer, or two entries of ``groups`` contradict each
+            other.
+    """
     model_config = get_model_config(model[0])
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            clip_grad=config.clip_grad,
-            bf16=model_config.bf16,
-            fp16=model_config.fp16,
-            params_dtype=model_config.params_dtype,
-            use_distributed_optimizer=config.distributed_optimizer,
-            overlap_param_gather=config.overlap_param_gather,
-        ),
-        list(model),
-    )
+    fields = optimizer_config(config, model_config)
+    if groups is None:
+        groups = standard_parameter_groups(model, config)
+    try:
+        optimizer = build_optimizer(fields, list(model), pg, dict(groups))
+    except (AssertionError, ImportError, ParallelStateError, ValueError) as error:
+        text = f"megatron-core cannot build optim.optimizer={config.optimizer!r}: {error}"
+        raise ConfigError(text, key="optim.optimizer", value=config.optimizer) from error
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.init_state_fn is None:
+            part.init_state_fn = _init_momentum
     model_config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _init_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Create the state of SGD, which Megatron leaves out; a checkpoint is loaded into it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> OptimizerParamScheduler:

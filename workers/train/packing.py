@@ -7,11 +7,12 @@ row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from workers.model.packed_rows import PackedRows
 
 __all__ = ["Packing", "packing_of"]
 
@@ -24,11 +25,13 @@ class Packing:
         bounds: ``[rows + 1]`` int32, the start of every row, and last the end of the sequence.
         total: tokens of the sequence, with the padding of every row.
         longest: tokens of the longest row, with its padding.
+        on_host: ``bounds`` as numbers.
     """
 
     bounds: Tensor
     total: int
     longest: int
+    on_host: tuple[int, ...]
 
     @property
     def lengths(self) -> Tensor:
@@ -37,7 +40,7 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """Return the packing with its bounds on ``device``."""
-        return Packing(self.bounds.to(device), self.total, self.longest)
+        return replace(self, bounds=self.bounds.to(device))
 
     def tokens_of_rank(self, cp: int, rank: int) -> tuple[Tensor, Tensor]:
         """Return the row and the column of every token that one rank of the cp axis has.
@@ -58,13 +61,13 @@ class Packing:
         piece = lengths[row] // (2 * cp)
         return row, within + torch.where(within < piece, rank, 2 * cp - 2 - rank) * piece
 
-    def params(self) -> PackedSeqParams:
+    def params(self) -> PackedRows:
         """Return the parameters that Megatron's attention and rotary positions take.
 
         The padding of a row counts as its last tokens. Under a causal mask no other token attends to them, and
         attention kernels that do not support gaps between sequences accept it.
         """
-        return PackedSeqParams(
+        return PackedRows(
             qkv_format="thd",
             cu_seqlens_q=self.bounds,
             cu_seqlens_kv=self.bounds,
@@ -72,6 +75,7 @@ class Packing:
             cu_seqlens_kv_padded=self.bounds,
             max_seqlen_q=self.longest,
             max_seqlen_kv=self.longest,
+            bounds=self.on_host,
         )
 
 
@@ -84,4 +88,4 @@ def packing_of(lengths: Tensor, multiple: int = 1) -> Packing:
     """
     rounded = (lengths + multiple - 1) // multiple * multiple
     bounds = torch.cat((torch.zeros(1, dtype=torch.int32), rounded.cumsum(0).int()))
-    return Packing(bounds, int(bounds[-1]), int(rounded.max()))
+    return Packing(bounds, int(bounds[-1]), int(rounded.max()), tuple(bounds.tolist()))

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
@@ -37,7 +39,9 @@ def scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
             chunk.train(mode)
 
 
-def run_for_scores(chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], forward: Forward) -> list[Any]:
+def run_for_scores(
+    chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], forward: Forward, pg: ProcessGroupCollection
+) -> list[Any]:
     """Return the results of ``forward`` on the last stage, in the order of micro-batches; an empty list elsewhere.
 
     Dropout and gradients are off.
@@ -46,22 +50,27 @@ def run_for_scores(chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBat
         chunks: this rank's model chunks.
         micro_batches: on the device; as many on every data-parallel rank.
         forward: called once for each chunk and micro-batch.
+        pg: the groups of the layout.
     """
 
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         return forward(model, next(batches)), lambda output, non_loss_data: output
 
     with scoring(chunks):
-        return get_forward_backward_func()(
+        return _schedule(chunks, pg)(
             forward_step_func=step,
-            **_schedule_arguments(chunks, micro_batches),
+            **_schedule_arguments(chunks, micro_batches, pg),
             forward_only=True,
             collect_non_loss_data=True,
         )
 
 
 def run_for_gradients(
-    chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], forward: Forward, loss: Loss
+    chunks: Sequence[nn.Module],
+    micro_batches: Sequence[TokenBatch],
+    forward: Forward,
+    loss: Loss,
+    pg: ProcessGroupCollection,
 ) -> list[dict[str, Any]]:
     """Compute the gradients of one mini-batch, and return the reports of ``loss`` (an empty list off the last stage).
 
@@ -73,6 +82,7 @@ def run_for_gradients(
         micro_batches: on the device; as many on every data-parallel rank.
         forward: called once for each chunk and micro-batch.
         loss: called on the last stage with each micro-batch and the result of ``forward``.
+        pg: the groups of the layout.
     """
 
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -82,9 +92,9 @@ def run_for_gradients(
     for chunk in chunks:
         if not chunk.training:
             chunk.train()
-    return get_forward_backward_func()(
+    return _schedule(chunks, pg)(
         forward_step_func=step,
-        **_schedule_arguments(chunks, micro_batches),
+        **_schedule_arguments(chunks, micro_batches, pg),
         forward_only=False,
     )
 
@@ -96,7 +106,13 @@ def _with_integer_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tens
     return total, count.to(torch.int), report
 
 
-def _schedule_arguments(chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch]) -> dict[str, Any]:
+def _schedule(chunks: Sequence[nn.Module], pg: ProcessGroupCollection) -> Callable[..., Any]:
+    return get_forward_backward_func(pp_size=pg.pp.size(), vp_size=len(chunks) if len(chunks) > 1 else None)
+
+
+def _schedule_arguments(
+    chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], pg: ProcessGroupCollection
+) -> dict[str, Any]:
     interleaved = len(chunks) > 1
     # If shapes differ, stages send each other the shape of every tensor first. Packed ones differ most of the time:
     # padding them to one length would cost what packing saves.
@@ -104,6 +120,8 @@ def _schedule_arguments(chunks: Sequence[nn.Module], micro_batches: Sequence[Tok
     get_model_config(chunks[0]).variable_seq_lengths = varying
     iterators = [iter(micro_batches) for _ in chunks]
     return {
+        "p2p_communicator": P2PCommunicator(pg.pp, get_model_config(chunks[0])),
+        "pg_collection": pg,
         "data_iterator": iterators if interleaved else iterators[0],
         "model": list(chunks) if interleaved else chunks[0],
         "num_microbatches": len(micro_batches),

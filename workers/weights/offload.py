@@ -12,12 +12,21 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["Offload", "Sleepable", "gradient_tensors", "model_tensors", "optimizer_tensors"]
+__all__ = [
+    "Offload",
+    "Sleepable",
+    "buffer_tensors",
+    "drop_cached_tables",
+    "gradient_tensors",
+    "model_tensors",
+    "optimizer_tensors",
+]
 
 
 @runtime_checkable
@@ -53,6 +62,8 @@ class Offload:
     ) -> int:
         """Free the device memory of the ``chosen`` parts, and return how many bytes that were.
 
+        Other processes can use the memory afterwards: torch's cache of freed memory is emptied too.
+
         Args:
             parts: all parts of the role, by name.
             chosen: names of those to offload; a part that is offloaded already counts 0 bytes.
@@ -81,7 +92,7 @@ class Offload:
             if is_due:
                 emptied = self._offloaded[part] = [_emptied(storage, part not in discard) for storage in storages]
                 freed += sum(size for _, size, _ in emptied)
-        if freed and torch.cuda.is_available():
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return freed
 
@@ -129,6 +140,29 @@ def model_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
     """Iterate over the weights of model chunks, wrapped or not."""
     for chunk in chunks:
         yield from (param.data for param in unwrap_model(chunk).parameters())
+
+
+def buffer_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:
+    """Iterate over the tensors of model chunks that are not weights.
+
+    These are the buffers, and the tensors that modules and the token dispatchers of experts keep as plain attributes,
+    such as rotary frequencies and the routes of the last tokens.
+    """
+    for chunk in chunks:
+        for module in unwrap_model(chunk).modules():
+            yield from module.buffers(recurse=False)
+            kept = list(vars(module).values())
+            for dispatcher in [value for value in kept if isinstance(value, MoETokenDispatcher)]:
+                kept += vars(dispatcher).values()
+            yield from (value for value in kept if isinstance(value, Tensor))
+
+
+def drop_cached_tables(chunks: Sequence[Any]) -> None:
+    """Drop the tables of cosines and sines that rotary embeddings keep for past lengths; they are computed again."""
+    for chunk in chunks:
+        for module in unwrap_model(chunk).modules():
+            if hasattr(type(module).forward, "cache_clear"):
+                type(module).forward.cache_clear()
 
 
 def gradient_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:

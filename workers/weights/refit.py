@@ -90,6 +90,7 @@ class Refit:
     @torch.no_grad()
     def run(self) -> RefitReport:
         """Copy the current weights of the source to the target (a collective)."""
+        torch.cuda.synchronize()  # the device may still run what was called before
         start = time.perf_counter()
         rank = dist.get_rank()
         for move in self.plan.copies:
@@ -98,6 +99,7 @@ class Refit:
         for rows in self._padding:
             rows.zero_()
         sent = sum(self._exchange(bucket, rank) for bucket in self.plan.buckets)
+        torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (sent, seconds))

@@ -61,7 +61,7 @@ def test_every_field_of_every_configuration_is_documented() -> None:
     [
         ("actor_rollout_ref.optim.lr", ["actor_rollout_ref.optim.lr\n  type: float, default: 1e-05\n  Peak learning"]),
         ("optim.lr", ["actor_rollout_ref.optim.lr\ncritic.optim.lr\n", "Peak learning rate."]),
-        ("trainer.save_freq", ["type: int, default: 0, unit: steps", "-1:\n  never."]),
+        ("trainer.save_freq", ["type: int, default: 0, unit: steps", "-1: never."]),
         ("trainer", ["fields (TrainerConfig):", "    resume: bool = False  Continue from the last checkpoint"]),
         ("reward_model.micro_batch_size", ["unit: rows"]),
     ],

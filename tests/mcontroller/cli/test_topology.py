@@ -44,3 +44,16 @@ def test_a_mode_that_cannot_be_planned_is_rejected(mode: str, message: str, caps
     assert main(["topology", "--world-size", "2", "--mode", mode]) == 1
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == ""
+
+
+def test_axes_that_cross_nodes_are_reported_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--world-size", "12", "--tp", "4"]
+    assert main(["topology", *layout, "--gpus-per-node", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "(inside a node: tp; across nodes: dp)"
+    assert main(["topology", *layout, "--gpus-per-node", "6"]) == 0
+    assert "axis tp crosses nodes in 1 of 3 groups, such as ranks 4-7 on node0, node1" in capsys.readouterr().out
+
+
+def test_a_node_without_gpus_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "--world-size", "8", "--gpus-per-node", "0"]) == 1
+    assert "ranks_per_node is 0; expected at least 1" in capsys.readouterr().err

@@ -28,4 +28,6 @@ class Learner(Worker):
     def compute(self, name: str) -> tuple[float, float]:
         zeros, ones = torch.zeros(1), torch.ones(1)
         clip = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-        return POLICY_LOSSES[name](zeros, zeros, ones, ones, **clip).loss.item(), KL_ESTIMATORS[name](ones).item()
+        return POLICY_LOSSES[name].function(zeros, zeros, ones, ones, **clip).loss.item(), KL_ESTIMATORS[name](
+            ones
+        ).item()

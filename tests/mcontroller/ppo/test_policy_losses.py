@@ -10,7 +10,7 @@ import torch
 
 from mcontroller.errors import ConfigError
 from mcontroller.ppo import POLICY_LOSSES, PolicyLoss, register_policy_loss
-from mcontroller.ppo.policy_losses import clipped_policy_loss
+from mcontroller.ppo.losses.clipped import clipped_policy_loss
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from mcontroller.ppo.policy_losses import clipped_policy_loss
     ],
 )
 def test_the_ppo_loss_is_clipped(ratio: float, advantage: float, loss: float, clipped: int) -> None:
-    result = POLICY_LOSSES["ppo"](
+    result = POLICY_LOSSES["ppo"].function(
         torch.tensor([math.log(ratio)]),
         torch.zeros(1),
         torch.tensor([advantage]),
@@ -53,6 +53,6 @@ def test_a_custom_loss_is_chosen_by_its_name() -> None:
         ratio = torch.exp(log_probs - old_log_probs)
         return PolicyLoss(-advantages * ratio, ratio, torch.zeros_like(ratio))
 
-    assert POLICY_LOSSES["plain_for_this_test"] is plain
+    assert POLICY_LOSSES["plain_for_this_test"].function is plain
     with pytest.raises(ConfigError, match="policy loss 'plain_for_this_test' is registered already"):
         register_policy_loss("plain_for_this_test")(clipped_policy_loss)

@@ -1,15 +1,36 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import ray
 import torch
 
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import AlgorithmConfig, Display, KLControlConfig, WarmUpConfig
+from mcontroller.ppo import (
+    AlgorithmConfig,
+    Display,
+    KLControlConfig,
+    PPOConfig,
+    ValidationConfig,
+    WarmUpConfig,
+    rule_only,
+)
 from mcontroller.ray import Role
-from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, demonstrations, problems, toy_config, toy_trainer
+from tests.mcontroller.ppo.toy import (
+    CALLS,
+    LETTERS,
+    ToyActor,
+    ToyCritic,
+    demonstrations,
+    problems,
+    toy_config,
+    toy_trainer,
+)
 
 
 class Records:
@@ -172,7 +193,7 @@ def test_leaving_the_block_ends_groups_trackers_and_display_after_a_failure_too(
 def test_roles_that_do_not_fit_the_configuration_are_rejected_before_anything_starts(roles, message):
     CALLS.clear()
     with pytest.raises(ConfigError, match=message):
-        toy_trainer(toy_config(), roles)
+        toy_trainer(toy_config(), roles, combine_rewards=rule_only)
     assert CALLS == []
 
 
@@ -204,3 +225,122 @@ def test_the_seconds_of_a_step_are_reported_by_stage_and_add_up():
     assert {"timing_s/generate", "timing_s/update_actor", "timing_s/update_critic"} <= set(stages)
     assert 0 < sum(stages.values()) <= step["timing_s/step"]
     assert step["perf/tokens_per_s"] == pytest.approx(48 * 2 / step["timing_s/step"])
+
+
+class Group(ToyActor):
+    """A policy that answers three times, with a KL loss of its configuration."""
+
+    def __init__(self, config: GroupConfig, role: str) -> None:
+        super().__init__(0.5, role)
+        CALLS.append(f"use_kl_loss={config.use_kl_loss}")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts):
+        prompts.meta_info.setdefault("n", 3)
+        return super().generate_sequences(prompts)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutOfGroup:
+    n: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupConfig:
+    rollout: RolloutOfGroup = RolloutOfGroup()
+    use_kl_loss: bool | None = None
+
+
+def group_config(name: str, actor: GroupConfig = GroupConfig(), **algorithm: Any) -> PPOConfig:
+    chosen = AlgorithmConfig(adv_estimator=name, **algorithm)
+    return dataclasses.replace(toy_config(1), actor_rollout_ref=actor, algorithm=chosen)
+
+
+def test_without_a_critic_the_kl_is_in_the_loss_unless_the_configuration_decides():
+    def seen(role, config):
+        CALLS.clear()
+        with toy_trainer(config, {role: Group}, val_dataset=None) as trainer:
+            trainer.init_workers()
+            trainer.fit()
+        return CALLS[0], "compute_ref_log_prob" in CALLS
+
+    assert seen(Role.ActorRolloutRef, group_config("grpo")) == ("use_kl_loss=True", True)
+    assert seen(Role.ActorRollout, group_config("grpo")) == ("use_kl_loss=False", False)
+    assert seen(Role.ActorRolloutRef, group_config("grpo", GroupConfig(use_kl_loss=False))) == (
+        "use_kl_loss=False",
+        False,
+    )
+    assert seen(Role.ActorRolloutRef, group_config("rloo", use_kl_in_reward=True)) == ("use_kl_loss=False", True)
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef"):
+        toy_trainer(group_config("grpo", GroupConfig(use_kl_loss=True)), {Role.ActorRollout: Group})
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_one_response_per_prompt_is_rejected_by_estimators_that_compare_them(name):
+    with pytest.raises(ConfigError, match=rf"rollout.n is 1 with algorithm.adv_estimator={name}.*such as 8"):
+        toy_trainer(group_config(name, GroupConfig(RolloutOfGroup(1))), {Role.ActorRolloutRef: Group})
+
+
+def test_remax_learns_from_the_difference_to_the_greedy_response():
+    records = Records()
+    config = dataclasses.replace(toy_config(30, test_freq=-1), algorithm=AlgorithmConfig(adv_estimator="remax"))
+    with started(toy_trainer(config, trackers=[records])) as trainer:
+        trainer.fit()
+    assert CALLS.count("generate_sequences") == 2 * 30 + 1  # and once for validation
+    assert records.of("train/score")[-1][1] > 0.9
+
+
+def test_a_reward_model_alone_scores_training_and_validation():
+    class ToyReward(ToyCritic):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def compute_rm_score(self, data):
+            CALLS.append("compute_rm_score")
+            right = data.batch["responses"] == (data.batch["input_ids"][:, -2:-1] + 1) % LETTERS
+            return DataProto.from_dict({"rm_scores": right.float()})
+
+    records = Records()
+    config = dataclasses.replace(toy_config(30, test_freq=-1), reward_model=0.0)
+    with started(toy_trainer(config, TOYS | {Role.RewardModel: ToyReward}, reward_fn=None, trackers=[records])) as one:
+        one.fit()
+    assert records.of("train/score")[-1][1] > 0.9 and records.of("held_out/score")[0][1] < 0.5
+    assert CALLS.count("compute_rm_score") == 31
+
+
+def test_validation_with_several_samples_reports_their_mean_and_the_best():
+    config = dataclasses.replace(toy_config(0), validation=ValidationConfig(n=40, do_sample=True))
+    with started(toy_trainer(config)) as trainer:
+        metrics = trainer.validate()
+    assert metrics["held_out/best_at_40"] == 1.0 and metrics["held_out/score"] < 0.5
+    with pytest.raises(ConfigError, match=r"validation.n is 4 with validation.do_sample=false"):
+        ValidationConfig(n=4)
+
+
+def test_a_resumed_run_keeps_the_configured_weight_of_a_fixed_penalty(tmp_path):
+    def config(weight, steps, **trainer):
+        chosen = toy_config(steps, default_local_dir=str(tmp_path), **trainer)
+        return dataclasses.replace(chosen, algorithm=AlgorithmConfig(kl_ctrl=KLControlConfig(kl_coef=weight)))
+
+    started(toy_trainer(config(0.5, 1, save_freq=0), val_dataset=None)).fit()
+    second = started(toy_trainer(config(0.25, 2, resume=True), val_dataset=None))
+    second.fit()
+    assert second.kl_ctrl.value == 0.25
+
+
+def test_a_run_without_save_freq_saves_when_save_minutes_are_over(tmp_path):
+    def kept(minutes):
+        path = tmp_path / str(minutes)
+        with started(toy_trainer(toy_config(3, save_freq=0, save_minutes=minutes, default_local_dir=str(path)))) as one:
+            one.fit()
+        return sorted(each.name for each in (path / "actor").iterdir())
+
+    assert kept(60.0) == kept(0.0) == ["global_step_3"]
+    assert kept(1e-9) == ["global_step_1", "global_step_2", "global_step_3"]
+
+
+def test_a_critic_of_constant_returns_has_no_explained_variance():
+    records = Records()
+    config = toy_config(2, val_before_train=False)
+    with started(toy_trainer(config, reward_fn=lambda batch: [1.0] * len(batch), trackers=[records])) as trainer:
+        trainer.fit()
+    assert records.of("critic/explained_variance") == []
+    assert records.of("advantages/abs_mean")

@@ -19,14 +19,20 @@ from mcontroller.errors import ResourceError, WorkerDied
 NODES = ("127.0.0.10", "127.0.0.9")
 """In the order in which they join; as text, and as they joined, the tenth would come first."""
 
+GPUS = {NODES[0]: "GPU-71,GPU-70", NODES[1]: "MIG-81,MIG-80"}
+"""CUDA_VISIBLE_DEVICES of each node. Ray counts these GPUs, and torch can use none of them."""
+
 CPUS = 3
 """CPUs of each node: two parts of a pool that need more together are on two nodes."""
+
+
+OF_THE_DEVICE = ("CUDA_VISIBLE_DEVICES", "RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE")
 
 
 class Resident(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def where(self) -> dict[str, Any]:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", *OF_THE_DEVICE)
         return {"node": ray.util.get_node_ip_address(), **{name: os.environ[name] for name in names}}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -73,7 +79,16 @@ def died(call: Any) -> dict[str, Any]:
 def main() -> None:
     small = {"object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-    nodes = [cluster.add_node(num_cpus=CPUS, node_ip_address=address, **small) for address in NODES]
+    nodes = [
+        cluster.add_node(
+            num_cpus=CPUS,
+            num_gpus=2,
+            env_vars={"CUDA_VISIBLE_DEVICES": GPUS[address]},
+            node_ip_address=address,
+            **small,
+        )
+        for address in NODES
+    ]
     ray.init(address=cluster.address, log_to_driver=False)
     batch = DataProto.from_dict({"ids": torch.arange(600_000).view(6, -1)})
     seen: dict[str, Any] = {}
@@ -86,6 +101,10 @@ def main() -> None:
         group([4], "too_large")
     except ResourceError as error:
         seen["rejected"] = str(error)
+    for isolated in (False, True):
+        with RayResourcePool([2, 2], isolate_gpus=isolated).reserve() as pool:
+            seen[f"gpus, isolated={isolated}"] = RayWorkerGroup(pool, RayClassWithInitArgs(Resident)).where()
+            seen["table"] = pool.describe()
     pair = group([2, 2], "pair")[1]
     waiting = pair.wait()
     cluster.remove_node(nodes[0], allow_graceful=False)

@@ -124,9 +124,18 @@ def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(ray_c
             assert [each["CUDA_VISIBLE_DEVICES"] for each in group.environment()] == ["0,1", "0,1"]
             assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
         assert ray.available_resources().get("GPU", 0) == 0
-        assert [bundle.gpu for bundle in pool.bundles()] == [0, 1]
+        assert [bundle.gpu for bundle in pool.bundles()] == ["0", "1"]
         for group in groups:
             group.shutdown()
+
+
+def test_a_pool_with_one_gpu_for_two_bundles_returns_them(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = reservation.gpus_of_bundles
+    monkeypatch.setattr(reservation, "gpus_of_bundles", lambda gpus: same([gpus[0]] * len(gpus)))
+    with pytest.raises(ResourceError, match="to the 2 bundles of a node"):
+        RayResourcePool([2], name_prefix="doubled").reserve()
+    left = [group for group in placement_group_table().values() if group["name"].startswith("doubled/")]
+    assert [group["state"] for group in left] == ["REMOVED"]
 
 
 def test_a_pool_needs_positive_counts() -> None:

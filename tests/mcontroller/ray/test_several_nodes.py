@@ -53,6 +53,38 @@ def test_a_pool_larger_than_any_node_is_rejected_with_the_existing_resources(see
     assert "3 CPU; 3 CPU" in seen["rejected"]
 
 
+def of_the_device(ranks: list[dict[str, str]]) -> list[tuple[str, ...]]:
+    names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE")
+    return [tuple(rank[name] for name in names) for rank in ranks]
+
+
+def test_processes_see_the_uuids_of_their_gpus_and_one_mig_device_each(seen: dict[str, Any]) -> None:
+    assert of_the_device(seen["gpus, isolated=False"]) == [
+        ("MIG-80", "0", "1", "0", "2"),
+        ("MIG-81", "0", "1", "1", "2"),
+        ("GPU-70,GPU-71", "0", "2", "0", "2"),
+        ("GPU-70,GPU-71", "1", "2", "1", "2"),
+    ]
+
+
+def test_an_isolated_process_sees_its_own_gpu_only(seen: dict[str, Any]) -> None:
+    assert of_the_device(seen["gpus, isolated=True"]) == [
+        ("MIG-80", "0", "1", "0", "2"),
+        ("MIG-81", "0", "1", "1", "2"),
+        ("GPU-70", "0", "1", "0", "2"),
+        ("GPU-71", "0", "1", "1", "2"),
+    ]
+
+
+def test_the_table_of_a_pool_has_the_names_of_its_gpus(seen: dict[str, Any]) -> None:
+    assert [line.split()[:3] for line in seen["table"].splitlines()[2:]] == [
+        ["0", "127.0.0.9", "MIG-80"],
+        ["1", "127.0.0.9", "MIG-81"],
+        ["2", "127.0.0.10", "GPU-70"],
+        ["3", "127.0.0.10", "GPU-71"],
+    ]
+
+
 def test_the_death_of_a_node_is_reported_as_that_of_a_rank_on_it(seen: dict[str, Any]) -> None:
     death = seen["node_death"]
     assert (death["node"], death["method"]) == ("127.0.0.10", "wait")

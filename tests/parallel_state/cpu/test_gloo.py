@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel_state.errors import ParallelStateError
 from tests.forking import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -40,34 +41,10 @@ def all_reduce_of_booleans_is_any() -> tuple[torch.Tensor, torch.Tensor]:
     return tensor.view(torch.uint8), torch.tensor([1, 1, 0], dtype=torch.uint8)
 
 
-def scatter_of_columns() -> tuple[torch.Tensor, torch.Tensor]:
-    mine = torch.zeros(4, 3)
-    dist.scatter(mine, list(WHOLE.chunk(2, 1)) if dist.get_rank() == 0 else None, src=0)
-    return mine, WHOLE.chunk(2, 1)[dist.get_rank()]
-
-
-def broadcast_into_a_transposed_tensor() -> tuple[torch.Tensor, torch.Tensor]:
-    tensor = WHOLE.clone() if dist.get_rank() == 0 else torch.zeros(6, 4).t()
-    dist.broadcast(tensor, src=0)
-    return tensor, WHOLE
-
-
-def asynchronous_broadcast_of_a_strided_tensor() -> tuple[torch.Tensor, torch.Tensor]:
-    tensor = (WHOLE if dist.get_rank() == 0 else torch.zeros(4, 6)).clone()[:, ::2]
-    assert dist.broadcast(tensor, src=0, async_op=True).wait()
-    return tensor, WHOLE[:, ::2]
-
-
-def all_reduce_of_a_strided_tensor() -> tuple[torch.Tensor, torch.Tensor]:
-    tensor = WHOLE.clone()[:, ::2]
-    dist.all_reduce(tensor)
-    return tensor, 2 * WHOLE[:, ::2]
-
-
-def all_reduce_of_a_transposed_tensor() -> tuple[torch.Tensor, torch.Tensor]:
-    tensor = WHOLE.clone().t()
-    assert dist.all_reduce(tensor, async_op=True).wait()
-    return tensor, 2 * WHOLE.t()
+def all_gather_into_strided_tensors() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    parts = [torch.zeros(3, 4).t() for _ in range(2)]
+    dist.all_gather(parts, torch.full((4, 3), dist.get_rank() + 1.0))
+    return parts, [torch.full((4, 3), 1.0), torch.full((4, 3), 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -77,14 +54,37 @@ def all_reduce_of_a_transposed_tensor() -> tuple[torch.Tensor, torch.Tensor]:
         reduce_scatter_of_unequal_shapes,
         reduce_scatter_of_booleans_is_any,
         all_reduce_of_booleans_is_any,
-        scatter_of_columns,
-        broadcast_into_a_transposed_tensor,
-        asynchronous_broadcast_of_a_strided_tensor,
-        all_reduce_of_a_strided_tensor,
-        all_reduce_of_a_transposed_tensor,
+        all_gather_into_strided_tensors,
     ],
     ids=lambda collective: collective.__name__,
 )
 def test_returns_the_correct_values(collective: Callable[[], tuple[object, object]]) -> None:
     for result, expected in run_ranks(collective, 2, timeout_s=30):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+STRIDED: dict[str, Callable[[torch.Tensor], object]] = {
+    "scatter": lambda strided: dist.scatter(torch.zeros(4, 3), [strided, strided] if dist.get_rank() == 0 else None),
+    "broadcast": lambda strided: dist.broadcast(strided, src=0),
+    "reduce": lambda strided: dist.reduce(strided, dst=0),
+    "all_reduce": dist.all_reduce,
+    "all_gather": lambda strided: dist.all_gather([torch.zeros(4, 3)] * 2, strided),
+    "all_gather_into_tensor": lambda strided: dist.all_gather_into_tensor(torch.zeros(8, 3), strided),
+    "reduce_scatter_tensor": lambda strided: dist.reduce_scatter_tensor(torch.zeros(2, 3), strided),
+    "all_to_all_single": lambda strided: dist.all_to_all_single(torch.zeros(4, 3), strided),
+}
+
+
+def errors_of_strided_tensors() -> list[str]:
+    messages = []
+    for collective in STRIDED.values() if dist.get_rank() == 0 else ():
+        with pytest.raises(ParallelStateError) as caught:
+            collective(WHOLE.clone()[:, ::2])
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_tensors_that_are_not_contiguous_are_rejected_as_nccl_does() -> None:
+    messages = run_ranks(errors_of_strided_tensors, 2, timeout_s=30)[0]
+    assert [message.split()[0] for message in messages] == list(STRIDED)
+    assert "of a tensor of shape (4, 3) with strides (6, 2); expected a contiguous tensor" in messages[0]

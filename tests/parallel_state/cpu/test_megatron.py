@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel_state import adam, cpu
+from parallel_state import cpu
+from parallel_state.patches import adam
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 

@@ -47,7 +47,7 @@ def test_registered_names_are_accepted() -> None:
         raise NotImplementedError
 
     config = ActorConfig(GPT, rollout=ROLLOUT, policy_loss="custom_for_this_test", kl_loss_type="custom_for_this_test")
-    assert POLICY_LOSSES[config.policy_loss] is loss
+    assert POLICY_LOSSES[config.policy_loss].function is loss
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ class TransformersRollout:
         config = hf_config_of(worker.config.model)
         self.model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**config), dtype=torch.float32
-        ).eval()
+        )
+        self.model.eval().to(worker.device)
         self.slept = 0
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
@@ -58,7 +59,7 @@ class TransformersRollout:
         width = samples.ids.size(1)
         short = width + sampling.response_length - done.sequences.size(1)
         responses = torch.nn.functional.pad(done.sequences[:, width:], (0, short), value=sampling.pad_token_id)
-        stopped = torch.isin(responses, torch.tensor(sampling.eos_token_ids)).long()
+        stopped = torch.isin(responses, torch.tensor(sampling.eos_token_ids, device=responses.device)).long()
         mask = (stopped.cumsum(1) - stopped == 0).long()
         steps = torch.stack(done.logits, 1).log_softmax(-1).gather(-1, responses[:, : len(done.logits), None])
         log_probs = torch.nn.functional.pad(steps.squeeze(-1), (0, short)) * mask

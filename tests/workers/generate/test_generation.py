@@ -15,6 +15,7 @@ from mcontroller.dispatch.registration import registration_of
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.partition import split_rows
 from tests.forking import run_ranks
+from tests.training import device
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
 from workers.generate import inference_linears
 from workers.model.local_modules import TELayerNormColumnParallelLinear
@@ -66,11 +67,12 @@ def argmax_without_cache() -> torch.Tensor:
     responses = torch.full((ROWS, RESPONSE), PAD)
     with worker.context.activate(), torch.no_grad():
         for row, prompt in enumerate(prompts(ROWS, {}).batch):
-            sequence = prompt["input_ids"][prompt["attention_mask"] == 1]
+            sequence = prompt["input_ids"][prompt["attention_mask"] == 1].to(device())
             for step in range(RESPONSE):
-                logits = model(sequence[None], torch.arange(len(sequence))[None], None)[0, -1, :VOCAB]
-                responses[row, step] = logits.argmax()
-                sequence = torch.cat((sequence, responses[row, step : step + 1]))
+                positions = torch.arange(len(sequence), device=device())
+                chosen = model(sequence[None], positions[None], None)[0, -1:, :VOCAB].argmax(-1)
+                responses[row, step] = int(chosen)
+                sequence = torch.cat((sequence, chosen))
                 if responses[row, step] == EOS:
                     break
     return responses

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from mcontroller.errors import ConfigError, DataError
 from tests.forking import run_ranks
-from tests.training import SMALL_GPT, Role, largest_difference, new_context
+from tests.training import SMALL_GPT, Role, device, largest_difference, new_context
 from workers.config import ParallelConfig
 from workers.model.build import build_model
 from workers.model.local_attention import TEDotProductAttention
@@ -66,8 +66,8 @@ LEFT_PADDING = torch.tensor([[False] * 8, [True] * 2 + [False] * 6, [True] * 5 +
 @pytest.mark.parametrize("cp", [1, 2])
 def test_masks_determine_the_visible_keys(mask: torch.Tensor | None, allowed: torch.Tensor, cp: int) -> None:
     def attended() -> torch.Tensor:
-        mine = [zigzag_slice(tensor, cp, dist.get_rank(), dim=0) for tensor in inputs()]
-        return attention(cp)(*mine, mask)
+        mine = [zigzag_slice(tensor, cp, dist.get_rank(), dim=0).to(device()) for tensor in inputs()]
+        return attention(cp)(*mine, None if mask is None else mask.to(device()))
 
     output = zigzag_join(run_ranks(attended, cp), dim=0)
     torch.testing.assert_close(output, by_definition(allowed), rtol=0, atol=1e-6)
@@ -75,7 +75,7 @@ def test_masks_determine_the_visible_keys(mask: torch.Tensor | None, allowed: to
 
 def test_the_last_queries_see_all_cached_keys() -> None:
     def attended(queries: int) -> torch.Tensor:
-        query, key, value = inputs()
+        query, key, value = (tensor.to(device()) for tensor in inputs())
         return attention()(query[-queries:], key, value, None, attn_mask_type=AttnMaskType.no_mask)
 
     for queries in (1, 3):
@@ -85,8 +85,8 @@ def test_the_last_queries_see_all_cached_keys() -> None:
 
 def test_padding_hidden_from_every_key_has_zeros_and_no_nan_gradient() -> None:
     def gradient() -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value = (tensor.requires_grad_() for tensor in inputs())
-        output = attention()(query, key, value, LEFT_PADDING[:, None, None])
+        query, key, value = (tensor.to(device()).requires_grad_() for tensor in inputs())
+        output = attention()(query, key, value, LEFT_PADDING[:, None, None].to(device()))
         output.sum().backward()
         assert query.grad is not None and key.grad is not None
         return output.detach(), torch.cat([query.grad.flatten(), key.grad.flatten()])
@@ -102,15 +102,19 @@ def packed_logits(cp: int, tp: int) -> torch.Tensor:
     context = new_context(parallel)
     [chunk] = build_model(SMALL_GPT, parallel, context)
     bounds = [0, *itertools.accumulate(LENGTHS)]
-    ends = torch.tensor(bounds, dtype=torch.int32)
+    ends = torch.tensor(bounds, dtype=torch.int32, device=device())
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
     )
     rank = context.pg.cp.rank()
-    mine = torch.cat([zigzag_slice(row, cp, rank, dim=0) for row in packed_tokens().split(LENGTHS)])[None]
+    mine = torch.cat([zigzag_slice(row, cp, rank, dim=0) for row in packed_tokens().split(LENGTHS)])[None].to(device())
     with context.activate(), torch.no_grad():
         logits = chunk(
-            mine, torch.arange(mine.size(1))[None], None, packed_seq_params=packed, runtime_gather_output=True
+            mine,
+            torch.arange(mine.size(1), device=device())[None],
+            None,
+            packed_seq_params=packed,
+            runtime_gather_output=True,
         )
     parts = [torch.empty_like(logits) for _ in range(cp)]
     dist.all_gather(parts, logits, group=context.pg.cp)
@@ -127,8 +131,8 @@ def separate_logits() -> torch.Tensor:
     context = new_context(parallel)
     [chunk] = build_model(SMALL_GPT, parallel, context)
     with context.activate(), torch.no_grad():
-        rows = [row[None] for row in packed_tokens().split(LENGTHS)]
-        return torch.cat([chunk(row, torch.arange(row.size(1))[None], None)[0] for row in rows])
+        rows = [row[None] for row in packed_tokens().to(device()).split(LENGTHS)]
+        return torch.cat([chunk(row, torch.arange(row.size(1), device=device())[None], None)[0] for row in rows])
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (2, 2)])
@@ -162,7 +166,7 @@ def test_a_sequence_that_does_not_divide_is_rejected() -> None:
     def rejected() -> str:
         module = attention(cp=2)
         with pytest.raises(DataError) as caught:
-            module(*inputs(length=3), None)
+            module(*(tensor.to(device()) for tensor in inputs(length=3)), None)
         return str(caught.value)
 
     assert run_ranks(rejected, 2)[0].endswith("this rank has 3 of 6 tokens: pad sequences to a multiple of 4")

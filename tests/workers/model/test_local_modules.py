@@ -12,7 +12,7 @@ from megatron.core.transformer.mlp import MLP
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
-from tests.training import SMALL_GPT, new_context
+from tests.training import SMALL_GPT, device, new_context
 from workers.config import ParallelConfig
 from workers.model.build import build_model
 from workers.model.local_modules import GatedMLP, TEColumnParallelGroupedLinear, TENorm, TERowParallelGroupedLinear
@@ -27,19 +27,26 @@ def test_a_norm_is_torchs_norm(normalization: str, zero_centered: bool) -> None:
     model = dataclasses.replace(
         SMALL_GPT, normalization=normalization, transformer={"layernorm_zero_centered_gamma": zero_centered}
     )
-    norm = TENorm(transformer_config(model, ParallelConfig()), 64, eps=1e-6)
-    torchs = getattr(torch.nn, normalization)(64, eps=1e-6)
-    hidden = torch.randn(5, 2, 64)
-    torch.testing.assert_close(norm(hidden), torchs(hidden), rtol=0, atol=1e-6)
-    assert [name for name, _ in norm.named_parameters()] == [name for name, _ in torchs.named_parameters()]
-    assert norm.weight.unique().tolist() == [0.0 if zero_centered else 1.0]
+
+    def both() -> tuple[Any, ...]:
+        norm = TENorm(transformer_config(model, ParallelConfig()), 64, eps=1e-6)
+        torchs = getattr(torch.nn, normalization)(64, eps=1e-6, device=device())
+        hidden = torch.randn(5, 2, 64, device=device())
+        names = [[name for name, _ in each.named_parameters()] for each in (norm, torchs)]
+        return norm(hidden), torchs(hidden), *names, norm.weight.unique().tolist()
+
+    [(output, expected, names, names_of_torch, weight)] = run_ranks(both, 1)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
+    assert names == names_of_torch
+    assert weight == [0.0 if zero_centered else 1.0]
 
 
 def test_norms_are_marked_for_the_sum_over_tp_under_sequence_parallelism_only() -> None:
-    for sequence_parallel in (False, True):
+    def marked(sequence_parallel: bool) -> Any:
         parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
-        norm = TENorm(transformer_config(SMALL_GPT, parallel), 64)
-        assert norm.weight.sequence_parallel is sequence_parallel  # type: ignore[attr-defined]
+        return TENorm(transformer_config(SMALL_GPT, parallel), 64).weight.sequence_parallel
+
+    assert [run_ranks(marked, 1, sequence_parallel) for sequence_parallel in (False, True)] == [[False], [True]]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,8 @@ def test_a_gated_mlp_computes_what_megatrons_does(fields: dict[str, Any]) -> Non
         assert type(mlp) is GatedMLP
         if fields.get("add_bias_linear"):
             torch.nn.init.normal_(mlp.linear_fc1.bias)
-        ours, theirs = (torch.randn(5, 2, 64, generator=torch.manual_seed(0)).requires_grad_() for _ in range(2))
+        hidden = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(0)).to(device())
+        ours, theirs = (hidden.clone().requires_grad_() for _ in range(2))
         output, expected = mlp(ours)[0], MLP.forward(mlp, theirs)[0]
         output.square().sum().backward()
         expected.square().sum().backward()
@@ -86,7 +94,7 @@ def grouped(kind: type, ranks_of_tp: int = 1, bias: bool = False) -> Any:
 def test_every_expert_computes_its_own_tokens() -> None:
     def difference() -> float:
         linear = grouped(TEColumnParallelGroupedLinear)
-        tokens = torch.randn(7, 8)
+        tokens = torch.randn(7, 8, device=device())
         output, bias = linear(tokens, torch.tensor([4, 0, 3]))
         expected = torch.cat([tokens[:4] @ linear.weight0.T, tokens[4:] @ linear.weight2.T])
         assert bias is None

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
-from tests.training import SMALL_GPT, new_context
+from tests.training import SMALL_GPT, device, new_context
 from workers.config import ParallelConfig
 from workers.model.build import build_model
 from workers.model.local_spec import block_spec
@@ -25,7 +25,7 @@ def test_values_are_unrounded_float32_and_one_for_each_token_whatever_the_models
         context = new_context(parallel)
         model = dataclasses.replace(SMALL_GPT, dtype=dtype, tie_embeddings=True)
         [critic] = build_model(model, parallel, context, value_head=True)
-        tokens = torch.arange(16).view(2, 8)
+        tokens = torch.arange(16, device=device()).view(2, 8)
         with context.activate():
             values = critic(tokens, tokens, None)
         rounded = torch.equal(values, values.bfloat16().float())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.forking import run_ranks
-from tests.training import SMALL_GPT, new_context
+from tests.training import SMALL_GPT, device, new_context
 from workers.config import ParallelConfig
 from workers.model.build import build_model
 
@@ -20,7 +20,7 @@ def logits(tp: int, gathered: bool, tied: bool) -> torch.Tensor:
     context = new_context(parallel)
     model = dataclasses.replace(SMALL_GPT, vocab_size=VOCABULARY, tie_embeddings=tied)
     [chunk] = build_model(model, parallel, context)
-    tokens = torch.arange(VOCABULARY)[None]
+    tokens = torch.arange(VOCABULARY, device=device())[None]
     with context.activate():
         output = chunk(tokens, torch.zeros_like(tokens), None, runtime_gather_output=gathered)
         output.logsumexp(-1).sum().backward()

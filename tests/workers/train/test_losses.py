@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forking import run_ranks
+from tests.training import device
 from workers.model.vocab_parallel import log_probs_and_entropy
 from workers.train.losses import masked_mean, masked_sum, value_loss
 
@@ -49,9 +50,10 @@ def whole_vocabulary(temperature: float) -> dict[str, torch.Tensor]:
 
 def divided_vocabulary(temperature: float, chunk_tokens: int) -> dict[str, torch.Tensor]:
     """On this rank's part of a vocabulary padded to divide, with the gradients that the tp axis would sum."""
-    hidden, weight, targets, upstream = tensors()
+    hidden, weight, targets, upstream = (tensor.detach().to(device()) for tensor in tensors())
+    hidden.requires_grad_()
     size, rank = dist.get_world_size(), dist.get_rank()
-    padded = torch.cat((weight.detach(), torch.ones(-VOCAB % size, HIDDEN)))
+    padded = torch.cat((weight, torch.ones(-VOCAB % size, HIDDEN, device=device())))
     part = padded.chunk(size)[rank].clone().requires_grad_()
     log_probs, entropy = log_probs_and_entropy(
         hidden,

@@ -10,6 +10,7 @@ import torch
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
+from tests.training import device
 from tests.workers.roles import accumulated_gradients, actor, experience, largest_difference, own_shard
 from workers.train.router_losses import prepare_routers
 
@@ -54,10 +55,10 @@ def by_definition(kind: str, rows_together: int) -> dict[str, Any]:
     batch = experience(ROWS).batch
     with worker.context.activate():
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            tokens = ids[mask != 0][None]
-            chunk.module(tokens, torch.arange(tokens.size(1))[None], None)
+            tokens = ids[mask != 0][None].to(device())
+            chunk.module(tokens, torch.arange(tokens.size(1), device=device())[None], None)
     tokens = int(batch["attention_mask"].sum())
-    z, balance = torch.zeros(()), torch.zeros(())
+    z, balance = torch.zeros(2, device=device())
     for rows in logits.values():
         z = z + torch.cat(rows).logsumexp(-1).square().sum()
         for at in range(0, ROWS, rows_together):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.forking import RankFailure, run_ranks
-from tests.training import new_context
+from tests.training import device, new_context
 from tests.workers.roles import actor, weights
 from workers.config import CriticConfig, ParallelConfig, load_config
 from workers.config.from_hf import model_config_from_hf
@@ -102,13 +102,15 @@ def logits_of(chunks: list[torch.nn.Module]) -> torch.Tensor | None:
 
     def forward(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         ids = next(batches)
-        output = chunk.eval()(ids, torch.arange(LENGTH).expand_as(ids), None, runtime_gather_output=True)
+        output = chunk.eval()(
+            ids, torch.arange(LENGTH, device=device()).expand_as(ids), None, runtime_gather_output=True
+        )
         return output, lambda output, non_loss_data: output
 
     with torch.no_grad():
         micro_batches = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(token_ids().split(2)) for _ in chunks],
+            data_iterator=[iter(token_ids().to(device()).split(2)) for _ in chunks],
             model=chunks,
             num_microbatches=2,
             seq_length=LENGTH,

@@ -10,6 +10,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from tests.forking import run_ranks
+from tests.training import device
 from tests.workers.roles import be_a_worker, callable_directly
 from workers import model_config_from_hf
 from workers.actor import ActorRolloutRefWorker
@@ -36,9 +37,11 @@ def logits_and_answer(path: Path, batch: DataProto) -> tuple[torch.Tensor, torch
     )
     worker = callable_directly(ActorRolloutRefWorker(config, "rollout"))
     worker.init_model()
-    ids = batch.batch["input_ids"][:1]
+    ids = batch.batch["input_ids"][:1].to(device())
     with worker.context.activate(), scoring(worker.model):
-        logits = worker.model[0](ids, torch.arange(ids.size(1))[None], None, runtime_gather_output=True)
+        logits = worker.model[0](
+            ids, torch.arange(ids.size(1), device=device())[None], None, runtime_gather_output=True
+        )
     return logits, worker.generate_sequences(batch).batch["responses"]
 
 

@@ -10,12 +10,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import safetensors
 import torch
-from safetensors.torch import save_file
 
 from mcontroller.errors import DataError
+
+if TYPE_CHECKING:
+    import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
 
 __all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "finish_export", "start_export"]
 
@@ -84,6 +86,8 @@ class WeightFiles:
 
     def _opened(self, path: str) -> safetensors.safe_open:
         if path not in self._open:
+            import safetensors
+
             try:
                 self._open[path] = safetensors.safe_open(self.directory / path, framework="pt")
             except safetensors.SafetensorError as error:
@@ -136,6 +140,8 @@ class WeightWriter:
 
     def _flush(self) -> None:
         name = f"rank-{self._rank:05}-{len(self._written):05}.safetensors"
+        from safetensors.torch import save_file
+
         save_file(self._pending, self._directory / name, metadata={"format": "pt"})
         self._written.append(WrittenFile(name, tuple(self._pending), self._num_bytes))
         self._pending, self._num_bytes = {}, 0

@@ -5,10 +5,11 @@ Each patch checks what it replaces, so it changes nothing if one of the two is i
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from parallel_state.adam import FusedAdam
-from parallel_state.import_hook import Patch
+from parallel_state.patches.adam import FusedAdam
+from parallel_state.patches.import_hook import Patch
 
 __all__ = ["PATCHES"]
 
@@ -32,9 +33,30 @@ def _distributed_optimizer(module: Any) -> None:
         module.HAVE_APEX_OR_TE = module.USING_APEX_OPTIMIZER = True
 
 
+def _layers(module: Any) -> None:
+    """Accept ``gradient_accumulation_fusion`` without Apex, and compute the gradients of Megatron's own linears apart.
+
+    Transformer Engine's linears need no Apex for it. Megatron rejects the field for the whole model because of the
+    output layer, which is its own.
+    """
+    if module._grad_accum_fusion_available:
+        return
+    linear = module.linear_with_grad_accumulation_and_async_allreduce
+
+    @functools.wraps(linear)
+    def unfused(
+        input: Any, weight: Any, bias: Any, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        return linear(input, weight, bias, False, *args, **kwargs)
+
+    module.linear_with_grad_accumulation_and_async_allreduce = unfused
+    module._grad_accum_fusion_available = True
+
+
 PATCHES: dict[str, Patch] = {
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.optimizer": _optimizer,
+    "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
 }
 """Module name -> the function that patches it."""

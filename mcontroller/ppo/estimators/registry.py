@@ -1,0 +1,118 @@
+"""Advantage estimators by name.
+
+Register a custom one before the configuration is made, and choose it with ``algorithm.adv_estimator=mine``. Estimators
+run in the controller's process, so a registration in the program's main file is enough::
+
+    @dataclass(frozen=True)
+    class MyOptions:
+        scale: float = 1.0
+
+    @register_advantage_estimator("mine", options=MyOptions)
+    def mine(data, *, gamma, lam, options):
+        (rewards,) = columns(data, "token_level_rewards")
+        return options.scale * rewards, rewards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from mcontroller.config.registry import Registry
+from mcontroller.data.protocol import DataProto
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "AdvantageEstimator",
+    "AdvantageFunction",
+    "KLInReward",
+    "register_advantage_estimator",
+]
+
+
+class AdvantageFunction(Protocol):
+    """The function of an advantage estimator. It also gets ``options`` if it was registered with a class of options."""
+
+    def __call__(self, data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns, both float32 ``[rows, response]``, 0 for tokens with a mask of 0.
+
+        Args:
+            data: a scored batch with ``token_level_scores``, ``token_level_rewards`` (the scores minus the KL penalty
+                in the reward, if there is one) and ``response_mask`` ``[rows, response]``.
+            gamma: discount factor per token.
+            lam: lambda of generalized advantage estimation.
+        """
+
+
+class KLInReward(Enum):
+    """Whether a KL penalty may be part of the reward that an estimator reads."""
+
+    DEFAULT = "on by default"
+    ALLOWED = "off by default"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """An advantage estimator.
+
+    Attributes:
+        estimate: its function.
+        needs_critic: whether it reads ``values``. Without it no critic is started.
+        needs_group: whether it compares responses to the same prompt, so that one response per prompt has no signal.
+        needs_greedy: whether it reads ``greedy_scores``, the score of the greedy response to each prompt.
+        kl_in_reward: whether a KL penalty may be part of the reward.
+        options: class of its options, a dataclass; None if it has none.
+    """
+
+    estimate: Callable[..., tuple[Tensor, Tensor]]
+    needs_critic: bool = False
+    needs_group: bool = False
+    needs_greedy: bool = False
+    kl_in_reward: KLInReward = KLInReward.ALLOWED
+    options: type | None = None
+
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
+"""Advantage estimators by the name that ``algorithm.adv_estimator`` takes."""
+
+F = TypeVar("F", bound=Callable[..., tuple[Tensor, Tensor]])
+
+
+def register_advantage_estimator(
+    name: str,
+    *,
+    needs_critic: bool = False,
+    needs_group: bool = False,
+    needs_greedy: bool = False,
+    kl_in_reward: KLInReward | None = None,
+    options: type | None = None,
+) -> Callable[[F], F]:
+    """Return a decorator that registers an advantage estimator under ``name``.
+
+    Args:
+        name: the value of ``algorithm.adv_estimator`` that chooses it.
+        needs_critic: whether it reads the critic's ``values``.
+        needs_group: whether it compares responses to the same prompt; ``rollout.n=1`` is rejected then.
+        needs_greedy: whether it reads ``greedy_scores``, float32 ``[rows]``: the score of the greedy response to the
+            same prompt. The trainer generates it only if this is set.
+        kl_in_reward: whether a KL penalty may be part of the reward. None: on by default with a critic, otherwise off
+            by default.
+        options: class of its options, a dataclass. The function gets an instance as ``options``; its fields are set
+            with ``algorithm.custom``.
+
+    Raises:
+        ConfigError: another advantage estimator is registered under this name.
+    """
+    kl = kl_in_reward or (KLInReward.DEFAULT if needs_critic else KLInReward.ALLOWED)
+
+    def add(estimate: F) -> F:
+        entry = AdvantageEstimator(estimate, needs_critic, needs_group, needs_greedy, kl, options)
+        ADVANTAGE_ESTIMATORS.add(name, entry)
+        return estimate
+
+    return add

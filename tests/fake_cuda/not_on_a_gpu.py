@@ -1,0 +1,68 @@
+"""Which tests of the workers do not run on the pretended device, and which run there only with ``--all``."""
+
+from __future__ import annotations
+
+NOT_ON_A_GPU = {
+    "tests/workers/train/test_gradient_fusion.py": (
+        "linear layers in plain PyTorch fuse gradients on a CPU only; on a GPU Transformer Engine does"
+    ),
+    "tests/workers/generate/test_generation.py::test_reordered_weights_generate_the_same": (
+        "oneDNN's memory layout of weights is for CPUs"
+    ),
+    "tests/workers/config/test_optim.py::test_an_optimizer_in_host_memory_needs_cuda": (
+        "it rejects a machine without CUDA"
+    ),
+}
+"""File or test -> why it must fail on a GPU. With ``--all`` it runs, and an entry that passes is an error."""
+
+ALWAYS = {
+    "tests/workers/test_parity_matrix.py": (
+        "TP2 x PP2 x CP2,",
+        "TP2 x PP2 x EP2 with SP, float32",
+        "PP2 x DP2, distributed optimizer with overlap,",
+        "PP2 with VPP2, bfloat16",
+        "TP2 x PP2 x CP2 with SP, packed, by tokens",
+        "CP2, learned positions, packed",
+        "PP2, tied embeddings, bfloat16",
+        "PP2 with VPP2 x EP2, recomputation, router losses, float32",
+    ),
+    "tests/workers/weights/test_hf.py::test_logits_are_transformers_and_the_export_is_bit_exact": (
+        "llama-pp-vpp",
+        "qwen2-tp-pp",
+        "qwen2_tied-pp-vpp",
+        "qwen3-tp-pp",
+        "qwen3_moe-tp-ep-etp",
+        "qwen3_moe_raw",
+    ),
+    "tests/workers/model/test_build.py::test_layouts_compute_what_one_process_does": (
+        "tp2-cp2-pp2-sp",
+        "experts tp2-pp2-ep2-etp1-sp",
+        "tied pp2-vpp2",
+        "layer norm",
+    ),
+    "tests/workers/generate/test_rollout_layout.py::test_responses_equal_those_of_one_process": (
+        "cp4-tp2",
+        "vpp",
+        "etp",
+        "uneven",
+    ),
+    "tests/workers/checkpoint/test_optimizer_state.py::test_training_of_experts_continues_in_another_layout": (
+        "together-True",
+        "apart-False",
+    ),
+}
+"""Tests of many layouts: file or test -> parts of the names of the cases that run without ``--all`` too."""
+
+
+def reason_to_fail(node_id: str) -> str | None:
+    """Return why this test must fail on a GPU, if it is in the list."""
+    return next((reason for entry, reason in NOT_ON_A_GPU.items() if _is_of(node_id, entry)), None)
+
+
+def runs_only_with_all(node_id: str) -> bool:
+    """Whether this test runs with ``--all`` only."""
+    return any(_is_of(node_id, entry) and not any(case in node_id for case in cases) for entry, cases in ALWAYS.items())
+
+
+def _is_of(node_id: str, entry: str) -> bool:
+    return node_id.startswith(entry) and node_id[len(entry) :][:1] in ("", ":", "[", "_")

@@ -1,0 +1,43 @@
+"""The GPUs that the processes of a group see, with real Ray: code for one GPU runs on the GPU of its rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.ray.class_with_init import RayClassWithInitArgs
+from mcontroller.ray.resource_pool import RayResourcePool
+from mcontroller.ray.worker_group import RayWorkerGroup
+from tests.fake_cuda.device_roles import Ported
+
+HERE = Path(__file__).parent
+PRETEND = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}{os.pathsep}{HERE.parents[1]}"}}}
+
+
+def seen_by_two_ranks(isolated: bool) -> tuple[list[Any], list[float]]:
+    init = RayClassWithInitArgs(Ported).update_options(PRETEND)
+    with RayResourcePool([2], isolate_gpus=isolated) as pool, RayWorkerGroup(pool, init) as group:
+        return group.devices(), group.total()
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_gpu_of_a_rank_is_current_before_its_worker_is_constructed(ray_cluster: None, isolated: bool) -> None:
+    devices, totals = seen_by_two_ranks(isolated)
+    assert totals == [1.0, 1.0]
+    for rank, (before, after, own) in enumerate(devices):
+        index = 0 if isolated else rank
+        assert (
+            before
+            == after
+            == {
+                "count": 1 if isolated else 2,
+                "current": index,
+                "cuda": f"cuda:{index}",
+                "cuda()": f"cuda:{index}",
+                "cuda:0": "cuda:0",  # the first of the node, unless it is the only one that the process sees
+            }
+        )
+        assert own == f"cuda:{index}"

@@ -1,0 +1,77 @@
+"""Bytes of the pretended GPUs: ``torch.cuda.memory_allocated`` and its relatives count live storages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def counted_from_here() -> Iterator[int]:
+    """The bytes that other tests left on GPU 0."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield torch.cuda.memory_allocated()
+
+
+KEPT: dict[str, tuple[Callable[[], object], int]] = {
+    "a factory": (lambda: torch.ones(100, device="cuda"), 400),
+    "a copy to the device": (lambda: torch.ones(100).cuda(), 400),
+    "a view": (lambda: torch.ones(100, device="cuda")[:1], 400),
+    "two views": (lambda: torch.ones(100, device="cuda").chunk(2), 400),
+    "a cast": (lambda: torch.ones(100, device="cuda").bfloat16(), 200),
+    "a deep copy": (lambda: copy.deepcopy(torch.ones(100, device="cuda")), 400),
+    "a resized output": (lambda: torch.mul(torch.ones(100).cuda(), 2, out=torch.empty(0, device="cuda")), 400),
+    "a module": (lambda: torch.nn.Linear(9, 11, device="cuda"), 440),
+    "a module moved": (lambda: torch.nn.Linear(9, 11).cuda().bfloat16(), 220),
+    "what backward saves": (lambda: torch.ones(100, device="cuda", requires_grad=True).exp().sum(), 804),
+    "the host's": (lambda: torch.ones(100, device="cuda").cpu(), 0),
+    "meta": (lambda: torch.ones(100, device="meta"), 0),
+}
+
+
+@pytest.mark.parametrize(("make", "size"), KEPT.values(), ids=KEPT)
+def test_bytes_are_those_of_live_storages(make: Callable[[], object], size: int, counted_from_here: int) -> None:
+    kept = make()
+    assert torch.cuda.memory_allocated() - counted_from_here == size
+    del kept
+    assert torch.cuda.memory_allocated() == counted_from_here
+
+
+def test_a_storage_that_is_emptied_frees_its_bytes(counted_from_here: int) -> None:
+    tensor = torch.ones(100, device="cuda")
+    tensor.untyped_storage().resize_(0)
+    assert torch.cuda.memory_allocated() == counted_from_here
+    tensor.untyped_storage().resize_(400)
+    assert torch.cuda.memory_allocated() == counted_from_here + 400
+    assert tensor.is_cuda
+
+
+def test_the_peak_is_the_most_at_one_time(counted_from_here: int) -> None:
+    tensor = torch.ones(100, device="cuda")
+    tensor = tensor + 1
+    assert torch.cuda.max_memory_allocated() == counted_from_here + 800
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == counted_from_here + 400
+
+
+def test_freed_bytes_are_reserved_until_the_cache_is_emptied(counted_from_here: int) -> None:
+    free, total = torch.cuda.mem_get_info()
+    torch.ones(100, device="cuda")
+    assert torch.cuda.memory_reserved() == counted_from_here + 400
+    assert torch.cuda.mem_get_info() == (free - 400, total)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == torch.cuda.memory_allocated() == counted_from_here
+    assert torch.cuda.mem_get_info() == (free, total)
+
+
+def test_every_gpu_has_bytes_of_its_own(counted_from_here: int) -> None:
+    before = torch.cuda.memory_allocated(1)
+    with torch.cuda.device(1):
+        kept = torch.ones(100, device="cuda")
+    assert kept.device == torch.device("cuda", 1)
+    assert torch.cuda.memory_allocated("cuda:1") - before == 400
+    assert torch.cuda.memory_allocated() == counted_from_here

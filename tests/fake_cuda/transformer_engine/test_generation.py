@@ -1,0 +1,59 @@
+"""Generation with Transformer Engine's layers: flash attention stays possible for prompts of unequal length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformer_engine import received
+
+from tests.forking import run_ranks
+from tests.workers.roles import GREEDY, RESPONSE, actor, prompts
+
+LAYERS, ROWS = 2, 12
+
+
+def generated(implementation: str, **model: Any) -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
+    """Return prompt lengths, greedy responses, and the queries, mask and mask type of each call of the attention."""
+    fields = {"num_layers": LAYERS, "transformer_impl": implementation} | model
+    worker = actor({}, "rollout", model=fields)
+    batch = prompts(ROWS, GREEDY | {"eos_token_id": -1})
+    received.calls.clear()
+    responses = worker.generate_sequences(batch).batch["responses"]
+    calls = received.calls["DotProductAttention.forward"]
+    lengths = batch.batch["attention_mask"].sum(1)
+    return lengths, responses, [(call["query"][0], call["mask"], call["attn_mask_type"]) for call in calls]
+
+
+def test_prompts_of_unequal_length_reach_the_kernels_without_a_mask() -> None:
+    [(lengths, responses, calls)] = run_ranks(generated, 1, "transformer_engine")
+    [(_, expected, _)] = run_ranks(generated, 1, "local")
+    assert calls == [(int(lengths.max()), None, "causal")] * LAYERS
+    assert torch.equal(responses, expected)
+
+
+def test_fused_rotation_of_training_is_off_while_rows_have_their_own_positions() -> None:
+    [(_, responses, _)] = run_ranks(fused, 1)
+    [(_, expected, _)] = run_ranks(generated, 1, "local")
+    assert torch.equal(responses, expected)
+
+
+def fused() -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
+    return generated("transformer_engine", transformer={"apply_rope_fusion": True})
+
+
+def test_windowed_layers_have_a_mask_for_the_one_query_of_a_row() -> None:
+    [(lengths, _, calls)] = run_ranks(windowed, 1)
+    width = int(lengths.max())
+    later = [(1, (ROWS, 1, 1, width + step), "arbitrary") for step in range(1, RESPONSE) for _ in range(LAYERS)]
+    assert calls == [(width, None, "causal")] * LAYERS + later
+
+
+def windowed() -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
+    return generated("transformer_engine", transformer={"window_size": (32, 0)})
+
+
+@pytest.fixture(autouse=True)
+def no_calls_yet() -> None:
+    received.calls.clear()

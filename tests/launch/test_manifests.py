@@ -1,0 +1,87 @@
+"""The manifests of KubeRay fit the schemas of Kubernetes, and say the same as the other launch files."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.launch.kuberay_schemas import errors_of, without_unknown_fields
+from tests.launch.manifests import FILES, ROOT, cluster_spec, documents, pod_templates, ray_documents
+
+KUBERNETES = "1.32"
+RAY = dict(ray_documents())
+IMAGE = ROOT / "launch" / "container"
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_the_pods_fit_the_schema_of_kubernetes(name: str) -> None:
+    templates = copy.deepcopy(pod_templates(RAY[name]))
+    assert len(templates) == 2
+    for template in templates:
+        kubernetes_validate.validate(template, KUBERNETES, strict=True)
+    templates[0]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        kubernetes_validate.validate(templates[0], KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_network_policy_fits_the_schema_and_selects_the_pods_of_its_cluster(path: Any) -> None:
+    ray, policy = documents(path)
+    kubernetes_validate.validate(policy, KUBERNETES, strict=True)
+    selected = policy["spec"]["podSelector"]["matchLabels"].items()
+    for template in pod_templates(ray):
+        assert selected <= template["template"]["metadata"]["labels"].items()
+    assert policy["metadata"]["name"] == ray["metadata"]["name"]
+
+
+def test_job_and_cluster_have_the_same_nodes() -> None:
+    specs = []
+    for document in copy.deepcopy(list(RAY.values())):
+        specs.append(cluster_spec(document))
+        for template in pod_templates(document):
+            del template["template"]["metadata"]
+    assert specs[0] == specs[1]
+
+
+@pytest.mark.parametrize("name", RAY)
+def test_ray_is_authenticated_and_of_the_version_of_the_image(name: str) -> None:
+    spec = cluster_spec(RAY[name])
+    assert spec["authOptions"]["mode"] == "token"
+    assert spec["rayVersion"] == pins("launch/container/requirements.txt")["ray"]
+
+
+def test_versions_of_the_image_are_those_that_are_tested() -> None:
+    tested, image = pins("constraints.txt"), pins("launch/container/requirements.txt")
+    assert {name: tested[name] for name in image.keys() & tested.keys()} == {
+        name: image[name] for name in image.keys() & tested.keys()
+    }
+    assert {"torch", "megatron-core", "ray", "tensordict"} <= image.keys() & tested.keys()
+
+
+def test_what_the_image_compiles_fits_what_it_installs() -> None:
+    image = pins("launch/container/requirements.txt")
+    compiled = pins("launch/container/build-requirements.txt")
+    assert compiled == {"transformer-engine-torch": image["transformer-engine"]}
+    assert image["transformer-engine-cu13"] == image["transformer-engine"]
+    [cuda] = re.findall(r"nvidia/cuda:(\d+\.\d+)\.", (IMAGE / "Dockerfile").read_text())
+    assert image["cuda-toolkit"].startswith(f"{cuda}.")
+
+
+def test_an_unknown_field_is_an_error() -> None:
+    schema = without_unknown_fields({"properties": {"spec": {"properties": {"rayVersion": {"type": "string"}}}}})
+    assert list(errors_of({"spec": {"rayVersion": "2.60.0"}}, schema)) == []
+    [error] = errors_of({"spec": {"rayVersions": "2.60.0"}}, schema)
+    assert error.startswith("spec: Additional properties are not allowed ('rayVersions' was unexpected)")
+
+
+def pins(path: str) -> dict[str, str]:
+    """Return the pinned versions of a requirements file for Python 3.11, by normalized name."""
+    found = {}
+    for line in (ROOT / path).read_text().splitlines():
+        if match := re.fullmatch(r"([\w.-]+)(?:\[[\w,-]+\])?={2,3}([\w.]+)(?:; python_version < .*)?", line):
+            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    return found

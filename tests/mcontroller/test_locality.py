@@ -1,0 +1,140 @@
+"""Axes that cross nodes, and nodes whose ranks do not follow each other."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcontroller import ConfigError, DataProto, Dispatch, Worker, register
+from mcontroller.locality import LOCAL_AXES, locality, log_findings, nodes_of
+from mcontroller.testing import mock_worker_group
+from parallel_state.layout import ParallelLayout
+from parallel_state.topology import Topology
+from tests.mcontroller.batches import numbered
+from tests.parallel_state.layouts import layouts, unhurried
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    """Any layout with its ranks on any of up to four nodes."""
+    layout = draw(layouts(max_world_size=32))
+    nodes = draw(st.lists(st.sampled_from("abcd"), min_size=layout.world_size, max_size=layout.world_size))
+    return Topology.from_layout(layout, nodes=nodes)
+
+
+@unhurried
+@given(topologies())
+def test_an_axis_crosses_nodes_if_two_ranks_that_differ_on_it_only_are_on_different_nodes(topology: Topology) -> None:
+    reported = {each.axis: each.groups for each in locality(topology).crossing}
+    for axis in set(LOCAL_AXES) - {"etp"}:
+        grid = topology.dense_axes if axis in topology.dense_axes else topology.expert_axes
+        others = [other for other in grid if other != axis]
+        pairs = {
+            (one, other)
+            for one, other in itertools.combinations(range(topology.world_size), 2)
+            if topology.nodes[one] != topology.nodes[other]  # type: ignore[index]
+            and all(topology.column(each)[one] == topology.column(each)[other] for each in others)
+        }
+        groups = reported.get(axis, ())
+        assert bool(pairs) == bool(groups)
+        assert {rank for pair in pairs for rank in pair} == {rank for group in groups for rank in group}
+
+
+@unhurried
+@given(topologies())
+def test_a_node_is_scattered_if_the_ranks_leave_it_and_return(topology: Topology) -> None:
+    visits = [node for node, _ in itertools.groupby(topology.nodes or ())]
+    returned_to = {node for node in visits if visits.count(node) > 1}
+    assert {each.node for each in locality(topology).scattered} == returned_to
+
+
+@unhurried
+@given(topologies(), st.sets(st.sampled_from((*LOCAL_AXES, "rank"))))
+def test_what_is_allowed_is_left_out_and_the_rest_is_kept(topology: Topology, allowed: set[str]) -> None:
+    everything, found = locality(topology), locality(topology, allowed)
+    assert found.crossing == tuple(each for each in everything.crossing if each.axis not in allowed)
+    assert found.scattered == (() if "rank" in allowed else everything.scattered)
+
+
+@unhurried
+@given(layouts(max_world_size=64), st.integers(1, 8))
+def test_an_axis_whose_groups_are_blocks_that_divide_a_node_is_not_reported(layout: ParallelLayout, count: int) -> None:
+    fastest = layout.dense_axes[0]
+    nodes = nodes_of(layout.world_size, layout.sizes[fastest] * count)
+    found = locality(Topology.from_layout(layout, nodes=nodes))
+    assert fastest not in [each.axis for each in found.crossing]
+    assert found.scattered == ()
+
+
+def test_nothing_is_found_without_nodes_or_on_one_node() -> None:
+    layout = ParallelLayout(16, tp=4, cp=2, ep=4)
+    assert not locality(Topology.from_layout(layout))
+    assert not locality(Topology.from_layout(layout, nodes=["a"] * 16))
+
+
+def test_a_finding_names_the_axis_the_ranks_the_nodes_and_the_fix() -> None:
+    strided = Topology.from_layout(ParallelLayout(8, tp=2, order="dp-tp-cp-ep-pp"), nodes=nodes_of(8, 4))
+    assert locality(strided).lines() == [
+        "axis tp crosses nodes in 4 of 4 groups, such as ranks 0, 4 on node0, node1; put tp before the other axes in "
+        "the layout's order, or choose sizes that divide the ranks of a node"
+    ]
+    large = Topology.from_layout(ParallelLayout(16, tp=16), nodes=nodes_of(16, 8))
+    assert locality(large).lines() == [
+        "axis tp crosses nodes in 1 of 1 groups, such as ranks 0-15 on node0, node1; a node has fewer ranks than the "
+        "size of the axis, 16: choose a smaller one"
+    ]
+
+
+def test_a_merged_pool_with_alternating_nodes_is_reported() -> None:
+    merged = Topology.from_layout(ParallelLayout(6, tp=2), nodes=["a", "a", "b", "b", "a", "a"])
+    assert locality(merged).lines() == [
+        "ranks 0-1, 4-5 of node a do not follow each other; order the bundles of the pool by node, such as by merging "
+        "the parts of one node first"
+    ]
+
+
+def test_experts_across_nodes_are_reported_apart_from_tensor_parallelism() -> None:
+    topology = Topology.from_layout(ParallelLayout(16, tp=2, ep=16, etp=1), nodes=nodes_of(16, 8))
+    assert [each.axis for each in locality(topology).crossing] == ["ep"]
+    assert not locality(topology, allowed=["ep"])
+
+
+def test_findings_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    topology = Topology.from_layout(ParallelLayout(4, tp=2), nodes=["a", "b", "a", "b"])
+    with caplog.at_level(logging.WARNING):
+        log_findings(locality(topology), "actor")
+        log_findings(locality(topology, ["tp", "rank"]), "critic")
+    [record] = caplog.records
+    assert record.getMessage().startswith("group actor: axis tp crosses nodes in 2 of 2 groups, such as ranks 0-1 on a")
+    assert "ranks 0, 2 of node a do not follow each other" in record.getMessage()
+
+
+@pytest.mark.parametrize("allowed", [["dp"], "tp", ["tp", "nodes"]])
+def test_what_cannot_be_allowed_is_rejected(allowed: list[str]) -> None:
+    with pytest.raises(ConfigError, match="expected a list with any of tp, cp, ep, etp and rank"):
+        locality(Topology.flat(2, nodes=["a", "a"]), allowed)
+
+
+def test_a_node_needs_ranks() -> None:
+    with pytest.raises(ConfigError, match="ranks_per_node is 0; expected at least 1"):
+        nodes_of(8, 0)
+
+
+class Model(Worker):
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute(self, batch: DataProto) -> DataProto:
+        return batch
+
+
+def test_explain_draws_a_line_between_nodes_and_reports_what_crosses_them() -> None:
+    layout = ParallelLayout(4, tp=2, order="dp-tp-cp-ep-pp")
+    group = mock_worker_group(Model, Topology.from_layout(layout, nodes=["a", "a", "b", "b"]))
+    lines = str(group.compute.explain(numbered(4))).splitlines()
+    assert [line.split()[0] for line in lines[1:7]] == ["rank", "0", "1", "----", "2", "3"]
+    assert lines[-1].startswith("axis tp crosses nodes in 2 of 2 groups, such as ranks 0, 2 on a, b")
+    on_one_node = mock_worker_group(Model, Topology.from_layout(layout, nodes=["a"] * 4))
+    assert "--" not in str(on_one_node.compute.explain(numbered(4)))

@@ -1,0 +1,115 @@
+"""Fields of Megatron's optimizer and gradient buffers that would not be computed, or are set twice, are rejected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from mcontroller.errors import ConfigError
+from workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig, load_config
+from workers.train.megatron_configs import data_parallel_config, optimizer_config
+
+GPT = ModelConfig(vocab_size=100, max_sequence_length=64, num_layers=4, hidden_size=48, num_attention_heads=12)
+MODEL = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+
+
+def critic(dtype: str = "float32", ddp: dict[str, Any] | None = None, **optim: Any) -> CriticConfig:
+    return load_config(CriticConfig, {"model": GPT}, {"model": {"dtype": dtype}, "optim": optim, "ddp": ddp or {}})
+
+
+@pytest.mark.parametrize(
+    ("optim", "key", "message"),
+    [
+        ({"megatron": {"adam_eps": 1e-6}}, "optim.megatron.adam_eps", "follows from optim.eps: set it there"),
+        ({"megatron": {"bf16": True}}, "optim.megatron.bf16", "follows from model.dtype"),
+        ({"megatron": {"sgd_momentum": 0.5}}, "optim.megatron.sgd_momentum", "it belongs to sgd"),
+        ({"optimizer": "sgd", "megatron": {"muon_momentum": 0.5}}, "optim.megatron.muon_momentum", "belongs to muon"),
+        ({"optimizer": "soap"}, "optim.optimizer", "cannot save its state in a checkpoint"),
+        ({"optimizer": "sgd", "eps": 1e-4}, "optim.betas", "use optim.megatron.sgd_momentum"),
+        ({"optimizer": "sgd", "distributed_optimizer": True}, "optim.distributed_optimizer", "state of adam only"),
+        ({"megatron": {"timers": "all"}}, "optim.megatron.timers", "timers of Megatron-LM"),
+        ({"megatron": {"log_num_zeros_in_grad": True}}, "optim.megatron.log_num_zeros_in_grad", "no metric"),
+        (
+            {"megatron": {"exp_avg_dtype": "bfloat16"}},
+            "optim.megatron.exp_avg_dtype",
+            "without optim.megatron.use_prec",
+        ),
+        (
+            {"megatron": {"pin_cpu_grads": False}},
+            "optim.megatron.pin_cpu_grads",
+            "without optim.megatron.optimizer_cpu",
+        ),
+        ({"megatron": {"loss_scale": 8.0}}, "optim.megatron.loss_scale", "parameters in float32"),
+        ({"megatron": {"hysteresis": 3}}, "optim.megatron.hysteresis", "model.dtype is 'float32', not 'float16'"),
+    ],
+)
+def test_a_field_of_the_optimizer_without_effect_is_rejected(optim: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        critic(**optim)
+    assert caught.value.fields["key"] == key
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ddp", "message"),
+    [
+        ({"overlap_grad_reduce": True}, "follows from optim.overlap_grad_reduce: set it there"),
+        ({"bucket_size": 1000}, "has no effect without optim.overlap_grad_reduce"),
+        ({"reduce_scatter_with_fp32_accumulation": True}, "has no effect without optim.distributed_optimizer"),
+        ({"use_megatron_fsdp": True}, "Megatron's FSDP keeps weights as DTensors"),
+        ({"megatron_fsdp_grad_comm_dtype": "bfloat16"}, "Megatron's FSDP keeps weights as DTensors"),
+        ({"average_in_collective": True}, "gradients are sums over tokens"),
+        ({"check_for_nan_in_grad": True}, "optim.on_nonfinite checks"),
+        ({"num_distributed_optimizer_instances": 2}, "no process groups are created for it"),
+    ],
+)
+def test_a_field_of_the_gradient_buffers_without_effect_is_rejected(ddp: dict[str, Any], message: str) -> None:
+    [name] = ddp
+    with pytest.raises(ConfigError) as caught:
+        critic(ddp=ddp)
+    assert caught.value.fields["key"] == f"ddp.{name}"
+    assert message in str(caught.value)
+
+
+def test_the_scale_of_the_loss_is_checked_for_the_optimizer_of_sft_too() -> None:
+    rollout = RolloutConfig(prompt_length=8, response_length=8)
+    with pytest.raises(ConfigError, match=r"^sft_optim\.megatron\.hysteresis has no effect"):
+        ActorConfig(GPT, rollout=rollout, sft_optim=OptimConfig(megatron={"hysteresis": 3}))
+    assert critic("float16", megatron={"hysteresis": 3}).optim.megatron == {"hysteresis": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sgd_momentums": 0.1}, "OptimizerConfig has no such field; did you mean sgd_momentum"),
+        ({"decoupled_lr": "high"}, "is 'high'; OptimizerConfig expects Optional[float]"),
+        ({"main_params_dtype": "float8", "use_precision_aware_optimizer": True}, "expects one of float32, bfloat16"),
+        ({"use_precision_aware_optimizer": True}, "needs Transformer Engine's FusedAdam"),
+    ],
+)
+def test_a_field_that_the_installed_megatron_lacks_or_cannot_compute_is_rejected(
+    fields: dict[str, Any], message: str
+) -> None:
+    optimizer = "sgd" if "sgd_momentums" in fields else "adam"
+    with pytest.raises(ConfigError) as caught:
+        optimizer_config(OptimConfig(optimizer=optimizer, megatron=fields), MODEL)
+    assert message in str(caught.value)
+
+
+def test_an_optimizer_in_host_memory_needs_cuda() -> None:
+    with pytest.raises(ConfigError, match="to host memory, and CUDA is not available"):
+        optimizer_config(OptimConfig(megatron={"optimizer_cpu_offload": True}), MODEL)
+
+
+def test_fields_of_megatron_pass_through_in_their_types() -> None:
+    optim = OptimConfig(lr=2e-3, eps=1e-6, betas=(0.8, 0.9), megatron={"decoupled_lr": 1, "config_logger_dir": "logs"})
+    built = optimizer_config(optim, MODEL)
+    assert (built.optimizer, built.lr, built.adam_eps, built.adam_beta2) == ("adam", 2e-3, 1e-6, 0.9)
+    assert (built.decoupled_lr, built.config_logger_dir, built.params_dtype) == (1.0, "logs", torch.float32)
+    ddp = data_parallel_config(OptimConfig(overlap_grad_reduce=True), {"bucket_size": 7, "grad_reduce_in_fp32": False})
+    assert (ddp.bucket_size, ddp.grad_reduce_in_fp32, ddp.overlap_grad_reduce) == (7, False, True)
+    with pytest.raises(ConfigError, match="has no such field; did you mean bucket_size"):
+        data_parallel_config(OptimConfig(), {"bucket_sizes": 3})

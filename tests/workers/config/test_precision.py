@@ -1,0 +1,114 @@
+"""Low precision that would not be computed, or that a GPU lacks, is rejected with an error that names the field."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from workers.config import ModelConfig, ParallelConfig
+from workers.config.fit import check_fit, check_packing, length_multiple_of
+from workers.config.precision import check_device
+
+GPT = ModelConfig(
+    vocab_size=100,
+    max_sequence_length=64,
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=128,
+    dtype="bfloat16",
+)
+SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
+
+
+def gpt(*, experts: bool = False, **further: Any) -> ModelConfig:
+    more = {"num_moe_experts": 4, "moe_ffn_hidden_size": 48} if experts else {}
+    return dataclasses.replace(GPT, transformer=further, **more)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_supported_recipes_fit_and_pack(recipe: str) -> None:
+    model = gpt(fp8="hybrid", fp8_recipe=recipe)
+    check_fit(model, ParallelConfig(pp=2))
+    check_packing(model)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fp8_recipe", "custom"),
+        ("fp8_param", True),
+        ("fp8_dot_product_attention", True),
+        ("fp8_multi_head_attention", True),
+        ("fp4", "e2m1"),
+    ],
+)
+def test_unsupported_fields_are_rejected(field: str, value: Any) -> None:
+    fields = {"fp8": "hybrid", field: value} if field != "fp4" else {field: value}
+    with pytest.raises(ConfigError, match=rf"model\.transformer\.{field} is .* which is not supported: ") as caught:
+        check_fit(gpt(**fields), ParallelConfig())
+    assert caught.value.fields["key"] == f"model.transformer.{field}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "recipe", "key"),
+    [
+        ({"hidden_size": 72}, {}, "delayed", "model.hidden_size"),
+        ({"hidden_size": 80}, {}, "mxfp8", "model.hidden_size"),
+        ({"ffn_hidden_size": 40}, {}, "delayed", "model.ffn_hidden_size"),
+        ({"ffn_hidden_size": 96}, {"tp": 2}, "mxfp8", "model.ffn_hidden_size"),
+        ({"num_moe_experts": 4, "moe_ffn_hidden_size": 40}, {}, "delayed", "model.moe_ffn_hidden_size"),
+    ],
+)
+def test_weights_that_a_recipe_does_not_divide_are_rejected(
+    sizes: dict[str, Any], axes: dict[str, int], recipe: str, key: str
+) -> None:
+    model = dataclasses.replace(gpt(fp8="e4m3", fp8_recipe=recipe), **sizes)
+    with pytest.raises(ConfigError, match=r"fp8 with .* needs multiples of") as caught:
+        check_fit(model, ParallelConfig(**axes))
+    assert caught.value.fields["key"] == key
+
+
+@pytest.mark.parametrize(
+    ("axes", "recipe", "multiple"),
+    [
+        ({}, "delayed", 16),
+        ({}, "mxfp8", 32),
+        ({"cp": 2}, "blockwise", 32),
+        (SEQUENCE_PARALLEL, "delayed", 32),
+        (SEQUENCE_PARALLEL, "mxfp8", 64),
+        (SEQUENCE_PARALLEL, "blockwise", 256),
+        ({"tp": 2}, "mxfp8", 32),
+        (SEQUENCE_PARALLEL | {"cp": 3}, "tensorwise", 96),
+    ],
+)
+def test_rows_have_whole_blocks_on_every_rank(axes: dict[str, Any], recipe: str, multiple: int) -> None:
+    assert length_multiple_of(gpt(fp8="hybrid", fp8_recipe=recipe), ParallelConfig(**axes)) == multiple
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "key", "message"),
+    [
+        (gpt(), (7, 5), "model.dtype", "is 'bfloat16', which needs 8.0, but T4 has compute capability 7.5: set"),
+        (gpt(fp8="hybrid"), (8, 0), "model.transformer.fp8_recipe", "'delayed', which needs 8.9.*8.0: leave .*fp8 out"),
+        (gpt(fp8="hybrid", fp8_recipe="mxfp8"), (9, 0), "model.transformer.fp8_recipe", "10.0.*9.0: use delayed or"),
+        (gpt(fp8="hybrid", fp8_recipe="mxfp8"), (12, 0), "model.transformer.fp8_recipe", "not have from 12.0 on"),
+    ],
+)
+def test_a_dtype_that_the_gpu_lacks_is_rejected(
+    model: ModelConfig, capability: tuple[int, int], key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_device(model, capability, "T4")
+    assert caught.value.fields["key"] == key
+
+
+@pytest.mark.parametrize(
+    ("model", "capability"),
+    [(gpt(), (8, 0)), (gpt(fp8="hybrid"), (8, 9)), (gpt(fp8="hybrid", fp8_recipe="mxfp8"), (10, 3))],
+)
+def test_a_dtype_that_the_gpu_has_is_accepted(model: ModelConfig, capability: tuple[int, int]) -> None:
+    assert check_device(model, capability, "GPU") is None

@@ -1,0 +1,110 @@
+"""What is wrong with a machine is said in one line, before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcontroller.cli.main import main
+from workers.gpucheck.machine import bfloat16_problem, gpu_problem, peak_tflops, transformer_engine_problem
+
+
+def driver_error(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    def fail() -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_init", fail, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+OLD = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading\n"
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (OLD, "The NVIDIA driver on your system is too old (found version 11040)"),
+        ("Found no NVIDIA driver on your system. Please check", "Found no NVIDIA driver on your system"),
+        ("No CUDA GPUs are available", "No CUDA GPUs are available"),
+    ],
+)
+def test_a_driver_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch, message: str, reason: str) -> None:
+    driver_error(monkeypatch, message)
+    problem = gpu_problem()
+    assert problem is not None and problem.startswith(f"the CUDA driver cannot be used: {reason}: run nvidia-smi")
+    assert "12.8" in problem and "\n" not in problem
+
+
+def test_torch_without_cuda_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert f"torch {torch.__version__} is built without CUDA" in str(gpu_problem())
+
+
+def test_hidden_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver_error(monkeypatch, "not asked")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert str(gpu_problem()).startswith("CUDA_VISIBLE_DEVICES is '', which hides all GPUs")
+
+
+def test_a_machine_without_a_gpu_ends_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["gpucheck"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("gpucheck: torch ") and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", ["OSError('libcudnn.so.9: cannot open')", "RuntimeError('undefined symbol: _ZN2')"])
+def test_transformer_engine_that_does_not_import_is_one_line_and_hidden(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(f"raise {error}\n")
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problem = str(transformer_engine_problem())
+    assert "is installed but does not import (" + error.partition("(")[0] in problem and "\n" not in problem
+    assert "model.transformer_impl=local" in problem
+    with pytest.raises(ImportError):
+        __import__("transformer_engine")
+    monkeypatch.delitem(sys.modules, "transformer_engine")
+
+
+def test_a_device_without_bfloat16_is_one_line() -> None:
+    assert bfloat16_problem((8, 0), "NVIDIA A100") is None
+    assert bfloat16_problem((7, 5), "Tesla T4") == (
+        "Tesla T4 has compute capability 7.5; bfloat16 needs 8.0: set model.dtype=float16 or float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Tesla T4", None),
+        ("pretended CUDA device", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak

@@ -1,0 +1,45 @@
+"""The verb check prints layouts and memory, and starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcontroller.cli.main import main
+
+ROLE = """
+model: {vocab_size: 152064, max_sequence_length: 4096, num_layers: 28, hidden_size: 3584, num_attention_heads: 28,
+  num_query_groups: 4, ffn_hidden_size: 18944, dtype: bfloat16}
+parallel: {tp: 4, pp: 2, sequence_parallel: true}
+optim: {distributed_optimizer: true}
+rollout: {prompt_length: 1024, response_length: 3072, n: 8}
+"""
+
+
+def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "actor.yaml"
+    file.write_text(ROLE)
+    assert main(["check", str(file), "--role", "actor_rollout_ref", "--world-size", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("actor_rollout_ref: 16 ranks, tp 4 x dp 2 x pp 2")
+    train = next(line.split() for line in lines if line.split()[:2] == ["actor", "train"])
+    parameters, gradients, optimizer = map(float, train[3:6])
+    assert parameters == pytest.approx(7.6e9 / 8 * 2 / 2**30, rel=0.01)  # 7.6e9 parameters, 2 bytes each, on 8 ranks
+    assert gradients == pytest.approx(2 * parameters, abs=0.02)
+    assert optimizer == pytest.approx(3 * parameters, abs=0.02)  # 12 bytes of a parameter, on 2 data-parallel ranks
+
+
+def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["examples/ppo/config.yaml", "--config", "examples.ppo.config:Config"]
+    assert main(["check", *config]) == 0
+    printed = capsys.readouterr().out
+    assert "critic: 4 ranks" in printed and "trainer.offload=never" in printed
+
+
+def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "actor.yaml"
+    file.write_text(ROLE)
+    assert main(["check", str(file), "--role", "actor_rollout_ref", "--world-size", "12"]) == 1
+    error = capsys.readouterr().err
+    assert "LayoutError" in error and "12" in error

@@ -1,0 +1,62 @@
+"""Updates with the policy losses and averages by name, in several layouts, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from tests.forking import run_ranks
+from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
+
+CHOICES = (
+    {"policy_loss": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
+    {"policy_loss": "gmpo", "clip_ratio": 0.01},
+    {"policy_loss": "cispo", "loss_agg_mode": "seq-mean-token-sum"},
+    {"policy_loss": "ppo", "loss_agg_mode": "seq-mean-token-mean"},
+    {"policy_loss": "gpg", "loss_agg_mode": "seq-mean-token-sum-norm"},
+)
+ROWS = 12
+TOLERANCE = 1e-5
+
+
+def batch() -> DataProto:
+    data = experience(ROWS)
+    generator = torch.Generator().manual_seed(5)
+    data.batch["old_log_probs"] += 0.05 * torch.randn(data.batch["old_log_probs"].shape, generator=generator)
+    data.batch["importance_weights"] = torch.rand(data.batch["advantages"].shape, generator=generator)
+    return data
+
+
+def updated(parallel: dict[str, Any], micro_batch: int) -> list[dict[str, torch.Tensor]]:
+    results = []
+    for choice in CHOICES:
+        worker = actor(parallel, "actor", ppo_micro_batch_size=micro_batch, ppo_mini_batch_size=6, **choice)
+        worker.update_actor(own_shard(batch(), worker))
+        results.append(weights(worker))
+    return results
+
+
+def test_an_update_does_not_depend_on_layout_or_micro_batches() -> None:
+    alone = run_ranks(updated, 1, {}, ROWS)[0]
+    for ranks, parallel, micro_batch in ((4, {"cp": 2}, 2), (2, {"pp": 2}, 5)):
+        divided = run_ranks(updated, ranks, parallel, micro_batch)
+        for number, choice in enumerate(CHOICES):
+            difference = max(largest_difference(rank[number], alone[number]) for rank in divided)
+            assert difference < TOLERANCE, f"{choice} in {parallel}: weights differ by {difference}"
+
+
+def in_prompts(n: int | None) -> int:
+    worker = actor({}, ppo_mini_batch_size=999, ppo_mini_batch_prompts=2)
+    data = experience(ROWS)
+    data.meta_info |= {} if n is None else {"n": n}
+    worker.update_actor(data)
+    return worker.optimizer_steps
+
+
+def test_mini_batches_can_be_counted_in_prompts() -> None:
+    assert run_ranks(in_prompts, 1, 3) == [4]  # 12 responses, 2 x 3 in a mini-batch, 2 epochs
+    with pytest.raises(AssertionError, match=r"meta_info\['n'\] is None; ppo_mini_batch_prompts=2 needs"):
+        run_ranks(in_prompts, 1, None)

@@ -1,0 +1,52 @@
+"""Check that no two ranks of a group are on one GPU, before NCCL creates a communicator of them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mcontroller.errors import ResourceError
+
+__all__ = ["check_distinct", "check_distinct_gpus"]
+
+
+def check_distinct_gpus(device: torch.device) -> None:
+    """Raise ResourceError on every rank if two ranks of the default group are on one GPU.
+
+    Ranks exchange the ids of their GPUs through the store of the rendezvous: no collective is needed, which NCCL would
+    reject with "Duplicate GPU detected", or never finish.
+
+    Args:
+        device: the GPU of this rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = c10d._get_default_store()
+    keys = [f"mcontroller/gpu/{each}" for each in range(world_size)]
+    store.set(keys[rank], f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+    check_distinct([value.decode() for value in store.multi_get(keys)])
+
+
+def check_distinct(gpus: Sequence[str]) -> None:
+    """Raise ResourceError if a GPU occurs twice.
+
+    Args:
+        gpus: by rank, the name of its node and the UUID of its GPU, with a space between them.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks.setdefault(gpu, []).append(rank)
+    for gpu, sharing in ranks.items():
+        if len(sharing) > 1:
+            node, _, uuid = gpu.partition(" ")
+            raise ResourceError(
+                f"ranks {', '.join(map(str, sharing))} of the group are on one GPU, {uuid} of node {node}, and NCCL "
+                "needs a GPU for each rank of a communicator: start the group in a pool with as many GPUs as ranks; "
+                "different groups can share a GPU (max_colocate_count)",
+                ranks=sharing,
+                node=node,
+                gpu=uuid,
+            )

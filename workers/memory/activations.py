@@ -1,0 +1,142 @@
+"""Bytes of activations: what a layer saves for its backward pass, and what passes through it at once.
+
+The terms follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with gated MLPs,
+grouped queries, attention that saves no scores, and experts that get equal shares of the tokens. Those of the local
+layers are the tensors that they save; those of Transformer Engine are its documented ones, not measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.memory.parameters import Shape
+
+__all__ = ["Tokens", "in_flight", "layer_gradients", "layer_passing", "layer_saved", "recomputes_all"]
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one micro-batch on one rank.
+
+    Attributes:
+        count: rows x padded length, divided over the cp axis.
+        local: those of them that a rank keeps between layers: divided over tp under sequence parallelism.
+        size: bytes of one element of the hidden states.
+        fused: whether layers are those of Transformer Engine.
+    """
+
+    count: int
+    local: int
+    size: int
+    fused: bool = False
+
+
+def layer_saved(shape: Shape, tokens: Tokens, with_experts: bool) -> int:
+    """Return the bytes that one layer saves for the backward pass of one micro-batch, without recomputation of all."""
+    config = shape.config
+    recomputed = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
+    norm = _norm_saved(shape, tokens)
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    attention = norm + tokens.size * tokens.local * shape.hidden  # the norm's input, and its output
+    # Queries, keys and values stay alive in one tensor; rotated queries and keys are new ones.
+    rotated = 0 if config.qk_layernorm and tokens.fused else shape.queries + shape.keys
+    core = tokens.size * tokens.count * (rotated + shape.queries) + _FLOAT * tokens.count * heads
+    attention += tokens.size * tokens.count * (shape.queries + 2 * shape.keys) + core
+    if config.qk_layernorm:
+        attention += 2 * _FLOAT * tokens.count * (shape.queries + shape.keys)
+    if config.hidden_dropout:
+        attention += 2 * tokens.local * shape.hidden
+    if "layernorm" in recomputed:
+        norm = 0
+    feed_forward = norm + tokens.size * tokens.local * shape.hidden
+    feed_forward += _experts_saved(shape, tokens, recomputed) if with_experts else _mlp_saved(shape, tokens, recomputed)
+    return attention + feed_forward
+
+
+def _norm_saved(shape: Shape, tokens: Tokens) -> int:
+    """The local RMSNorm saves its input and the scaled input in float32; other norms save their input."""
+    if shape.config.normalization == "RMSNorm" and not tokens.fused:
+        return 2 * _FLOAT * tokens.local * shape.hidden + _FLOAT * tokens.local
+    return tokens.size * tokens.local * shape.hidden
+
+
+def _activated(shape: Shape, tokens: Tokens) -> int:
+    """Tensors as wide as the MLP that the activation saves: its input, its result, and with gates their product."""
+    if tokens.fused:
+        return shape.gates + 1
+    return 2 * shape.gates
+
+
+def _mlp_saved(shape: Shape, tokens: Tokens, recomputed: set[str]) -> int:
+    if "mlp" in recomputed:
+        return 0
+    return tokens.size * tokens.count * shape.mlp * _activated(shape, tokens)
+
+
+def _experts_saved(shape: Shape, tokens: Tokens, recomputed: set[str]) -> int:
+    if "moe" in recomputed:
+        return 0
+    config = shape.config
+    copies = (
+        tokens.local * config.moe_router_topk * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    )
+    wide = shape.gates if "moe_act" in recomputed else _activated(shape, tokens)
+    saved = tokens.size * copies * (wide * shape.expert_mlp + 2 * shape.hidden)  # tokens before and after the experts
+    if "moe_act" not in recomputed:
+        saved += _FLOAT * copies * shape.expert_mlp  # the product with the probabilities, in float32
+    saved += 4 * _FLOAT * tokens.local * config.num_moe_experts  # logits, probabilities and the map of the router
+    return saved + tokens.size * tokens.count * shape.shared_mlp * _activated(shape, tokens)
+
+
+def layer_gradients(shape: Shape, tokens: Tokens, with_experts: bool) -> int:
+    """Return the bytes of the gradients that exist while the backward pass is in one layer."""
+    copies, width = (shape.config.moe_router_topk, shape.expert_mlp) if with_experts else (1, shape.mlp)
+    return tokens.size * (tokens.count * copies * width * (shape.gates + 1) + 2 * tokens.local * shape.hidden)
+
+
+def layer_passing(shape: Shape, tokens: Tokens, with_experts: bool, masks: int = 0, *, decoding: bool = False) -> int:
+    """Return the bytes that exist while one layer runs without gradients.
+
+    Args:
+        shape: of the model.
+        tokens: those that pass through it.
+        with_experts: whether the layer has experts.
+        masks: bytes of attention masks, which exist during attention.
+        decoding: whether the layer runs in generation, whose linear layers copy no input.
+    """
+    size, count, hidden = tokens.size, tokens.count, shape.hidden
+    attention = size * count * (3 * shape.queries + 3 * shape.keys) + masks
+    norm = 0 if tokens.fused else 3 * _FLOAT * tokens.local * hidden
+    if with_experts:
+        copies = count * shape.config.moe_router_topk
+        mlp = size * copies * (3 * hidden + 2 * shape.gates * shape.expert_mlp) + _FLOAT * copies * shape.expert_mlp
+    else:
+        mlp = size * count * shape.gates * shape.mlp
+    if decoding:
+        return 2 * size * tokens.local * hidden + max(mlp, attention, norm)
+    if not with_experts:  # the input of the second linear layer is copied, and its output is not divided yet
+        mlp += size * count * (shape.mlp + hidden)
+    return size * tokens.local * hidden + max(mlp, attention, norm)
+
+
+def recomputes_all(shape: Shape) -> bool:
+    """Return whether layers are computed again in the backward pass as a whole."""
+    return shape.config.recompute_granularity == "full"
+
+
+def in_flight(micro_batches: int, pp: int, pp_rank: int, vpp: int | None) -> int:
+    """Return how many micro-batches have saved activations at once, in chunks of the stage.
+
+    1F1B: ``pp - pp_rank``. Interleaved: those of the warm-up and one more, ``2 (pp - pp_rank - 1) + (vpp - 1) pp + 1``.
+
+    Args:
+        micro_batches: of one optimizer step.
+        pp: stages of the pipeline.
+        pp_rank: the stage.
+        vpp: chunks of each stage; None for one.
+    """
+    if vpp is None:
+        return min(micro_batches, pp - pp_rank)
+    return min(micro_batches * vpp, 2 * (pp - pp_rank - 1) + (vpp - 1) * pp + 1)

@@ -1,0 +1,123 @@
+"""Check a configuration, and print its layouts and the estimated memory of each role; nothing is started.
+
+examples: mcontroller check run.yaml --world-size 8
+          mcontroller check actor.yaml --role actor_rollout_ref --world-size 8 optim.distributed_optimizer=true
+          mcontroller check examples/ppo/config.yaml --config examples.ppo.config:Config
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mcontroller.cli.help import roots
+from mcontroller.config.load import load_config
+from mcontroller.errors import ConfigError
+from parallel_state.topology import Topology
+from workers.config import ActorConfig
+from workers.memory.estimate import Memory
+from workers.memory.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
+
+__all__ = ["add_arguments", "memory_table", "run"]
+
+_GB = 2**30
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("file", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
+    parser.add_argument("--role", help="the file has the configuration of this role only, e.g. critic")
+    parser.add_argument("--config", metavar="MODULE:CLASS", help="the dataclass of the file, of a program of your own")
+    parser.add_argument("--world-size", type=int, help="ranks of each group; by default those of pool.process_on_nodes")
+    parser.add_argument(
+        "--layers",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="implementation of the layers; default: transformer_engine, as on a GPU",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the layouts and the memory table."""
+    config, roles = _read(arguments)
+    world_size = arguments.world_size or _pool_size(config)
+    lines = [f"{key}: {_layout(role, world_size)}" for key, role in roles.items()]
+    calls = calls_of_run(roles, world_size, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
+    sys.stdout.write("\n".join([*lines, "", memory_table(calls), ""]))
+    return 0
+
+
+def _read(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
+    classes, parts = roots([arguments.config] if arguments.config else [])
+    if arguments.role is not None:
+        if arguments.role not in parts:
+            text = f"--role is {arguments.role!r}; expected one of {', '.join(parts)}"
+            raise ConfigError(text, key="--role", value=arguments.role)
+        role: Any = load_config(parts[arguments.role], arguments.file, overrides=arguments.overrides)
+        return None, {arguments.role: role}
+    config: Any = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
+    sections = {key: getattr(config, key, None) for key in parts}
+    roles: dict[str, Any] = {key: section for key, section in sections.items() if section is not None}
+    for key, section in roles.items():
+        if not dataclasses.is_dataclass(section):
+            roles[key] = load_config(parts[key], section)
+    return config, roles
+
+
+def _pool_size(config: Any) -> int:
+    pool = getattr(config, "pool", None)
+    if pool is None:
+        raise ConfigError("the configuration has no pool.process_on_nodes: pass --world-size", key="--world-size")
+    return sum(pool.process_on_nodes)
+
+
+def _layout(role: RoleConfig, world_size: int) -> str:
+    topology = Topology.from_layout(role.parallel.layout(world_size))
+    axes = [axis for axis in topology.sizes if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
+    return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
+
+
+def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
+    for role in roles.values():
+        if isinstance(role, ActorConfig):
+            rollout = role.rollout
+            data = getattr(config, "data", None)
+            rows = role.ppo_mini_batch_size if data is None else data.train_batch_size * rollout.n
+            return Lengths(rollout.prompt_length, rollout.response_length, rows)
+    longest = max(role.model.max_sequence_length for role in roles.values())
+    return Lengths(0, longest, 0)
+
+
+def memory_table(calls: Sequence[CallMemory]) -> str:
+    """Return a table with a row for every call, of the stage that needs the most memory, in units of 2**30 bytes."""
+    rows = [("role", "call", "stage", *_COLUMNS, "total")]
+    for call in calls:
+        memory = call.stages[call.most]
+        sizes = [getattr(memory, name) for name in _COLUMNS]
+        rows.append((call.role, call.call, str(call.most), *(f"{size / _GB:.2f}" for size in (*sizes, memory.total))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, *_sums(calls)])
+
+
+def _sums(calls: Sequence[CallMemory]) -> list[str]:
+    """The most memory of a GPU that all roles share, if they hand it over and if they keep it."""
+    totals = [call.stages[call.most] for call in calls]
+    handed = max(memory.total for memory in totals)
+    nccl = sum(memory.nccl for memory in {call.role: call.stages[call.most] for call in calls}.values())
+    held = [memory.parameters + memory.gradients + memory.optimizer for memory in totals]
+    kept = {call.role: 0 for call in calls}
+    for call, size in zip(calls, held, strict=True):
+        kept[call.role] = max(kept[call.role], size)
+    moment = max(memory.activations + memory.logits + memory.cache for memory in totals)
+    handed += nccl - max(memory.nccl for memory in totals)
+    return [
+        "",
+        f"if all roles share the GPUs: {handed / _GB:.2f} GB with trainer.offload=auto, "
+        f"{(sum(kept.values()) + moment + nccl) / _GB:.2f} GB with trainer.offload=never",
+    ]

@@ -1,0 +1,258 @@
+"""Bytes that a role needs on each GPU, from its configuration and layout. Nothing is allocated and nothing runs.
+
+Not counted: the CUDA context of the process (about 0.5 GB), workspaces of cuBLAS and cuDNN, and fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from mcontroller.errors import ConfigError
+from parallel_state import ParallelLayout
+from workers.config import ModelConfig, OptimConfig, ParallelConfig
+from workers.config.fit import length_multiple_of
+from workers.memory.activations import (
+    Tokens,
+    in_flight,
+    layer_gradients,
+    layer_passing,
+    layer_saved,
+    recomputes_all,
+)
+from workers.memory.parameters import Parameters, Shape, count_parameters, layers_of_chunks
+
+__all__ = ["NCCL_BYTES_PER_GROUP", "Batch", "Memory", "PlannedRole"]
+
+NCCL_BYTES_PER_GROUP = 256 << 20
+"""A guess of the buffers of one NCCL communicator; it depends on NCCL's version, the network and the channels."""
+_FLOAT = 4
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "fp8": 1}
+_STATES = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "sgd": ("exp_avg_dtype",)}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one pass through the model on one data-parallel rank.
+
+    Attributes:
+        rows: rows of a micro-batch.
+        length: tokens of a row, prompt and response.
+        targets: tokens of a row that are scored.
+        count: micro-batches of an optimizer step.
+        chunk_tokens: targets whose logits exist at the same time; 0 is all.
+    """
+
+    rows: int
+    length: int
+    targets: int
+    count: int = 1
+    chunk_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of a call.
+
+    Attributes:
+        parameters: the weights.
+        gradients: the gradient buffers.
+        optimizer: float32 copies of weights, and the optimizer's state.
+        activations: what layers save for the backward pass, and what exists while one layer runs.
+        logits: logits and what is computed from them.
+        cache: keys and values of generation.
+        nccl: buffers of NCCL, a guess.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    cache: int = 0
+    nccl: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+class PlannedRole:
+    """A model on a layout, and the memory of its calls on a rank of each pipeline stage.
+
+    Args:
+        model: the model.
+        parallel: its axes.
+        world_size: number of ranks.
+        optim: its optimizer; None if the model is not trained.
+        ddp: further fields of Megatron's DistributedDataParallelConfig.
+        value_head: whether the model ends in a value head.
+        fused: whether the layers are those of Transformer Engine.
+
+    Raises:
+        LayoutError: the axes do not divide the world size.
+        ConfigError: the memory of the model or the optimizer cannot be estimated; the error names the field.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        world_size: int,
+        optim: OptimConfig | None = None,
+        *,
+        ddp: Mapping[str, Any] | None = None,
+        value_head: bool = False,
+        fused: bool = False,
+    ) -> None:
+        self.model, self.parallel, self.optim = model, parallel, optim
+        self.layout: ParallelLayout = parallel.layout(world_size)
+        self.shape = Shape(model, parallel)
+        self.ddp = dict(ddp or {})
+        self.value_head, self.fused = value_head, fused
+        self.size = _SIZES[model.dtype]
+
+    # ---- what stays between calls ------------------------------------------------------------------------------------
+
+    def idle(self, pp_rank: int) -> Memory:
+        """Return the memory of weights, gradients and optimizer on a stage."""
+        count = count_parameters(self.model, self.parallel, pp_rank, value_head=self.value_head)
+        total = count.dense + count.expert
+        if self.optim is None:
+            return Memory(parameters=self.size * total, nccl=self.nccl())
+        in_float = self.ddp.get("grad_reduce_in_fp32", True)
+        return Memory(
+            parameters=self.size * total,
+            gradients=(_FLOAT if in_float else self.size) * total,
+            optimizer=self._optimizer(self.optim, count),
+            nccl=self.nccl(),
+        )
+
+    def _optimizer(self, optim: OptimConfig, count: Parameters) -> int:
+        layout = self.layout
+        further = optim.megatron
+        name = optim.optimizer
+        if name not in _STATES:
+            raise ConfigError(
+                f"memory cannot be estimated with optim.optimizer={name!r}; expected one of {', '.join(_STATES)}",
+                key="optim.optimizer",
+                value=name,
+            )
+        per_parameter = sum(_SIZES[str(further.get(state, "float32"))] for state in _STATES[name])
+        if self.model.dtype != "float32":  # the optimizer updates a copy of the weights in float32
+            per_parameter += _SIZES[str(further.get("main_params_dtype", "float32"))]
+        if further.get("store_param_remainders"):
+            per_parameter -= self.size
+        sharded = optim.distributed_optimizer
+        dense = count.dense / (layout.dp * layout.cp if sharded else 1)
+        expert = count.expert / (layout.sizes["edp"] if sharded else 1)
+        on_device = 1.0
+        if further.get("optimizer_cpu_offload"):
+            on_device -= float(further.get("optimizer_offload_fraction", 1.0))
+        return math.ceil(per_parameter * on_device * (dense + expert))
+
+    def nccl(self) -> int:
+        """Return the guess for NCCL's buffers: one communicator for each set of axes that ranks communicate over."""
+        layout = self.layout
+        sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp x cp": layout.dp * layout.cp}
+        if self.model.num_moe_experts:
+            expert = layout.sizes
+            sizes |= {"ep": expert["ep"], "etp x ep": expert["etp"] * expert["ep"], "edp": expert["edp"]}
+        return NCCL_BYTES_PER_GROUP * (sum(size > 1 for size in sizes.values()) + (layout.world_size > 1))
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def train(self, pp_rank: int, batch: Batch) -> Memory:
+        """Return the peak of an update."""
+        tokens, shape, parallel = self._tokens(batch), self.shape, self.parallel
+        chunks = layers_of_chunks(self.model, parallel, pp_rank)
+        layers = [with_experts for chunk in chunks for with_experts in chunk]
+        boundary = tokens.size * tokens.local * shape.hidden
+        saved = [layer_saved(shape, tokens, with_experts) for with_experts in layers]
+        passing = max((layer_gradients(shape, tokens, each) for each in layers), default=0)
+        if recomputes_all(shape):
+            every = max(1, shape.config.recompute_num_layers or 1)
+            again = sum(sorted(saved, reverse=True)[:every])  # the layers that are computed again at the same time
+            of_micro_batch: float = boundary * math.ceil(len(layers) / every)
+            if shape.config.recompute_method == "block":
+                kept = sum(sorted(saved, reverse=True)[every * len(chunks) :])
+                of_micro_batch, again = boundary * min(every * len(chunks), len(layers)) + kept, max(saved, default=0)
+            passing += again
+        else:
+            of_micro_batch = sum(saved)
+        flying = in_flight(batch.count, parallel.pp, pp_rank, parallel.vpp) / len(chunks)
+        ends, logits = self._last_stage(pp_rank, batch, tokens, backward=True)
+        # The logits are gone when the backward pass reaches the layers; the final norm's tensors are not needed either.
+        head = ends + logits
+        activations = math.ceil(flying * of_micro_batch)
+        moment = max(head, passing)
+        return _with(self.idle(pp_rank), activations + moment - min(logits, moment), min(logits, moment))
+
+    def score(self, pp_rank: int, batch: Batch) -> Memory:
+        """Return the peak of a pass without gradients."""
+        tokens = self._tokens(batch)
+        sent = 0 if pp_rank == self.parallel.pp - 1 else tokens.size * tokens.local * self.shape.hidden
+        passing = sent + max(
+            (layer_passing(self.shape, tokens, each) for each in self._layers(pp_rank)),
+            default=0,
+        )
+        ends, logits = self._last_stage(pp_rank, batch, tokens, backward=False)
+        moment = max(ends + logits, passing)
+        return _with(self.idle(pp_rank), moment - min(logits, moment), min(logits, moment))
+
+    def generate(self, pp_rank: int, rows: int, prompt: int, response: int) -> Memory:
+        """Return the peak of generation of ``rows`` responses at once on a data-parallel rank.
+
+        Args:
+            pp_rank: the stage.
+            rows: responses that are generated at once.
+            prompt: tokens of the longest prompt.
+            response: tokens of the longest response.
+        """
+        shape, layers = self.shape, self._layers(pp_rank)
+        cache = 2 * len(layers) * rows * (prompt + response) * shape.keys * self.size
+        tokens = Tokens(
+            rows * prompt, rows * prompt, self.size, self.fused
+        )  # the first step, without sequence parallel
+        mask = rows * prompt * prompt  # for prompts of unequal length
+        passing = mask + max(
+            (layer_passing(shape, tokens, each, (1 + self.size) * mask, decoding=True) for each in layers),
+            default=0,
+        )
+        logits = 4 * _FLOAT * rows * shape.vocabulary * self.parallel.tp if pp_rank == self.parallel.pp - 1 else 0
+        moment = max(logits, passing)
+        peak = _with(self.idle(pp_rank), moment - min(logits, moment), min(logits, moment))
+        return replace(peak, cache=cache)
+
+    def _layers(self, pp_rank: int) -> list[bool]:
+        """For every layer of the stage, whether it has experts."""
+        return [each for chunk in layers_of_chunks(self.model, self.parallel, pp_rank) for each in chunk]
+
+    def _tokens(self, batch: Batch) -> Tokens:
+        parallel = self.parallel
+        multiple = length_multiple_of(self.model, parallel)
+        count = batch.rows * (math.ceil(batch.length / multiple) * multiple) // parallel.cp
+        local = count // parallel.tp if parallel.sequence_parallel else count
+        return Tokens(count, local, self.size, self.fused)
+
+    def _last_stage(self, pp_rank: int, batch: Batch, tokens: Tokens, *, backward: bool) -> tuple[int, int]:
+        """Bytes of the final norm and of the hidden states at the targets, and of the logits, on the last stage."""
+        if pp_rank != self.parallel.pp - 1:
+            return 0, 0
+        shape = self.shape
+        norm = (2 * _FLOAT if not self.fused else self.size) * tokens.local * shape.hidden
+        gathered = self.size * tokens.count * shape.hidden if self.parallel.sequence_parallel else 0
+        if self.value_head:
+            return norm + gathered + 2 * _FLOAT * tokens.local * shape.hidden, 0
+        targets = batch.rows * batch.targets
+        at_once = min(targets, batch.chunk_tokens or targets)
+        chosen = self.size * targets * shape.hidden
+        hidden = norm if backward else self.size * tokens.local * shape.hidden
+        return hidden + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
+
+
+def _with(idle: Memory, activations: int, logits: int) -> Memory:
+    return replace(idle, activations=activations, logits=logits)

@@ -1,0 +1,145 @@
+"""Memory of every call of the roles of a configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from workers.config import ActorConfig, CriticConfig, RewardConfig
+from workers.config.fit import divided_for
+from workers.memory.estimate import Batch, Memory, PlannedRole
+
+__all__ = ["CallMemory", "Lengths", "calls_of_run"]
+
+RoleConfig = ActorConfig | CriticConfig | RewardConfig
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the rows of a run, and how many of them are generated at once.
+
+    Attributes:
+        prompt: tokens of the longest prompt.
+        response: tokens of the longest response.
+        rows: responses of one step, of all ranks.
+    """
+
+    prompt: int
+    response: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """The memory of one call on the GPU of each pipeline stage.
+
+    Attributes:
+        role: the role.
+        call: what it does: train, score or generate.
+        stages: the memory by stage.
+    """
+
+    role: str
+    call: str
+    stages: tuple[Memory, ...]
+
+    @property
+    def most(self) -> int:
+        """The stage that needs the most memory."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
+
+
+def calls_of_run(
+    configs: Mapping[str, RoleConfig], world_size: int, lengths: Lengths, *, fused: bool
+) -> list[CallMemory]:
+    """Return the memory of every call of every role.
+
+    Args:
+        configs: by key: ``actor_rollout_ref``, ``critic``, ``ref``, ``reward_model``.
+        world_size: ranks of each group.
+        lengths: of the rows.
+        fused: whether layers are those of Transformer Engine.
+
+    Raises:
+        LayoutError: the axes of a role do not divide the world size.
+        ConfigError: the memory of a model or an optimizer cannot be estimated.
+    """
+    calls: list[CallMemory] = []
+    for key, config in configs.items():
+        run = _OfRole(config, world_size, lengths, fused)
+        if key == "ref":
+            calls.append(run.score("reference"))
+        elif isinstance(config, ActorConfig):
+            calls += [*run.trained("actor"), run.generate()]
+            if "ref" not in configs:
+                calls.append(run.score("reference"))
+        elif isinstance(config, CriticConfig):
+            calls += run.trained("critic")
+        else:
+            calls.append(run.score("reward"))
+    return calls
+
+
+class _OfRole:
+    def __init__(self, config: RoleConfig, world_size: int, lengths: Lengths, fused: bool) -> None:
+        self.config, self.world_size, self.lengths, self.fused = config, world_size, lengths, fused
+        self.value_head = not isinstance(config, ActorConfig)
+
+    def trained(self, role: str) -> Iterator[CallMemory]:
+        config = self.config
+        assert not isinstance(config, RewardConfig)
+        built = self._role(trained=True)
+        rows = self._rows(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch)
+        count = math.ceil(config.ppo_mini_batch_size / built.layout.dp / rows)
+        yield self._call(role, "train", lambda stage: built.train(stage, self._batch(rows, count)))
+        yield self.score(role)
+
+    def score(self, role: str) -> CallMemory:
+        """Scoring needs the weights only: gradients and optimizer are in host memory if roles share GPUs."""
+        config, built = self.config, self._role(trained=False)
+        if isinstance(config, RewardConfig):
+            rows = self._rows(config.micro_batch_size, config.max_tokens_per_micro_batch)
+        elif isinstance(config, CriticConfig):
+            rows = self._rows(
+                config.forward_micro_batch_size or config.ppo_micro_batch_size,
+                config.forward_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
+            )
+        else:
+            rows = self._rows(
+                config.log_prob_micro_batch_size or config.ppo_micro_batch_size,
+                config.log_prob_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
+            )
+        return self._call(role, "score", lambda stage: built.score(stage, self._batch(rows, 1)))
+
+    def generate(self) -> CallMemory:
+        config = self.config
+        assert isinstance(config, ActorConfig)
+        parallel, model = config.rollout.parallel, config.model
+        if parallel is not None:
+            model = divided_for(config.model, parallel, config.parallel)
+        built = PlannedRole(model, parallel or config.parallel, self.world_size, fused=self.fused)
+        rows = math.ceil(self.lengths.rows / built.layout.dp)
+        at_once = min(rows, config.rollout.max_rows or rows)
+        prompt, response = self.lengths.prompt, self.lengths.response
+        stages = range(built.parallel.pp)
+        memories = tuple(built.generate(stage, at_once, prompt, response) for stage in stages)
+        return CallMemory("rollout", "generate", memories)
+
+    def _role(self, *, trained: bool) -> PlannedRole:
+        config = self.config
+        optim = None if isinstance(config, RewardConfig) or not trained else config.optim
+        ddp = None if isinstance(config, RewardConfig) else config.ddp
+        arguments = (config.model, config.parallel, self.world_size, optim)
+        return PlannedRole(*arguments, ddp=ddp, value_head=self.value_head, fused=self.fused)
+
+    def _rows(self, rows: int, tokens: int) -> int:
+        return max(1, tokens // (self.lengths.prompt + self.lengths.response)) if tokens else rows
+
+    def _batch(self, rows: int, count: int) -> Batch:
+        chunk = self.config.log_prob_chunk_tokens if isinstance(self.config, ActorConfig) else 0
+        lengths = self.lengths
+        return Batch(rows, lengths.prompt + lengths.response, lengths.response, count, chunk)
+
+    def _call(self, role: str, call: str, of_stage: Callable[[int], Memory]) -> CallMemory:
+        return CallMemory(role, call, tuple(of_stage(stage) for stage in range(self.config.parallel.pp)))

@@ -1,0 +1,159 @@
+"""Fields of TransformerConfig that are set on a GPU if the configuration does not set them, each with its reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+
+from mcontroller.errors import ConfigError
+from workers.config import ModelConfig, ParallelConfig
+
+__all__ = ["GpuDefault", "chosen_implementation", "gpu_defaults", "max_connections", "set_max_connections"]
+
+_APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclass(frozen=True)
+class GpuDefault:
+    """A field of TransformerConfig with the value that it has on this machine, and why.
+
+    Attributes:
+        field: the name of the field; ``model.transformer.<field>`` in a configuration overrides it.
+        value: its value.
+        reason: why it has this value.
+    """
+
+    field: str
+    value: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"model.transformer.{self.field}={self.value}: {self.reason}"
+
+
+def chosen_implementation(transformer_impl: str) -> str:
+    """Return ``"transformer_engine"`` or ``"local"``.
+
+    Args:
+        transformer_impl: one of these, or ``"auto"``: Transformer Engine if it is installed and there is a GPU.
+
+    Raises:
+        ConfigError: Transformer Engine is requested and cannot run.
+    """
+    runs_here = torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
+    if transformer_impl == "transformer_engine" and not runs_here:
+        missing = "package transformer_engine" if torch.cuda.is_available() else "GPU"
+        raise ConfigError(
+            f"model.transformer_impl is 'transformer_engine', but there is no {missing}: set 'auto' or 'local'",
+            key="model.transformer_impl",
+            value=transformer_impl,
+        )
+    return "transformer_engine" if transformer_impl != "local" and runs_here else "local"
+
+
+def gpu_defaults(model: ModelConfig) -> list[GpuDefault]:
+    """Return the fields that are set on this machine for this model and that its configuration leaves open.
+
+    The process of rank 0 prints them when it builds the model. Without a GPU there are none.
+
+    Args:
+        model: the model; fields in ``model.transformer`` are left as they are.
+
+    Raises:
+        ConfigError: as ``chosen_implementation``.
+    """
+    if not torch.cuda.is_available():
+        return []
+    with_engine = chosen_implementation(model.transformer_impl) == "transformer_engine"
+    chosen = [
+        _rotary(model, with_engine),
+        _activation(model),
+        _dropout(model),
+        _gradient_accumulation(with_engine),
+    ]
+    return [default for default in chosen if default.field not in model.transformer]
+
+
+def _rotary(model: ModelConfig, with_engine: bool) -> GpuDefault:
+    name = "apply_rope_fusion"
+    if model.position_embedding_type != "rope":
+        return GpuDefault(name, False, f"position_embedding_type is {model.position_embedding_type}")
+    if not with_engine:
+        return GpuDefault(name, False, "the kernel is Transformer Engine's, and layers are local")
+    if model.transformer.get("multi_latent_attention"):
+        return GpuDefault(name, False, "multi-latent attention has another kernel")
+    return GpuDefault(name, True, "one kernel in place of several operations")
+
+
+def _activation(model: ModelConfig) -> GpuDefault:
+    name = "bias_activation_fusion"
+    if model.transformer.get("use_te_activation_func"):
+        return GpuDefault(name, False, "use_te_activation_func is set")
+    for changed in ("glu_linear_offset", "activation_func_clamp_value"):
+        if model.transformer.get(changed):
+            return GpuDefault(name, False, f"{changed} is set, which the fused SwiGLU does not compute")
+    if model.activation == "silu" and model.gated_linear_unit:
+        return GpuDefault(name, True, "SwiGLU and its bias are one compiled function, with the same values")
+    return GpuDefault(name, False, "only SwiGLU keeps its values: the fused GELU is the approximation by tanh")
+
+
+def _dropout(model: ModelConfig) -> GpuDefault:
+    name = "bias_dropout_fusion"
+    if model.num_moe_experts is not None and model.add_bias_linear:
+        return GpuDefault(name, False, "Megatron does not support it for experts with biases")
+    return GpuDefault(name, True, "bias, dropout and the residual sum are one compiled function")
+
+
+def _gradient_accumulation(with_engine: bool) -> GpuDefault:
+    name = "gradient_accumulation_fusion"
+    if with_engine:
+        has_apex = importlib.util.find_spec(_APEX_KERNEL) is not None
+        kept = "" if has_apex else "; the output layer, whose kernel is Apex's, is not fused"
+        return GpuDefault(name, True, f"Transformer Engine adds weight gradients to their sum{kept}")
+    return GpuDefault(name, False, "it needs Transformer Engine, and layers are local")
+
+
+def max_connections(parallel: ParallelConfig, capability: tuple[int, int]) -> tuple[str | None, str]:
+    """Return the value that CUDA_DEVICE_MAX_CONNECTIONS should have, None for CUDA's own, and the reason.
+
+    Megatron's layers start a collective and then a product, and rely on one hardware queue to start them in this order:
+    see ``validate_args`` of Megatron-LM.
+
+    Args:
+        parallel: the axes.
+        capability: compute capability of the GPU.
+    """
+    if parallel.tp == 1 and parallel.cp == 1:
+        return None, "tp and cp are 1, so no layer overlaps a collective with a product"
+    if capability >= (10, 0):
+        return None, f"compute capability {capability[0]}.{capability[1]} keeps the order of kernels without it"
+    return "1", f"with tp={parallel.tp} and cp={parallel.cp}, collectives start before the products they overlap with"
+
+
+def set_max_connections(parallel: ParallelConfig) -> str:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS as ``max_connections`` returns it, and return a line that explains it.
+
+    The environment's own value stays. The driver reads the variable when the CUDA context of the process is created, so
+    this comes before the first use of the device.
+
+    Args:
+        parallel: the axes.
+    """
+    if _CONNECTIONS in os.environ:
+        return f"{_CONNECTIONS}={os.environ[_CONNECTIONS]}: set in the environment"
+    used = torch.cuda.is_initialized()
+    value, reason = max_connections(parallel, torch.cuda.get_device_capability())
+    if value is None:
+        return f"{_CONNECTIONS} is not set: {reason}"
+    if used:
+        return (
+            f"{_CONNECTIONS} is not set, though {reason}: this process has used CUDA already; set it in the "
+            "environment of the worker processes"
+        )
+    os.environ[_CONNECTIONS] = value
+    return f"{_CONNECTIONS}={value}: {reason}"

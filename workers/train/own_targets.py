@@ -1,0 +1,76 @@
+"""Locate the targets that count, so that the output layer runs over nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.train.packing import Packing
+
+__all__ = ["OwnTargets", "locate_own_targets"]
+
+
+@dataclass(frozen=True)
+class OwnTargets:
+    """The targets with a mask other than 0 that one context-parallel rank predicts; at least one entry.
+
+    Attributes:
+        index: ``[n]`` int64, the position of each target in ``[rows * targets]``.
+        predictors: ``[n]`` int64, the position of its predictor in this rank's hidden states, flattened from
+            ``[seq, sequences]``. All differ.
+        empty: whether the rank has no such target. The one entry only keeps every parameter in the graph then, as the
+            gradient hooks of DistributedDataParallel require; its result must be multiplied by 0.
+    """
+
+    index: Tensor
+    predictors: Tensor
+    empty: bool = False
+
+    def to(self, device: torch.device) -> OwnTargets:
+        """Return the indices on ``device``."""
+        return OwnTargets(self.index.to(device), self.predictors.to(device), self.empty)
+
+    def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Return ``[..., rows, targets]`` with these values, and 0 for all other targets.
+
+        Args:
+            values: ``[..., n]``, one for each of these targets.
+            shape: ``(rows, targets)``.
+        """
+        everything = values.new_zeros(*values.shape[:-1], shape.numel())
+        everything = everything.index_copy(-1, self.index, values * 0.0 if self.empty else values)
+        return everything.unflatten(-1, shape)
+
+
+def locate_own_targets(
+    mask: Tensor, predictors: Tensor, width: int, packing: Packing | None, *, cp: int, rank: int
+) -> OwnTargets:
+    """Return the targets that count and that one context-parallel rank predicts.
+
+    Call this while the tensors are on the CPU: the number of targets depends on the values of the mask, for which the
+    host would have to wait for a GPU.
+
+    Args:
+        mask: ``[rows, targets]``, 0 if a target does not count.
+        predictors: ``[rows, targets]`` int64, the column of the row that predicts each target.
+        width: columns of the padded rows.
+        packing: the position of each row in one sequence, or None if rows are padded.
+        cp: size of the cp axis.
+        rank: coordinate on the cp axis.
+    """
+    index = mask.flatten().nonzero().flatten()
+    row, column = index // mask.size(1), predictors.flatten()[index]
+    widths: Tensor = torch.full_like(row, width) if packing is None else packing.lengths[row]
+    piece = widths // (2 * cp)
+    if cp > 1:
+        number, offset = column // piece, column % piece
+        second = number == 2 * cp - 1 - rank
+        own = (number == rank) | second
+        index, row, column = index[own], row[own], (offset + piece * second)[own]
+    start_of_row, rows = (row, len(mask)) if packing is None else (packing.bounds.long()[row] // cp, 1)
+    position = column * rows + start_of_row
+    if len(index) == 0:
+        return OwnTargets(index.new_zeros(1), index.new_zeros(1), empty=True)
+    return OwnTargets(index, position)

@@ -1,0 +1,104 @@
+"""The loss of the actor: the policy loss, the entropy bonus and the KL penalty, averaged as configured."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup, all_reduce
+
+from mcontroller.ppo.kl import estimate_kl
+from mcontroller.ppo.losses.aggregation import AGGREGATIONS
+from mcontroller.ppo.losses.registry import POLICY_LOSSES, PolicyLoss
+from workers.config import ActorConfig
+from workers.train.batches import TokenBatch
+from workers.train.losses import masked_sum
+from workers.train.metrics import TOKENS, Rule
+
+__all__ = ["columns_of_update", "policy_metrics", "policy_objective"]
+
+
+def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
+    """Return the columns that ``policy_objective`` reads, ``[rows, response]``.
+
+    Args:
+        config: the configuration of the actor.
+        present: the columns of the batch; ``importance_weights`` are read if they are there.
+    """
+    needed = ["old_log_probs", "advantages", *POLICY_LOSSES[config.policy_loss].columns]
+    return (
+        needed
+        + ["ref_log_prob"] * bool(config.use_kl_loss)
+        + ["importance_weights"] * ("importance_weights" in present)
+    )
+
+
+def policy_objective(
+    config: ActorConfig, rows: TokenBatch, log_probs: Tensor, entropy: Tensor, context_parallel: ProcessGroup
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the weighted sum of the losses of tokens, its divisor, and the report for ``policy_metrics``.
+
+    Args:
+        config: the configuration of the actor.
+        rows: a micro-batch with the columns of ``columns_of_update``, its ``mask`` and its ``whole_mask``.
+        log_probs: ``[rows, response]``, with gradients; 0 for targets of other context-parallel ranks.
+        entropy: the same.
+        context_parallel: the process group of the cp axis.
+    """
+    assert rows.whole_mask is not None
+    registered, columns = POLICY_LOSSES[config.policy_loss], rows.columns
+    policy = _policy_loss(config, rows, log_probs, context_parallel)
+    average = AGGREGATIONS[config.loss_agg_mode or registered.loss_agg_mode]
+    weights = average(rows.mask, rows.whole_mask, config.rollout.response_length)
+    per_token = policy.loss * columns.get("importance_weights", 1.0)
+    token_means = {
+        "pg_loss": per_token,
+        "pg_clipfrac": policy.clipped,
+        "pg_clipfrac_low": policy.clipped * (columns["advantages"] < 0),
+        "pg_clipfrac_high": policy.clipped * (columns["advantages"] > 0),
+        "ppo_kl": columns["old_log_probs"] - log_probs,
+        "entropy": entropy,
+    }
+    total = masked_sum(per_token, weights.tokens)
+    if registered.whole_sequences:  # tokens of other ranks have gradients by the log-probabilities of this rank too
+        every = average(rows.whole_mask, rows.whole_mask, config.rollout.response_length).tokens
+        others = masked_sum(per_token, every * (rows.mask == 0))
+        total = total + others - others.detach()
+    further = -config.entropy_coeff * entropy
+    if config.use_kl_loss:
+        kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type)
+        further = further + config.kl_loss_coef * kl
+        token_means["kl_loss"] = kl
+    report = {name: masked_sum(values.detach(), rows.mask) for name, values in token_means.items()}
+    report["ratio_max"] = (policy.ratio.detach() * rows.mask).max()
+    return total + masked_sum(further, weights.tokens), weights.count, report | {TOKENS: rows.mask.sum()}
+
+
+def policy_metrics(config: ActorConfig) -> dict[str, Rule]:
+    """Return how the values that ``policy_objective`` reports are reduced."""
+    means = ["pg_loss", "pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy"]
+    means += ["kl_loss"] * bool(config.use_kl_loss)
+    return dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
+
+
+def _policy_loss(
+    config: ActorConfig, rows: TokenBatch, log_probs: Tensor, context_parallel: ProcessGroup
+) -> PolicyLoss:
+    """Return the policy loss of this context-parallel rank's tokens, or of all tokens if it combines them."""
+    registered, mask = POLICY_LOSSES[config.policy_loss], rows.mask
+    if registered.whole_sequences and rows.whole_mask is not None:
+        mask = rows.whole_mask
+        if context_parallel.size() > 1:
+            own = log_probs.detach()
+            of_all = own.clone()
+            all_reduce(of_all, group=context_parallel)
+            log_probs = of_all + (log_probs - own)
+    further = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
+    return registered.function(
+        log_probs,
+        rows.columns["old_log_probs"],
+        rows.columns["advantages"],
+        mask,
+        clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+        clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+        dual_clip=config.clip_ratio_c,
+        **further,
+    )
