@@ -15,6 +15,7 @@ from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, WorkerProcess
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.supervision import GroupProcesses, ProcessHandles, SentCall
+from mcontroller.ray.warm_start.executable import with_warm_start
 from mcontroller.ray.wire import Packed, pack
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
@@ -125,7 +126,7 @@ def _start(
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
         handles.names.append(name)
-        handles.actors.append(_Actor.options(**chosen).remote())
+        handles.actors.append(_Actor.options(**(with_warm_start(chosen) if pool.warm_start else chosen)).remote())
     handles.info_refs.extend(actor.get_info.remote() for actor in handles.actors)
 
 
