@@ -21,6 +21,7 @@ from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.supervision import GroupProcesses, SentCall
+from mcontroller.ray.warm_start.executable import with_warm_start
 from mcontroller.ray.wire import Packed, pack, store
 from mcontroller.transport import Arguments
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
@@ -129,12 +130,13 @@ def _start(
     detached: bool,
 ) -> list[Any]:
     """Start the processes; return a reference of the ``ProcessInfo`` of each."""
-    share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0}
+    share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0, **options}
+    common = with_warm_start(share) if pool.warm_start else share
     keys = ChannelKeys.generate()
     for rank, bundle in enumerate(lease.bundles):
         name = f"{unique}/{rank}"
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
-        chosen = {**share, **named, **options, "scheduling_strategy": bundle.strategy}
+        chosen = {**common, **named, "scheduling_strategy": bundle.strategy}
         handles.names.append(name)
         handles.actors.append(_Actor.options(**chosen).remote(keys, handles.options))
     reports = [actor.get_info.remote() for actor in handles.actors]

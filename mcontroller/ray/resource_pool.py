@@ -92,6 +92,8 @@ class RayResourcePool(ResourcePool):
         isolate_gpus: whether each process sees only its own GPU, as ``cuda:0``. By default it sees the GPUs of all
             ranks of its group on its node, and its own is ``cuda:LOCAL_RANK`` and current. MIG devices are always
             isolated, because CUDA shows a process only one.
+        warm_start: whether the processes of a node are forked from one that has imported torch, where that is safe;
+            see ``mcontroller.ray.warm_start``.
         channel: ports of the processes, and the size of values that travel inside messages.
 
     Raises:
@@ -107,6 +109,7 @@ class RayResourcePool(ResourcePool):
         detached: bool = False,
         accelerator_type: str | None = None,
         isolate_gpus: bool = False,
+        warm_start: bool = True,
         channel: ChannelOptions | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
@@ -115,6 +118,7 @@ class RayResourcePool(ResourcePool):
         self.detached = detached
         self.accelerator_type = accelerator_type
         self.isolate_gpus = isolate_gpus
+        self.warm_start = warm_start
         self.channel = channel or ChannelOptions()
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
@@ -294,7 +298,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def _kind(self) -> dict[str, object]:
-        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "isolate_gpus", "channel")
+        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "isolate_gpus", "warm_start", "channel")
         return {name: getattr(self, name) for name in names}
 
     def _pool_of(self, parts: Sequence[_Part], name: str) -> RayResourcePool:

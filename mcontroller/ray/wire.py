@@ -337,8 +337,9 @@ def _store_file(inode: int) -> int | None:
 
 
 def _raylets() -> Iterator[int]:
-    """Yield every raylet of this machine; a worker's own raylet is its parent process."""
-    yield os.getppid()
+    """Yield every raylet of this machine, that of a worker process first."""
+    if "RAY_RAYLET_PID" in os.environ:
+        yield int(os.environ["RAY_RAYLET_PID"])
     for process in psutil.process_iter(["name"]):
         if process.info["name"] == "raylet":
             yield process.pid

@@ -1,0 +1,41 @@
+"""The command that Ray starts the worker processes of a group with."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mcontroller.ray.warm_start import client
+
+__all__ = ["with_warm_start"]
+
+OF_ANOTHER_INTERPRETER = ("pip", "conda", "uv", "container", "image_uri", "py_executable", "worker_process_setup_hook")
+"""Fields of a runtime environment whose processes run another interpreter, or code of the user before Ray's."""
+
+_NODE_PYTHON = r'tr "\0" "\n" < /proc/$PPID/cmdline | sed -n "s/^--python_worker_command=\([^ ]*\) .*/\1/p"'
+"""The interpreter of the node's raylet, which is the parent process; the path of the driver's may differ."""
+
+
+def with_warm_start(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Ray's options for an actor whose process is forked from the warm parent of its node.
+
+    Options whose runtime environment has an interpreter of its own are returned unchanged, as are all options on a
+    system other than Linux.
+    """
+    own = dict(options.get("runtime_env") or {})
+    inherited = ray.get_runtime_context().runtime_env
+    if not sys.platform.startswith("linux") or any({**inherited, **own}.get(field) for field in OF_ANOTHER_INTERPRETER):
+        return dict(options)
+    threads = str(max(int(options.get("num_cpus") or 1), 1))
+    script = f'P=$({_NODE_PYTHON}); exec "${{P:-{sys.executable}}}" -S -c "$0" {threads} "$@"'
+    own["py_executable"] = f"sh -c {shlex.quote(script)} {shlex.quote(_source())}"
+    return {**options, "runtime_env": own}
+
+
+def _source() -> str:
+    return Path(client.__file__).read_text()

@@ -1,0 +1,204 @@
+"""The warm parent: it imports the libraries that workers need, and forks a worker for each request.
+
+A fork is safe as long as CUDA has not been initialized and no thread runs, so the parent imports libraries only, no
+code of the user: a parent lives longer than a group, and would not notice that the code has changed.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcontroller.ray.warm_start.client import short_path
+
+__all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "main"]
+
+LIBRARIES = ("ray._private.workers.default_worker", "numpy", "torch", "tensordict", "zmq")
+"""What is imported before workers are forked."""
+
+IDLE_SECONDS = 120.0
+"""The parent ends after this time without a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCommand:
+    """A worker to fork.
+
+    Attributes:
+        command: its script and arguments.
+        environment: its environment variables.
+        folder: its current directory.
+        streams: descriptors of its standard input, output and error.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    streams: Sequence[int]
+
+
+class Parent:
+    """Forks workers until the raylet of the node ends.
+
+    Args:
+        folder: folder of its socket.
+        key: name of its socket there.
+        raylet: process id of the raylet.
+    """
+
+    def __init__(self, folder: str, key: str, raylet: int) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._loaded = [module.__file__ for name in LIBRARIES if (module := _imported(name)) and module.__file__]
+        self._loaded_at = self._times()
+        self._raylet = os.pidfd_open(raylet)
+        self._selector.register(self._raylet, selectors.EVENT_READ, sys.exit)
+        reason = _reason_not_to_fork()
+        if reason is not None:
+            sys.stderr.write(f"{reason}\n")
+            with open(os.path.join(folder, f"{key}.unsafe"), "w") as note:
+                note.write(reason)
+            sys.exit(1)
+        self._path = os.path.join(folder, f"{key}.sock")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.suppress(FileNotFoundError):  # of a parent that was killed
+            os.unlink(self._path)
+        with short_path(folder) as short:
+            self._listener.bind(f"{short}/{key}.sock")
+        self._listener.listen(1024)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._workers: set[int] = set()
+        self._retired = False
+
+    def serve(self) -> WorkerCommand:
+        """Fork workers. Return in each of them what it is to run; the parent itself does not return."""
+        while self._workers or not self._retired:
+            ready = self._selector.select(None if self._workers else IDLE_SECONDS)
+            if not ready:
+                self._retire()
+            for key, _ in ready:
+                worker = key.data()
+                if worker is not None:
+                    return worker
+        sys.exit()
+
+    def _retire(self) -> None:
+        """Accept no more requests. The next one starts another parent."""
+        self._retired = True
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        os.unlink(self._path)
+
+    def _accept(self) -> WorkerCommand | None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(10.0)
+        try:
+            worker = _receive(connection)
+            if self._times() != self._loaded_at:  # a library was replaced: new workers must load the new one
+                self._retire()
+                raise ValueError("a library has changed")
+            pid = os.fork()
+        except (OSError, ValueError):  # the other side starts its worker by itself
+            connection.close()
+            return None
+        if pid == 0:
+            self._close(connection)
+            return worker
+        for descriptor in worker.streams:
+            os.close(descriptor)
+        self._watch(connection, pid)
+        return None
+
+    def _watch(self, connection: socket.socket, pid: int) -> None:
+        """Report the exit status of a worker; end the worker if the process that asked for it ends."""
+        process = os.pidfd_open(pid)
+        self._workers.add(pid)
+
+        def ended() -> None:
+            self._selector.unregister(process)
+            os.close(process)
+            _, status = os.waitpid(pid, 0)
+            self._workers.discard(pid)
+            with contextlib.suppress(OSError):
+                connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+            self._forget(connection)
+
+        def left() -> None:
+            self._forget(connection)
+            if pid in self._workers:
+                os.kill(pid, signal.SIGKILL)
+
+        self._selector.register(process, selectors.EVENT_READ, ended)
+        self._selector.register(connection, selectors.EVENT_READ, left)
+        with contextlib.suppress(OSError):
+            connection.send(b"+")
+
+    def _forget(self, connection: socket.socket) -> None:
+        if connection.fileno() >= 0:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _close(self, connection: socket.socket) -> None:
+        """Close, in a worker, what belongs to the parent."""
+        connection.close()
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
+
+    def _times(self) -> list[int]:
+        return [os.stat(file).st_mtime_ns for file in self._loaded]
+
+
+def main() -> None:
+    """Import the libraries and fork workers; run the worker in each fork. Ends with the raylet."""
+    folder, key, raylet = sys.argv[1:]
+    worker = Parent(folder, key, int(raylet)).serve()
+    os.setpgid(0, 0)  # Ray ends the process group of a worker with it
+    os.chdir(worker.folder)
+    os.environ.clear()
+    os.environ.update(worker.environment)
+    for number, descriptor in enumerate(worker.streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.argv = list(worker.command)
+    sys.path.insert(0, os.path.dirname(worker.command[0]))  # as in a process that Python starts with this script
+    _imported("numpy").random.seed()  # else all forks would draw the same numbers
+    _imported("torch").default_generator.seed()
+    runpy.run_path(worker.command[0], run_name="__main__")
+
+
+def _receive(connection: socket.socket) -> WorkerCommand:
+    size, ancillary, *_ = connection.recvmsg(8, socket.CMSG_SPACE(3 * 4))
+    streams = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            streams.frombytes(data)
+    if len(size) < 8 or len(streams) != 3:
+        raise ValueError("not a request")
+    with connection.makefile("rb") as content:
+        command, environment, folder = json.loads(content.read(int.from_bytes(size, "big")))
+    return WorkerCommand(command, environment, folder, streams.tolist())
+
+
+def _reason_not_to_fork() -> str | None:
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if threads:
+        return f"not safe to fork: threads {threads} run after the imports"
+    if _imported("torch").cuda.is_initialized():
+        return "not safe to fork: the imports have initialized CUDA"
+    return None
+
+
+def _imported(name: str) -> Any:
+    return importlib.import_module(name)

@@ -1,0 +1,162 @@
+"""A worker command that is started through the warm parent, without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.ray.warm_start import client
+
+WORKER = """
+import json, os, random, sys
+import numpy, torch
+print(json.dumps({
+    "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv, "folder": os.getcwd(), "main": __name__,
+    "mark": os.environ.get("OLDPWD"), "threads": torch.get_num_threads(),
+    "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
+    "forked": "mcontroller.ray.warm_start.parent" in sys.modules,
+}), flush=True)
+if "--sleep" in sys.argv:
+    import time
+    time.sleep(60)
+sys.exit(3)
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ray") / "session_1"
+    folder.mkdir()
+    folder.joinpath("worker.py").write_text(WORKER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def raylet() -> Iterator[subprocess.Popen[bytes]]:
+    """A process in the place of the node's raylet."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def start(session: Path, raylet: subprocess.Popen[bytes]) -> Start:
+    """Starts the worker as Ray does, with further arguments; keywords are environment variables."""
+
+    def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+        named = [f"--temp-dir={session.parent}", f"--session-name={session.name}"]
+        command = [sys.executable, "-S", "-c", Path(client.__file__).read_text(), "2"]
+        left_out = {"OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
+        inherited = {name: value for name, value in os.environ.items() if name not in left_out}
+        environment = {**inherited, "RAY_RAYLET_PID": str(raylet.pid), **variables}
+        return subprocess.Popen(
+            [*command, str(session / "worker.py"), *named, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=session,
+        )
+
+    return start
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, "the status of the worker is the status of the process that Ray started"
+    return dict(json.loads(output))
+
+
+def folder_of(session: Path) -> Path:
+    [folder] = session.glob("warm_start_*")
+    return folder
+
+
+def test_workers_are_forks_of_one_parent(start: Start, session: Path) -> None:
+    first, second = [finish(start("--own", OLDPWD=mark)) for mark in ("a", "b")]
+    assert first["forked"]
+    assert first["parent"] == second["parent"]
+    assert (first["mark"], second["mark"]) == ("a", "b"), "each has its own environment"
+    assert first["arguments"][0] == str(session / "worker.py")
+    assert first["arguments"][-1] == "--own"
+    assert first["folder"] == str(session)
+    assert first["main"] == "__main__"
+    assert first["threads"] == 2, "the threads that Ray sets, although torch was loaded before"
+    assert not set(first["drawn"]) & set(second["drawn"]), "forks draw different numbers"
+    assert folder_of(session).stat().st_mode & 0o777 == 0o700
+
+
+def test_another_environment_has_another_parent(start: Start) -> None:
+    first, second = finish(start()), finish(start(OMP_NUM_THREADS="1"))
+    assert first["parent"] != second["parent"]
+    assert second["threads"] == 1
+
+
+def test_a_worker_ends_with_the_process_that_asked_for_it(start: Start) -> None:
+    process = start("--sleep")
+    assert process.stdout is not None
+    worker = json.loads(process.stdout.readline())
+    process.kill()
+    process.wait()
+    wait_until(lambda: not running(worker["pid"]))
+
+
+def test_a_killed_worker_reports_its_signal(start: Start) -> None:
+    process = start("--sleep")
+    assert process.stdout is not None
+    os.kill(json.loads(process.stdout.readline())["pid"], signal.SIGKILL)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_a_worker_starts_by_itself_if_the_parent_is_not_safe_to_fork(start: Start, session: Path) -> None:
+    [*notes] = [path.with_suffix(".unsafe") for path in folder_of(session).glob("*.sock")]
+    for note in notes:
+        note.touch()
+    worker = finish(start())
+    for note in notes:
+        note.unlink()
+    assert notes
+    assert not worker["forked"]
+
+
+def test_another_parent_is_started_if_the_first_was_killed(start: Start) -> None:
+    first = finish(start())
+    os.kill(first["parent"], signal.SIGKILL)
+    wait_until(lambda: not running(first["parent"]))
+    second = finish(start())
+    assert second["forked"]
+    assert second["parent"] != first["parent"]
+
+
+def test_a_parent_ends_with_the_raylet(start: Start) -> None:
+    other = subprocess.Popen(["sleep", "600"])
+    worker = finish(start(RAY_RAYLET_PID=str(other.pid)))
+    assert worker["forked"]
+    other.kill()
+    other.wait()
+    wait_until(lambda: not running(worker["parent"]))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.01)
