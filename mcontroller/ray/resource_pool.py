@@ -298,7 +298,8 @@ class RayResourcePool(ResourcePool):
         )
 
     def _kind(self) -> dict[str, object]:
-        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "isolate_gpus", "warm_start", "channel")
+        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel")
+        names = ("use_gpu", "max_colocate_count", "detached", *process)
         return {name: getattr(self, name) for name in names}
 
     def _pool_of(self, parts: Sequence[_Part], name: str) -> RayResourcePool:
