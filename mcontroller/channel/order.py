@@ -16,8 +16,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 __all__ = ["CallOrder", "CallQueue", "Place"]
 
-MISSING_SECONDS = 5.0
-"""Time to wait for a call that has a place but has not arrived: its controller may have ended while sending it."""
+MISSING_SECONDS = 40.0
+"""Time to wait for a call that has a place but has not arrived.
+
+A lost connection is restored before, or the group has ended. So after this time the call's controller has ended while
+it was sending the call, and the ranks that have received it run it without the others."""
 
 T = TypeVar("T")
 

@@ -28,6 +28,15 @@ class Plain(Worker):
         self.built_on = threading.current_thread()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def note(self, caller: str, number: int) -> None:
+        self.notes = [*getattr(self, "notes", []), (caller, number)]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def noted(self) -> list[tuple[str, int]]:
+        """Return the arguments of all calls of ``note``, in the order in which they ran."""
+        return self.notes
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def runs_on_the_main_thread(self) -> bool:
         """As what sets a signal handler must."""
         signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))

@@ -38,6 +38,21 @@ def driver(then: str, name: str = "other", detached: bool = False) -> subprocess
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
+def calling(name: str, mark: str, count: int) -> subprocess.Popen[str]:
+    """Another driver, which calls ``note`` of a detached group ``count`` times."""
+    address = ray.get_runtime_context().gcs_address
+    program = f"""
+    import ray
+    from mcontroller.ray import RayWorkerGroup
+    ray.init(address={address!r}, logging_level="ERROR", log_to_driver=False)
+    group = RayWorkerGroup.from_detached({name!r})
+    for number in range({count}):
+        group.note({mark!r}, number)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], text=True, env=environment)
+
+
 def pids_of(process: subprocess.Popen[str]) -> list[int]:
     assert process.stdout is not None
     return [int(word) for word in process.stdout.readline().split()]
@@ -95,6 +110,22 @@ def test_a_detached_group_outlives_its_driver_and_is_found_by_name(ray_cluster: 
     assert ray.available_resources()["CPU"] >= 2
     with pytest.raises(ResourceError, match="no detached group named 'lasting'"):
         RayWorkerGroup.from_detached("lasting")
+
+
+def test_all_ranks_run_the_calls_of_three_drivers_in_one_order(ray_cluster: None) -> None:
+    starter = driver("", name="shared", detached=True)
+    assert pids_of(starter)
+    assert starter.wait(120) == 0
+    group = RayWorkerGroup.from_detached("shared")
+    others = [calling("shared", mark, 100) for mark in ("a", "b")]
+    for number in range(100):
+        group.note("c", number)
+    assert [process.wait(120) for process in others] == [0, 0]
+    first, second = group.noted()
+    group.shutdown()
+    assert first == second
+    assert sorted(first) == [(mark, number) for mark in "abc" for number in range(100)]
+    assert all([n for m, n in first if m == mark] == list(range(100)) for mark in "abc"), "each in its own order"
 
 
 def test_a_detached_group_whose_driver_died_during_its_start_is_ended_by_the_next_driver(
