@@ -88,7 +88,7 @@ class Parent:
             if not ready:
                 self._retire()
             for key, _ in ready:
-                worker = key.data()
+                worker: WorkerCommand | None = key.data()
                 if worker is not None:
                     return worker
         sys.exit()
