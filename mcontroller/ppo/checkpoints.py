@@ -7,16 +7,17 @@ checkpoint of all groups of one step, and the next save or the next ``load_run``
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, MControllerError
 from mcontroller.files import sync_directory
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.devices import SharedDevices
@@ -82,13 +83,19 @@ class RunCheckpoints:
         self.finish()
         self.recover(groups)
         name = f"{_STAGED}{secrets.token_hex(4)}"
-        staged, written = {}, {}
+        staged = {group_name: self.directory / group_name / name for group_name in groups}
+        with _deleted_if_it_fails(staged):
+            written = self._write(groups, staged, state.global_steps)
+        self._writing = _Writing(state, dict(groups), staged, written)
+
+    def _write(self, groups: Mapping[str, WorkerGroup], staged: Mapping[str, Path], step: int) -> dict[str, Path]:
+        """Save every group into its new directory and return the directories that they reported."""
+        written: dict[str, Path] = {}
         for group_name, group in groups.items():
-            staged[group_name] = self.directory / group_name / name
             self.devices.make_room(group.save_checkpoint)
             background = "asynchronous" in inspect.signature(group.worker_cls.save_checkpoint).parameters
             options = {"asynchronous": True} if background else {}
-            path = group.save_checkpoint(str(staged[group_name]), state.global_steps, **options)[0]
+            path = group.save_checkpoint(str(staged[group_name]), step, **options)[0]
             written[group_name] = Path(path)
             if written[group_name].parent != staged[group_name]:
                 raise DataError(
@@ -96,7 +103,7 @@ class RunCheckpoints:
                     role=group_name,
                     path=path,
                 )
-        self._writing = _Writing(state, dict(groups), staged, written)
+        return written
 
     def recover(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Complete a save that was interrupted after it was recorded, and delete the remains of those before that."""
@@ -121,12 +128,13 @@ class RunCheckpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        for group_name, group in writing.groups.items():
-            if "wait_for_checkpoint" in dir(group):
-                group.wait_for_checkpoint()
-            if not writing.written[group_name].exists():
-                path = str(writing.written[group_name])
-                raise DataError(f"{group_name} reported a checkpoint at {path}, which does not exist", path=path)
+        with _deleted_if_it_fails(writing.staged):
+            for group_name, group in writing.groups.items():
+                if "wait_for_checkpoint" in dir(group):
+                    group.wait_for_checkpoint()
+                if not writing.written[group_name].exists():
+                    path = str(writing.written[group_name])
+                    raise DataError(f"{group_name} reported a checkpoint at {path}, which does not exist", path=path)
         self._complete(self._publish(writing))
 
     def _record(self) -> RunRecord | None:
@@ -164,6 +172,17 @@ class RunCheckpoints:
         for place in record.obsolete:
             shutil.rmtree(self.directory / place, ignore_errors=True)
         write_record(self.directory, replace(record, staged={}, obsolete=()))
+
+
+@contextlib.contextmanager
+def _deleted_if_it_fails(staged: Mapping[str, Path]) -> Iterator[None]:
+    """Delete what the groups have written if one of them cannot write."""
+    try:
+        yield
+    except MControllerError:
+        for directory in staged.values():
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _move(staged: Path, place: Path) -> None:

@@ -30,12 +30,14 @@ from workers.checkpoint.state import (
     weight_prefix,
     weight_shapes,
 )
+from workers.checkpoint.unpickle import known_types
+from workers.checkpoint.verify import verify
 
 __all__ = ["load_checkpoint", "open_checkpoint"]
 
 
 def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
-    """Find the checkpoint at ``path``, or the latest one in it, and read its manifest (a collective).
+    """Find the checkpoint at ``path``, or the latest one in it, read its manifest and verify it (a collective).
 
     Args:
         path: the directory of a checkpoint or of several; those of Megatron-LM in its distributed format are read too.
@@ -45,9 +47,11 @@ def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path
         The directory of the checkpoint, and its manifest.
 
     Raises:
-        DataError: on every rank, if one of them finds no checkpoint, or one that was never finished.
+        DataError: on every rank, if one of them finds no checkpoint, or one that is unfinished or damaged.
     """
-    return raise_on_every_rank(lambda: _open(path, vocab_size))
+    checkpoint, manifest = raise_on_every_rank(lambda: _open(path, vocab_size))
+    verify(checkpoint, manifest)
+    return checkpoint, manifest
 
 
 def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
@@ -102,7 +106,8 @@ def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifes
 
 def _read(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     try:
-        return dist_checkpointing.load(state, str(checkpoint))
+        with known_types():
+            return dist_checkpointing.load(state, str(checkpoint))
     except CheckpointException as error:  # derives from BaseException: `except Exception` would not catch it
         causes = "; ".join(f"rank {rank}: {cause!r:.300}" for rank, (cause, _) in sorted(error.failures.items())[:1])
         text = f"the checkpoint {str(checkpoint)!r} cannot be read: {causes}"
