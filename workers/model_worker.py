@@ -513,8 +513,8 @@ class ModelWorker(MegatronWorker):
 
         Raises:
             ConfigError: ``max_to_keep`` is less than 1.
-            DataError: on every rank, if one of them cannot write; earlier checkpoints stay. That of an asynchronous save
-                is raised by the call that would finish it.
+            DataError: on every rank, if one of them cannot write; earlier checkpoints stay. An asynchronous save
+                raises in the call that would finish it.
         """
         if max_to_keep is not None and max_to_keep < 1:
             text = f"save_checkpoint: max_to_keep is {max_to_keep}; it must be at least 1, or None to keep all"
@@ -564,8 +564,8 @@ class ModelWorker(MegatronWorker):
     def load_checkpoint(self, path: str) -> int:
         """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
 
-        From a distributed checkpoint of Megatron-LM, the weights are loaded. If a checkpoint has no optimizer state, as
-        one that was saved before the first step, training continues with a new optimizer.
+        From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
+        step of the optimizer, training continues with a new optimizer.
 
         Args:
             path: a checkpoint, or the directory that ``save_checkpoint`` was called with.

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,12 +63,19 @@ class RunCheckpoints:
         directory: of the run's checkpoints; every group has a directory in it.
         max_to_keep: number of saves to keep; None for all.
         devices: the devices that the groups share.
+
+    Attributes:
+        saved_step: the step of the last save that this object completed; None before.
+        longest: seconds of the longest save so far, from its beginning to its completion.
     """
 
     def __init__(self, directory: str, max_to_keep: int | None, devices: SharedDevices) -> None:
         self.directory = Path(directory)
         self.max_to_keep = max_to_keep
         self.devices = devices
+        self.saved_step: int | None = None
+        self.longest = 0.0
+        self._began = 0.0
         self._writing: _Writing | None = None
 
     def begin(self, groups: Mapping[str, WorkerGroup], state: RunState) -> None:
@@ -81,6 +89,7 @@ class RunCheckpoints:
             DataError: a group wrote outside of the directory that it was passed.
         """
         self.finish()
+        self._began = time.monotonic()
         self.recover(groups)
         name = f"{_STAGED}{secrets.token_hex(4)}"
         staged = {group_name: self.directory / group_name / name for group_name in groups}
@@ -136,6 +145,8 @@ class RunCheckpoints:
                     path = str(writing.written[group_name])
                     raise DataError(f"{group_name} reported a checkpoint at {path}, which does not exist", path=path)
         self._complete(self._publish(writing))
+        self.saved_step = writing.state.global_steps
+        self.longest = max(self.longest, time.monotonic() - self._began)
 
     def _record(self) -> RunRecord | None:
         """Return the record; None if there is none, or it is damaged and the run starts a new one."""

@@ -22,6 +22,7 @@ from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
+from mcontroller.ppo.preemption import Preempted, Preemption
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import check_roles, needs_reference, role_workers
 from mcontroller.ppo.run_record import read_record
@@ -119,6 +120,7 @@ class RayPPOTrainer:
         self.checkpoints = RunCheckpoints(
             config.trainer.default_local_dir, config.trainer.max_to_keep, self.stages.devices
         )
+        self.preemption = Preemption(config.trainer.max_seconds)
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
         self._saved_at = time.monotonic()
@@ -155,7 +157,15 @@ class RayPPOTrainer:
         """Run the warm-up and then PPO, with validation and checkpoints as configured.
 
         With ``trainer.resume``, continue from the last checkpoint instead.
+
+        Raises:
+            Preempted: SIGTERM, SIGINT, or the end of ``trainer.max_seconds`` stopped the run after a step, and it saved
+                a checkpoint. It is a SystemExit with the code 75.
         """
+        with self.preemption.handling_signals():
+            self._fit()
+
+    def _fit(self) -> None:
         total = self.config.trainer.total_training_steps
         if self.config.trainer.resume:
             self.load_checkpoint()
@@ -165,17 +175,29 @@ class RayPPOTrainer:
                 self.log(self.validate())
         self.display.phase("PPO", total, done=self.global_steps)
         while self.global_steps < total:
-            metrics = self.train_step(self.train_batches[self.global_steps])
-            self.global_steps += 1
-            self.display.step(metrics)
-            if self._is_due(self.config.trainer.test_freq):
-                metrics |= self.validate()
-            if self._is_save_due():
-                self.save_checkpoint(wait=self.global_steps == total)
-            else:
-                self.checkpoints.finish_if_written()
-            self.log(metrics)
+            self._stop_if_preempted()
+            with self.preemption.timing():
+                metrics = self.train_step(self.train_batches[self.global_steps])
+                self.global_steps += 1
+                self.display.step(metrics)
+                if self._is_due(self.config.trainer.test_freq):
+                    metrics |= self.validate()
+                if self._is_save_due():
+                    self.save_checkpoint(wait=self.global_steps == total)
+                else:
+                    self.checkpoints.finish_if_written()
+                self.log(metrics)
         self.checkpoints.finish()
+
+    def _stop_if_preempted(self) -> None:
+        """Save a checkpoint and raise Preempted if the run is to stop; without a step there is nothing to save."""
+        reason = self.preemption.reason(saving=self.checkpoints.longest)
+        if reason is None:
+            return
+        self.checkpoints.finish()
+        if self.global_steps and self.checkpoints.saved_step != self.global_steps:
+            self.save_checkpoint()
+        raise Preempted(reason, self.checkpoints.saved_step)
 
     def train_step(self, problems: DataProto) -> dict[str, float]:
         """Run one step of PPO on a batch of problems and return its metrics."""
@@ -283,6 +305,7 @@ class RayPPOTrainer:
         batches = BatchStream(self.warm_up_dataset, warm_up.batch_size, self.config.data.seed, "warm_up_dataset")
         self.display.phase("warm-up", warm_up.steps)
         for step in range(warm_up.steps):
+            self._stop_if_preempted()
             with self.stages("warm-up", self.actor.update_sft):
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
             metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}

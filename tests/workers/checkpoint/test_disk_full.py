@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mcontroller.errors import DataError
 from tests.forking import run_ranks
@@ -31,6 +32,7 @@ def fails_then_works(path: str, rank: int, limit: int, asynchronous: bool) -> tu
         worker.save_checkpoint(path, global_step=2, max_to_keep=1, asynchronous=asynchronous)
         worker.wait_for_checkpoint()
     left = names(path)
+    dist.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     worker.save_checkpoint(path, global_step=3, max_to_keep=1, asynchronous=asynchronous)
     worker.wait_for_checkpoint()
