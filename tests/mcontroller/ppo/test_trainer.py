@@ -234,7 +234,7 @@ class Group(ToyActor):
         super().__init__(0.5, role)
         CALLS.append(f"use_kl_loss={config.use_kl_loss}")
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts):
         prompts.meta_info.setdefault("n", 3)
         return super().generate_sequences(prompts)

@@ -89,7 +89,7 @@ class ToyActor(ToyRole):
     def sync_reference(self) -> None:
         self.reference = self.table.clone()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         CALLS.append("generate_sequences")
         prompts = prompts.repeat(prompts.meta_info.get("n", 1))
