@@ -107,7 +107,7 @@ def differing_rows(origin: Partition, returned: Sequence[int], ranks: Sequence[i
         for rank, rows, count in zip(ranks, origin.shards, returned, strict=True)
         if count != len(rows)
     ]
-    if not differing:
+    if not differing or not any(map(len, origin.shards)):  # a batch of meta_info alone promises nothing
         return None
     more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
     return (
