@@ -62,8 +62,9 @@ def prepare_write(
     def write_common() -> None:
         with _failing_as_data_error(directory):
             file = HashedFile(directory / _COMMON)
+            sink: Any = file  # torch declares more of a file than it uses
             with contextlib.closing(file), _naming_the_cause(file):
-                torch.save(common, file)
+                torch.save(common, sink)
                 file.finish()
 
     raise_on_every_rank(lambda: write_common() if dist.get_rank() == 0 else None)
