@@ -37,9 +37,37 @@ fuzz = settings(
 )
 
 KEYS = st.sampled_from(
-    ["batch", "non_tensor_batch", "meta_info", "format", "version", "$tensor", "$array", "$objects", "$tensordict"]
-    + ["$tuple", "$dict", "$number", "$jagged", "global_steps", "kl_coef", "groups", "earlier", "staged", "obsolete"]
-    + ["step", "layout", "parts", "weights", "counters", "files", "sha256", "weight_map", "model_type", "a"]
+    [
+        "batch",
+        "non_tensor_batch",
+        "meta_info",
+        "format",
+        "version",
+        "$tensor",
+        "$array",
+        "$objects",
+        "$tensordict",
+        "$tuple",
+        "$dict",
+        "$number",
+        "$jagged",
+        "global_steps",
+        "kl_coef",
+        "groups",
+        "earlier",
+        "staged",
+        "obsolete",
+        "step",
+        "layout",
+        "parts",
+        "weights",
+        "counters",
+        "files",
+        "sha256",
+        "weight_map",
+        "model_type",
+        "a",
+    ]
 )
 LEAVES = st.none() | st.booleans() | st.integers(-3, 10**30) | st.floats() | st.text(max_size=8) | KEYS
 VALUES = st.recursive(
@@ -76,8 +104,22 @@ def test_bytes_in_place_of_yaml(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["a: [", "name: x\nname: y", "\tname: x", "name: &a *b", "- 1", "7", "{" * 5000, "name: ${nothing}", "count: 1.5"]
-    + ["inner: 3", "inner: {rate: [1]}", "inner: {sizes: {a: 1}}", "name: [1, 2]", "count: 99999999999999999999e9"],
+    [
+        "a: [",
+        "name: x\nname: y",
+        "\tname: x",
+        "name: &a *b",
+        "- 1",
+        "7",
+        "{" * 5000,
+        "name: ${nothing}",
+        "count: 1.5",
+        "inner: 3",
+        "inner: {rate: [1]}",
+        "inner: {sizes: {a: 1}}",
+        "name: [1, 2]",
+        "count: 99999999999999999999e9",
+    ],
 )
 def test_malformed_yaml_is_a_configuration_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.yaml").write_text(content)
