@@ -548,11 +548,7 @@ class ModelWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def verify_checkpoint(self, path: str) -> str:
-        """Return how the checkpoint at ``path`` is damaged; "" if it is whole, and nothing in it would run code.
-
-        Args:
-            path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
-        """
+        """Return how the checkpoint at ``path`` is damaged; "" if it is whole, and nothing in it would run code."""
         self._background_saves.finish()
         try:
             open_checkpoint(path, self.model_config.vocab_size)
