@@ -56,7 +56,7 @@ def main() -> None:
             parallel=ParallelConfig(tp=arguments.tp),
             rollout=RolloutConfig(prompt_length=PROMPT, response_length=RESPONSE),
         )
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         ray.init("local", num_cpus=4, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
         pool = RayResourcePool(process_on_nodes=[arguments.tp], use_gpu=False)
         worker = RayClassWithInitArgs(ActorRolloutRefWorker, config, "rollout")

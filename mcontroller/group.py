@@ -74,7 +74,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             GroupError: the call failed: WorkerError, WorkerDied, CallTimeout or GroupBroken.
         """
         group, rule = self.group, self.registration
-        call = PreparedCall(group, self.name, self.plan())
+        call = PreparedCall(group, self.name, self.plan(), changes_rows=rule.changes_rows)
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
         measure = call.concatenates and not rule.blocking
         timeout = group.deadline(rule.timeout)

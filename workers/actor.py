@@ -163,7 +163,7 @@ class ActorRolloutRefWorker(ModelWorker):
             for chunk in self.reference:
                 chunk.requires_grad_(False)
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none")
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none", changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
         """Generate ``n`` responses to every prompt.
 

@@ -105,6 +105,7 @@ class ModelWorker(MegatronWorker):
         "offload": (),
         "reload": (),
         "take_memory_use": (),
+        "verify_checkpoint": (),
         "wait_for_checkpoint": (),
     }
 
@@ -512,7 +513,8 @@ class ModelWorker(MegatronWorker):
 
         Raises:
             ConfigError: ``max_to_keep`` is less than 1.
-            DataError: on every rank, if the directory cannot be created.
+            DataError: on every rank, if one of them cannot write; earlier checkpoints stay. An asynchronous save
+                raises in the call that would finish it.
         """
         if max_to_keep is not None and max_to_keep < 1:
             text = f"save_checkpoint: max_to_keep is {max_to_keep}; it must be at least 1, or None to keep all"
@@ -545,17 +547,27 @@ class ModelWorker(MegatronWorker):
         export_hf(self.model, self.context, path, self.model_config, companions_from=self.model_config.hf_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def verify_checkpoint(self, path: str) -> str:
+        """Return how the checkpoint at ``path`` is damaged; "" if it is whole, and nothing in it would run code."""
+        self._background_saves.finish()
+        try:
+            open_checkpoint(path, self.model_config.vocab_size)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> int:
         """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
 
-        From a distributed checkpoint of Megatron-LM, the weights are loaded. If a checkpoint has no optimizer state, as
-        one that was saved before the first step, training continues with a new optimizer.
+        From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
+        step of the optimizer, training continues with a new optimizer.
 
         Args:
             path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
 
         Raises:
-            DataError: there is none, or it does not fit the model; with the names of the weights.
+            DataError: there is none, it is damaged, or it does not fit the model; with the names of the weights.
         """
         self._background_saves.finish()
         checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)

@@ -27,7 +27,7 @@ from examples.ppo.tokenizer import CharTokenizer
 from mcontroller import ResourcePoolManager, Role
 from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo import ProgressDisplay, RayPPOTrainer
-from mcontroller.ppo.checkpoints import find_run
+from mcontroller.ppo.run_record import read_record
 from mcontroller.trackers import Run, make_trackers
 from workers import ActorRolloutRefWorker, CriticWorker
 
@@ -115,7 +115,7 @@ def start_ray(config: Config) -> None:
 
 def _run_of_trackers(config: Config, directory: Path) -> Run:
     trainer = config.trainer
-    resumed_at = find_run(trainer.default_local_dir)["global_steps"] if trainer.resume else None
+    resumed_at = read_record(Path(trainer.default_local_dir)).last.global_steps if trainer.resume else None
     return Run(directory, name=directory.name, config=dataclasses.asdict(config), resumed_at=resumed_at)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -61,7 +62,7 @@ def _layer(source: Any) -> DictConfig:
         path = Path(source)
         if not path.is_file():
             raise ConfigError(f"configuration file {str(path)!r} does not exist", key=str(path), value=None)
-        loaded = OmegaConf.load(path)
+        loaded = _read_yaml(path.read_bytes(), f"the configuration file {str(path)!r}", str(path))
     else:
         is_instance = dataclasses.is_dataclass(source) and not isinstance(source, type)
         loaded = OmegaConf.create(dataclasses.asdict(source) if is_instance else source)
@@ -72,9 +73,29 @@ def _layer(source: Any) -> DictConfig:
 
 def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
     for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"the override {override!r} is not of the form key=value", key=override, value=None)
-    return OmegaConf.from_dotlist(list(overrides))
+        key, equals, _ = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"the override {override!r} is not of the form key.of.a.field=value", key=key, value=None)
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"an override of {list(overrides)} cannot be read: {_line(error)}", key="overrides"
+        ) from error
+
+
+def _read_yaml(content: bytes, what: str, key: str) -> Any:
+    """Parse YAML, with its errors, and those of the values that it makes, as errors of this project."""
+    try:
+        text = content.decode()
+        return OmegaConf.create(text) if text.strip() else OmegaConf.create()
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{what} cannot be read as YAML: {_line(error)}", key=key, value=None) from error
+
+
+def _line(error: Exception) -> str:
+    """Return an error of several lines in one, with the place that YAML names."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, Any]:

@@ -39,6 +39,9 @@ _DTYPES = frozenset(
     | {torch.float8_e4m3fn, torch.float8_e5m2}
 )
 
+_WIDEST_EMPTY = 4096
+"""[characters] Width of an array of shorter strings that is still accepted: a damaged one could take all memory."""
+
 Parts = tuple[Any, dict[str, np.ndarray], dict[str, Any]]
 """The tensors, the non-tensor columns and the meta_info of a batch."""
 
@@ -76,7 +79,8 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
     """Read the three parts of the batch that ``save_batch`` wrote, onto the CPU.
 
     Raises:
-        DataError: If the file is not a safetensors file, contains no batch, or was written by another version.
+        DataError: If the file is not a safetensors file, contains no batch, is damaged, or was written by another
+            version.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -87,7 +91,12 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
         raise DataError(f"{os.fspath(filepath)} is not a safetensors file: {error}", path=filepath) from error
     if _DESCRIPTION not in tensors:
         raise DataError(f"{os.fspath(filepath)} is not a saved DataProto: it has no {_DESCRIPTION!r}", path=filepath)
-    description = json.loads(tensors[_DESCRIPTION].numpy().tobytes())
+    try:
+        description = json.loads(tensors[_DESCRIPTION].numpy().tobytes())
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _damaged(filepath, f"its description is not JSON: {error}") from error
+    if not isinstance(description, dict):
+        raise _damaged(filepath, f"its description is {type(description).__name__}, expected an object")
     if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
         raise DataError(
             f"{os.fspath(filepath)} is {description.get('format')!r} version {description.get('version')!r}: "
@@ -95,8 +104,22 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
             path=filepath,
         )
     reader = _Reader(tensors)
-    batch, arrays, info = (reader.decode(description[name]) for name in ("batch", "non_tensor_batch", "meta_info"))
+    try:
+        batch, arrays, info = (reader.decode(description[name]) for name in ("batch", "non_tensor_batch", "meta_info"))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError, MemoryError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise _damaged(filepath, f"{type(error).__name__}: {error}") from error
+    for name, value, known in (("non_tensor_batch", arrays, np.ndarray), ("meta_info", info, object)):
+        if not isinstance(value, dict) or not all(isinstance(each, known) for each in value.values()):
+            raise _damaged(filepath, f"{name} is {value!r:.100}, expected columns by name")
+    if batch is not None and not (is_tensordict(batch) or isinstance(batch, Columns)):
+        raise _damaged(filepath, f"batch is {type(batch).__name__}, expected tensors by name")
     return batch, arrays, info
+
+
+def _damaged(filepath: str | os.PathLike[str], reason: str) -> DataError:
+    return DataError(f"{os.fspath(filepath)} is a damaged file of a DataProto: {reason:.300}", path=filepath)
 
 
 class _Writer:
@@ -205,7 +228,11 @@ class _Reader:
         raise DataError(f"the file contains a value of kind {kind!r}, which this version cannot read", kind=kind)
 
     def _objects(self, entries: list[Any], shape: list[int], dtype: str) -> np.ndarray:
-        array = np.empty(len(entries), dtype=np.dtype(dtype))
+        kind = np.dtype(dtype)
+        longest = max((len(entry) for entry in entries if isinstance(entry, str)), default=0)
+        if kind.kind not in "OU" or kind.itemsize > 4 * max(longest, _WIDEST_EMPTY):
+            raise DataError(f"the file has an array of {dtype!r:.50}, expected objects or strings", dtype=dtype)
+        array = np.empty(len(entries), dtype=kind)
         for index, entry in enumerate(entries):
             array[index] = self.decode(entry)
         return array.reshape(shape)

@@ -10,7 +10,7 @@ from mcontroller.data.copies import concat_on_one_thread
 from mcontroller.data.protocol import DataProto, concat_batches
 from mcontroller.dispatch.future import DataProtoFuture, Future
 from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule
-from mcontroller.dispatch.remote_batch import ResultBatch, Split
+from mcontroller.dispatch.remote_batch import ResultBatch, Split, differing_rows
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration
 from mcontroller.transport import Arguments, Executor, InFlightCall
@@ -44,6 +44,7 @@ class PreparedCall:
         plan: which rank gets which shard, and which ranks return.
         shards: the arguments of each shard; empty until ``dispatch`` has split the caller's arguments.
         origin: how rows were split; None if they were not.
+        changes_rows: whether the method may return another number of rows than it got.
     """
 
     group: CallingGroup
@@ -51,6 +52,7 @@ class PreparedCall:
     plan: Plan
     shards: Sequence[Arguments] = ()
     origin: Partition | Split | None = None
+    changes_rows: bool = False
 
     def error(self, text: str, **fields: Any) -> DispatchError:
         """Return an error about this call that names the role, the method and the mode."""
@@ -78,7 +80,8 @@ class PreparedCall:
         if not (self.concatenates and in_flight.lengths):
             return Future([in_flight], collected)
         source = f"{self.group.name}.{self.method}"
-        rows = ResultBatch(tuple(in_flight.parts), tuple(in_flight.lengths), self.origin, source)
+        ranks = None if self.changes_rows else tuple(self.plan.collected)
+        rows = ResultBatch(tuple(in_flight.parts), tuple(in_flight.lengths), self.origin, source, ranks)
         return DataProtoFuture(rows, executor.fetch, [in_flight], transport=executor.transport, collect=collected)
 
     def collect(self, values: Sequence[Any]) -> Any:
@@ -89,9 +92,9 @@ class PreparedCall:
         dropped from every DataProto.
 
         Raises:
-            DispatchError: a rank returned something other than a DataProto for ``concat``; or padding or a changed
-                order of rows cannot be undone, because the rows of a shard did not all come back as the same number
-                of rows.
+            DispatchError: a rank returned something other than a DataProto for ``concat``, or another number of rows
+                than it got without ``changes_rows``; or padding or a changed order of rows cannot be undone, because
+                the rows of a shard did not all come back as the same number of rows.
         """
         spec = self.plan.spec
         if spec.functions is not None:
@@ -109,7 +112,10 @@ class PreparedCall:
     def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
         if origin is None or not any(value.has_columns() for value in values):
             return self._concat(values)
-        keep, order = self._restored(origin, [len(value) for value in values])
+        lengths = [len(value) if value.has_columns() else 0 for value in values]
+        if not self.changes_rows and (reason := differing_rows(origin, lengths, self.plan.collected)):
+            raise self.error(reason, returned=tuple(lengths), ranks=self.plan.collected)
+        keep, order = self._restored(origin, lengths)
         kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
         joined = self._concat(kept)
         return joined if order is None else joined.select_idxs(order)

@@ -55,6 +55,7 @@ class Registration:
         materialize_futures: whether the method receives a DataProto for a DataProtoFuture.
         rows: how rows are split.
         timeout: seconds after which a call fails with CallTimeout; None uses the group's timeout.
+        changes_rows: whether the method may return another number of rows than it got.
 
     Raises:
         DispatchError: a flag is not a bool, or ``timeout`` is not a positive number.
@@ -66,9 +67,11 @@ class Registration:
     materialize_futures: bool = True
     rows: RowRule = field(default_factory=RowRule)
     timeout: float | None = None
+    changes_rows: bool = False
 
     def __post_init__(self) -> None:
-        for name, flag in (("blocking", self.blocking), ("materialize_futures", self.materialize_futures)):
+        for name in ("blocking", "materialize_futures", "changes_rows"):
+            flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise DispatchError(f"{name} is {flag!r}; expected True or False", **{name: flag})
         seconds = self.timeout
@@ -113,6 +116,7 @@ def register(
     balance: str | None = None,
     group_by: str | None = None,
     timeout: float | None = None,
+    changes_rows: bool = False,
 ) -> Registering[Any, Any, Any]:
     """Make a worker's method, sync or async, callable through its group.
 
@@ -130,6 +134,9 @@ def register(
         balance: the column whose row sums are balanced over the shards; see ``RowRule``.
         group_by: the column whose equal labels stay in one shard; see ``RowRule``.
         timeout: seconds after which a call fails with CallTimeout; None uses the group's timeout.
+        changes_rows: whether the method may return another number of rows than it got, such as n answers to each
+            prompt. Otherwise a rank that returns another number is an error, in modes that split rows and concatenate
+            results. DataProtos without columns are always allowed, if no rank returns rows.
 
     Returns:
         A decorator. ``group.method.options(...)`` changes ``padding``, ``balance``, ``group_by``, ``timeout`` and
@@ -151,6 +158,7 @@ def register(
             materialize_futures,
             RowRule(padding, balance, group_by),
             timeout,
+            changes_rows,
         )
     )
 

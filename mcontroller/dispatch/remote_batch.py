@@ -21,7 +21,7 @@ from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding, Partition, split_rows
 from mcontroller.transport import Deferred, Fetch, Handle
 
-__all__ = ["JoinedBatch", "Part", "RemoteBatch", "ResultBatch", "Split", "Window", "take_shard"]
+__all__ = ["JoinedBatch", "Part", "RemoteBatch", "ResultBatch", "Split", "Window", "differing_rows", "take_shard"]
 
 LOSS_MASKS = ("response_mask", "loss_mask")
 
@@ -94,6 +94,28 @@ class Part(Deferred):
         return fetch([self.handle])[0]
 
 
+def differing_rows(origin: Partition, returned: Sequence[int], ranks: Sequence[int]) -> str | None:
+    """Return which ranks returned another number of rows than they got, as an error text; None if all are equal.
+
+    Args:
+        origin: the split of the rows.
+        returned: the number of rows by shard.
+        ranks: the rank that returned each shard.
+    """
+    differing = [
+        f"rank {rank} got {len(rows)} rows and returned {count}"
+        for rank, rows, count in zip(ranks, origin.shards, returned, strict=True)
+        if count != len(rows)
+    ]
+    if not differing or not any(map(len, origin.shards)):  # a batch of meta_info alone promises nothing
+        return None
+    more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+    return (
+        f"{'; '.join(differing[:8])}{more}: return a row for each row, or declare that the method returns another "
+        "number with @register(..., changes_rows=True)"
+    )
+
+
 @dataclass(frozen=True)
 class ResultBatch(RemoteBatch):
     """The result of a call.
@@ -103,12 +125,14 @@ class ResultBatch(RemoteBatch):
         lengths: handles of their row counts.
         origin: how the rows of the call's input were split; None for the caller's order without padding.
         source: the call, as error messages name it.
+        same_rows: the ranks of the parts, if each must have as many rows as it got; None if they may differ.
     """
 
     parts: tuple[Handle, ...]
     lengths: tuple[Handle, ...]
     origin: Partition | Split | None
     source: str
+    same_rows: tuple[int, ...] | None = None
 
     def handles(self) -> Sequence[Handle]:
         """Return the handles of the parts and of their row counts."""
@@ -122,7 +146,7 @@ class ResultBatch(RemoteBatch):
         """Fetch the row counts.
 
         Raises:
-            DispatchError: a part is not a DataProto.
+            DispatchError: a part is not a DataProto, or has another number of rows than its rank got.
         """
         lengths = fetch(self.lengths)
         if None in lengths:
@@ -132,6 +156,9 @@ class ResultBatch(RemoteBatch):
                 source=self.source,
             )
         origin = self.origin.partition(fetch) if isinstance(self.origin, Split) else self.origin
+        checked = origin is not None and self.same_rows is not None and any(lengths)
+        if checked and (reason := differing_rows(origin, lengths, self.same_rows)):
+            raise DispatchError(f"{self.source}: {reason}", source=self.source, ranks=self.same_rows)
         keep, order = (tuple(lengths), None) if origin is None else origin.restore(lengths)
         offsets = np.concatenate([[0], np.cumsum(keep, dtype=np.int64)])
 

@@ -1,21 +1,33 @@
-"""Checkpoints of a run: one for each group, and a file that records which of them belong together."""
+"""Checkpoints of a run: one for each group, and the record of which of them belong together.
+
+A save has three phases. All groups write into new directories. The record of the run is replaced, and the directories
+and the ``latest`` files follow it. What is obsolete is deleted. A run that is killed at any time has a complete
+checkpoint of all groups of one step, and the next save or the next ``load_run`` goes on from the record.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import inspect
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, MControllerError
+from mcontroller.files import sync_directory
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.devices import SharedDevices
+from mcontroller.ppo.run_record import RECORD, RunRecord, SavedStep, read_record, write_record
 
-__all__ = ["RunState", "find_run", "load_run", "save_run"]
+__all__ = ["RunCheckpoints", "RunState", "load_run"]
 
-STATE = "trainer.json"
+_STAGED = ".saving-"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,67 +43,216 @@ class RunState:
     kl_coef: float
 
 
-def save_run(
-    directory: str, groups: Mapping[str, WorkerGroup], state: RunState, max_to_keep: int | None, devices: SharedDevices
-) -> None:
-    """Save every group's checkpoint under ``<directory>/<group>``, then replace ``trainer.json``, which names them.
+@dataclass(frozen=True)
+class _Writing:
+    """A save that the groups are writing: the directory that each reported, and the state to record."""
 
-    The file is replaced last and atomically: until then, the earlier checkpoints are those of the run.
+    state: RunState
+    groups: Mapping[str, WorkerGroup]
+    staged: Mapping[str, Path]
+    written: Mapping[str, Path]
+
+    def is_written(self) -> bool:
+        return all(path.exists() for path in self.written.values())
+
+
+class RunCheckpoints:
+    """The checkpoints of a run in one directory, which this process and all workers share.
 
     Args:
-        directory: the directory of the run's checkpoints.
-        groups: the groups to save, by name.
-        state: the controller's own state.
-        max_to_keep: number of checkpoints to keep; None for all.
+        directory: of the run's checkpoints; every group has a directory in it.
+        max_to_keep: number of saves to keep; None for all.
         devices: the devices that the groups share.
+
+    Attributes:
+        saved_step: the step of the last save that this object completed; None before.
+        longest: seconds of the longest save so far, from its beginning to its completion.
     """
-    written: dict[str, str] = {}
-    for name, group in groups.items():
-        devices.make_room(group.save_checkpoint)
-        written[name] = group.save_checkpoint(str(Path(directory) / name), state.global_steps, max_to_keep)[0]
-    record = {
-        "global_steps": state.global_steps,
-        "kl_coef": state.kl_coef,
-        "groups": {name: os.path.relpath(path, directory) for name, path in written.items()},
-    }
-    partial = Path(directory) / f".{STATE}.partial"
-    partial.write_text(json.dumps(record, indent=1))
-    os.replace(partial, partial.with_name(STATE))
+
+    def __init__(self, directory: str, max_to_keep: int | None, devices: SharedDevices) -> None:
+        self.directory = Path(directory)
+        self.max_to_keep = max_to_keep
+        self.devices = devices
+        self.saved_step: int | None = None
+        self.longest = 0.0
+        self._began = 0.0
+        self._writing: _Writing | None = None
+
+    def begin(self, groups: Mapping[str, WorkerGroup], state: RunState) -> None:
+        """Start a save of all groups, after the end of the save in flight; groups that can write in the background.
+
+        Args:
+            groups: the groups to save, by name.
+            state: the controller's own state.
+
+        Raises:
+            DataError: a group wrote outside of the directory that it was passed.
+        """
+        self.finish()
+        self._began = time.monotonic()
+        self.recover(groups)
+        name = f"{_STAGED}{secrets.token_hex(4)}"
+        staged = {group_name: self.directory / group_name / name for group_name in groups}
+        with _deleted_if_it_fails(staged):
+            written = self._write(groups, staged, state.global_steps)
+        self._writing = _Writing(state, dict(groups), staged, written)
+
+    def _write(self, groups: Mapping[str, WorkerGroup], staged: Mapping[str, Path], step: int) -> dict[str, Path]:
+        """Save every group into its new directory and return the directories that they reported."""
+        written: dict[str, Path] = {}
+        for group_name, group in groups.items():
+            self.devices.make_room(group.save_checkpoint)
+            background = "asynchronous" in inspect.signature(group.worker_cls.save_checkpoint).parameters
+            options = {"asynchronous": True} if background else {}
+            path = group.save_checkpoint(str(staged[group_name]), step, **options)[0]
+            written[group_name] = Path(path)
+            if written[group_name].parent != staged[group_name]:
+                raise DataError(
+                    f"{group_name}.save_checkpoint returned {path!r}; expected a directory in {staged[group_name]}",
+                    role=group_name,
+                    path=path,
+                )
+        return written
+
+    def recover(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Complete a save that was interrupted after it was recorded, and delete the remains of those before that."""
+        record = self._record()
+        if record is not None and (record.staged or record.obsolete):
+            self._complete(record)
+        for name in groups:
+            for remains in (self.directory / name).glob(f"{_STAGED}*"):
+                shutil.rmtree(remains)
+
+    def finish_if_written(self) -> None:
+        """Finish the save in flight, if there is one and all groups have written it."""
+        if self._writing is not None and self._writing.is_written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the groups have written the save in flight, record it, and delete what is obsolete.
+
+        Raises:
+            DataError: a group did not write its checkpoint.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        with _deleted_if_it_fails(writing.staged):
+            for group_name, group in writing.groups.items():
+                if "wait_for_checkpoint" in dir(group):
+                    group.wait_for_checkpoint()
+                if not writing.written[group_name].exists():
+                    path = str(writing.written[group_name])
+                    raise DataError(f"{group_name} reported a checkpoint at {path}, which does not exist", path=path)
+        self._complete(self._publish(writing))
+        self.saved_step = writing.state.global_steps
+        self.longest = max(self.longest, time.monotonic() - self._began)
+
+    def _record(self) -> RunRecord | None:
+        """Return the record; None if there is none, or it is damaged and the run starts a new one."""
+        try:
+            return read_record(self.directory)
+        except DataError as error:
+            if (self.directory / RECORD).exists():
+                _logger.warning("%s; it is replaced", error)
+            return None
+
+    def _publish(self, writing: _Writing) -> RunRecord:
+        """Replace the record: from now on the run has the new checkpoints."""
+        state, before = writing.state, self._record()
+        places = {name: str(Path(name) / path.name) for name, path in writing.written.items()}
+        saves = () if before is None else before.saves()
+        earlier = tuple(save for save in saves if save.global_steps < state.global_steps)
+        kept = earlier if self.max_to_keep is None else earlier[: self.max_to_keep - 1]
+        needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
+        record = RunRecord(
+            last=SavedStep(state.global_steps, state.kl_coef, places),
+            earlier=kept,
+            staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
+            obsolete=tuple(
+                place for save in earlier[len(kept) :] for place in save.groups.values() if place not in needed
+            ),
+        )
+        write_record(self.directory, record)
+        return record
+
+    def _complete(self, record: RunRecord) -> None:
+        """Move the checkpoints of the record to their places and delete what is obsolete; safe to repeat."""
+        for group_name, staged in record.staged.items():
+            _move(self.directory / staged, self.directory / record.last.groups[group_name])
+        for place in record.obsolete:
+            shutil.rmtree(self.directory / place, ignore_errors=True)
+        write_record(self.directory, replace(record, staged={}, obsolete=()))
 
 
-def find_run(directory: str) -> dict[str, Any]:
-    """Return the content of ``trainer.json``.
+@contextlib.contextmanager
+def _deleted_if_it_fails(staged: Mapping[str, Path]) -> Iterator[None]:
+    """Delete what the groups have written if one of them cannot write."""
+    try:
+        yield
+    except MControllerError:
+        for directory in staged.values():
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
-    Raises:
-        DataError: the file does not exist.
-    """
-    path = Path(directory) / STATE
-    if not path.is_file():
-        raise DataError(f"there is no checkpoint to resume from: {path} does not exist", path=str(path))
-    record: dict[str, Any] = json.loads(path.read_text())
-    return record
+
+def _move(staged: Path, place: Path) -> None:
+    """Move the checkpoint, then the files next to it (``latest``), and delete the directory that they were in."""
+    if not staged.exists():
+        return
+    if (staged / place.name).exists():
+        if place.exists():
+            place.rename(staged / ".replaced")
+        (staged / place.name).rename(place)
+    for file in staged.iterdir():
+        if file.is_file() and not file.name.startswith("."):
+            os.replace(file, place.with_name(file.name))
+    sync_directory(place.parent)
+    shutil.rmtree(staged)
 
 
 def load_run(directory: str, groups: Mapping[str, WorkerGroup], devices: SharedDevices) -> RunState:
-    """Load every group's checkpoint that ``trainer.json`` names, and return the controller's own state.
+    """Load the last save of the run into all groups, or the newest earlier one that is whole, and return its state.
 
     Args:
-        directory: as for ``save_run``.
+        directory: of the run's checkpoints.
         groups: the groups to load, by name.
         devices: the devices that the groups share.
 
     Raises:
-        DataError: the file does not exist, or names other groups.
+        DataError: there is no record, it is damaged, it names other groups, or no save is whole. Nothing has changed.
     """
-    record = find_run(directory)
-    if set(record["groups"]) != set(groups):
-        raise DataError(
-            f"the checkpoint in {directory} is of a run with groups {sorted(record['groups'])}; this one has "
-            f"{sorted(groups)}",
-            saved=sorted(record["groups"]),
-            groups=sorted(groups),
+    record = read_record(Path(directory))
+    problems: list[str] = []
+    for save in record.saves():
+        if set(save.groups) != set(groups):
+            raise DataError(
+                f"the checkpoint in {directory} is of a run with groups {sorted(save.groups)}; this one has "
+                f"{sorted(groups)}",
+                saved=sorted(save.groups),
+                groups=sorted(groups),
+            )
+        paths = {name: str(record.locate(Path(directory), save, name)) for name in groups}
+        damage = _damage(groups, paths)
+        if damage is None:
+            for name, group in groups.items():
+                devices.make_room(group.load_checkpoint)
+                group.load_checkpoint(paths[name])
+            return RunState(save.global_steps, save.kl_coef)
+        problems.append(f"step {save.global_steps}: {damage}")
+        _logger.warning(
+            "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage
         )
+    raise DataError(f"no checkpoint in {directory} is whole: {'; '.join(problems)}", path=directory)
+
+
+def _damage(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> str | None:
+    """Return the first damage that a group finds in its checkpoint; None if all are whole or cannot be verified."""
     for name, group in groups.items():
-        devices.make_room(group.load_checkpoint)
-        group.load_checkpoint(os.path.join(directory, record["groups"][name]))
-    return RunState(record["global_steps"], record["kl_coef"])
+        if not os.path.exists(paths[name]):
+            return f"{name}: {paths[name]} does not exist"
+        if "verify_checkpoint" in dir(group):
+            for problem in group.verify_checkpoint(paths[name]):
+                if problem:
+                    return f"{name}: {problem}"
+    return None

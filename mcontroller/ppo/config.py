@@ -203,6 +203,8 @@ class TrainerConfig:
     """Directory of the checkpoints."""
     resume: bool = False
     """Continue from the last checkpoint in default_local_dir."""
+    max_seconds: float = 0.0
+    """[s] Save and end with exit code 75 before the run has taken so long. 0: no limit."""
     offload: str = "auto"
     """Hand over memory around stages: auto (groups that share GPUs), always (all groups, on CPUs too), or never.
 
@@ -220,6 +222,7 @@ class TrainerConfig:
         check_at_least("trainer.test_freq", self.test_freq, -1)
         check_at_least("trainer.save_freq", self.save_freq, -1)
         check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
+        check_at_least("trainer.max_seconds", self.max_seconds, 0.0)
         if self.max_to_keep is not None:
             check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
 

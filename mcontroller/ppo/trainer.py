@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -12,7 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
-from mcontroller.ppo.checkpoints import RunState, find_run, load_run, save_run
+from mcontroller.ppo.checkpoints import RunCheckpoints, RunState, load_run
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, columns, in_order
 from mcontroller.ppo.devices import SharedDevices
@@ -21,8 +22,10 @@ from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
+from mcontroller.ppo.preemption import Preempted, Preemption
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import check_roles, needs_reference, role_workers
+from mcontroller.ppo.run_record import read_record
 from mcontroller.ppo.stages import Stages
 from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics, signal_metrics
 from mcontroller.ray.resource_pool import ResourcePoolManager, Role
@@ -100,7 +103,7 @@ class RayPPOTrainer:
         if config.warm_up.steps and warm_up_dataset is None:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:
-            find_run(config.trainer.default_local_dir)
+            read_record(Path(config.trainer.default_local_dir))
         self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
@@ -114,6 +117,10 @@ class RayPPOTrainer:
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
+        self.checkpoints = RunCheckpoints(
+            config.trainer.default_local_dir, config.trainer.max_to_keep, self.stages.devices
+        )
+        self.preemption = Preemption(config.trainer.max_seconds)
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
         self._saved_at = time.monotonic()
@@ -150,7 +157,15 @@ class RayPPOTrainer:
         """Run the warm-up and then PPO, with validation and checkpoints as configured.
 
         With ``trainer.resume``, continue from the last checkpoint instead.
+
+        Raises:
+            Preempted: SIGTERM, SIGINT, or the end of ``trainer.max_seconds`` stopped the run after a step, and it saved
+                a checkpoint. It is a SystemExit with the code 75.
         """
+        with self.preemption.handling_signals():
+            self._fit()
+
+    def _fit(self) -> None:
         total = self.config.trainer.total_training_steps
         if self.config.trainer.resume:
             self.load_checkpoint()
@@ -160,14 +175,29 @@ class RayPPOTrainer:
                 self.log(self.validate())
         self.display.phase("PPO", total, done=self.global_steps)
         while self.global_steps < total:
-            metrics = self.train_step(self.train_batches[self.global_steps])
-            self.global_steps += 1
-            self.display.step(metrics)
-            if self._is_due(self.config.trainer.test_freq):
-                metrics |= self.validate()
-            if self._is_save_due():
-                self.save_checkpoint()
-            self.log(metrics)
+            self._stop_if_preempted()
+            with self.preemption.timing():
+                metrics = self.train_step(self.train_batches[self.global_steps])
+                self.global_steps += 1
+                self.display.step(metrics)
+                if self._is_due(self.config.trainer.test_freq):
+                    metrics |= self.validate()
+                if self._is_save_due():
+                    self.save_checkpoint(wait=self.global_steps == total)
+                else:
+                    self.checkpoints.finish_if_written()
+                self.log(metrics)
+        self.checkpoints.finish()
+
+    def _stop_if_preempted(self) -> None:
+        """Save a checkpoint and raise Preempted if the run is to stop; without a step there is nothing to save."""
+        reason = self.preemption.reason(saving=self.checkpoints.longest)
+        if reason is None:
+            return
+        self.checkpoints.finish()
+        if self.global_steps and self.checkpoints.saved_step != self.global_steps:
+            self.save_checkpoint()
+        raise Preempted(reason, self.checkpoints.saved_step)
 
     def train_step(self, problems: DataProto) -> dict[str, float]:
         """Run one step of PPO on a batch of problems and return its metrics."""
@@ -275,6 +305,7 @@ class RayPPOTrainer:
         batches = BatchStream(self.warm_up_dataset, warm_up.batch_size, self.config.data.seed, "warm_up_dataset")
         self.display.phase("warm-up", warm_up.steps)
         for step in range(warm_up.steps):
+            self._stop_if_preempted()
             with self.stages("warm-up", self.actor.update_sft):
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
             metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
@@ -312,13 +343,18 @@ class RayPPOTrainer:
         for tracker in self.trackers:
             tracker.log(metrics, self.global_steps)
 
-    def save_checkpoint(self) -> None:
-        """Save the state of every trained role and of this trainer under ``trainer.default_local_dir``."""
-        trainer, self._saved_at = self.config.trainer, time.monotonic()
+    def save_checkpoint(self, *, wait: bool = True) -> None:
+        """Save the state of every trained role and of this trainer under ``trainer.default_local_dir``.
+
+        Args:
+            wait: return when the checkpoint is that of the run. False: worker classes that can, write it while the
+                training goes on; it becomes that of the run after a later step, with the next save, or at the end.
+        """
+        self._saved_at = time.monotonic()
         with self.stages("checkpoint"):
-            state = RunState(self.global_steps, self.kl_ctrl.value)
-            groups, devices = self._trained_groups(), self.stages.devices
-            save_run(trainer.default_local_dir, groups, state, trainer.max_to_keep, devices)
+            self.checkpoints.begin(self._trained_groups(), RunState(self.global_steps, self.kl_ctrl.value))
+            if wait:
+                self.checkpoints.finish()
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -326,7 +362,9 @@ class RayPPOTrainer:
         Raises:
             DataError: there is none, or it is of other roles.
         """
-        state = load_run(self.config.trainer.default_local_dir, self._trained_groups(), self.stages.devices)
+        groups = self._trained_groups()
+        state = load_run(self.config.trainer.default_local_dir, groups, self.stages.devices)
+        self.checkpoints.recover(groups)
         self.global_steps = state.global_steps
         self.kl_ctrl.resume(state.kl_coef)
         return self.global_steps

@@ -51,7 +51,9 @@ def method(
     group: WorkerGroup[Any], name: str, mode: DispatchSpec, *, blocking: bool = True, **rows: Any
 ) -> GroupMethod[..., Any, Any]:
     """A method of the group, as if it had been registered with this mode."""
-    return GroupMethod(group, name, Registration(mode, Execute.ALL, blocking=blocking, rows=RowRule(**rows)))
+    changes_rows = name == "repeated"
+    rule = Registration(mode, Execute.ALL, blocking=blocking, rows=RowRule(**rows), changes_rows=changes_rows)
+    return GroupMethod(group, name, rule)
 
 
 def received(group: WorkerGroup) -> list[DataProto]:

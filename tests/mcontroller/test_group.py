@@ -45,7 +45,7 @@ class Model(Worker):
         metrics = {"loss": float(self.rank), **({"extra": 1} if self.rank == 4 else {})}
         return DataProto(meta_info={"metrics": metrics})
 
-    @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, changes_rows=True)
     def keep_even(self, batch: DataProto) -> DataProto:
         return batch[batch.batch["n"] % 2 == 0]  # type: ignore[index]
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-from parallel_state.releases import async_save_arguments
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
 __all__ = ["BackgroundSaves"]
 
@@ -23,26 +20,40 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._calls: AsyncCallsQueue | None = None
+        self._finishing: Callable[[], AbstractContextManager[None]] | None = None
 
-    def begin(self, state: dict[str, Any], directory: str, then: Callable[[], None]) -> None:
-        """Start to write ``state`` into ``directory``; ``then`` is called when every rank has written its part."""
+    def begin(self, request: AsyncRequest, finishing: Callable[[], AbstractContextManager[None]]) -> None:
+        """Start to execute a request of ``prepare_write``.
+
+        Args:
+            request: its last finalization makes the checkpoint visible.
+            finishing: makes the context in which the request is finalized.
+        """
         if self._calls is None:
             self._calls = AsyncCallsQueue()
             atexit.register(self.finish)
-        request = dist_checkpointing.save(state, directory, async_sharded_save=True, **async_save_arguments())
-        request.add_finalize_fn(then)
+        self._finishing = finishing
         self._calls.schedule_async_request(request)
 
     def finish_if_written(self) -> None:
-        """Finish the save in flight, if there is one and every rank has written its part."""
-        if self._calls is not None:
-            self._calls.maybe_finalize_async_calls(blocking=False)
+        """Finish the save in flight, if there is one and every rank has written its part.
+
+        Raises:
+            DataError: on every rank, if one of them could not write its part; the directory does not appear.
+        """
+        self._finalize(blocking=False)
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one.
 
         Raises:
-            CheckpointException: Megatron's, if a rank could not write its part; the directory does not appear.
+            DataError: on every rank, if one of them could not write its part; the directory does not appear.
         """
-        if self._calls is not None:
-            self._calls.maybe_finalize_async_calls(blocking=True)
+        self._finalize(blocking=True)
+
+    def _finalize(self, *, blocking: bool) -> None:
+        if self._calls is not None and self._finishing is not None:
+            with self._finishing():
+                finished = self._calls.maybe_finalize_async_calls(blocking=blocking)
+            if finished:
+                self._finishing = None

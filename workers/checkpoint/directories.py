@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 from mcontroller.errors import DataError
-from workers.checkpoint.manifest import MANIFEST, Manifest
+from mcontroller.files import replace_text, sync_directory
+from workers.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 
-__all__ = ["checkpoint_path", "commit", "create_partial", "find_checkpoint", "partial_path"]
+__all__ = ["checkpoint_path", "commit", "create_partial", "delete_partial", "find_checkpoint", "partial_path"]
 
 _STEP = "global_step_{}"
 _LATEST = "latest"
@@ -34,7 +35,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """
     root = Path(path)
     pointer = root / _LATEST
-    found = root / pointer.read_text().strip() if pointer.is_file() else root
+    found = root / _named_by(pointer) if pointer.is_file() else root
     if not found.exists():
         found = partial_path(found)  # complete, if a save of the same step was stopped between its two renames
     if not (found / MANIFEST).is_file():
@@ -44,6 +45,15 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
             path=str(path),
         )
     return found
+
+
+def _named_by(pointer: Path) -> str:
+    """Return the name in the file ``latest``."""
+    name = pointer.read_bytes()[:200].decode(errors="replace").strip()
+    if not re.fullmatch(_STEP.format("[0-9]+"), name):
+        text = f"{str(pointer)!r} contains {name!r}, expected the name of a checkpoint such as {_STEP.format(100)}"
+        raise DataError(text, path=str(pointer))
+    return name
 
 
 def create_partial(target: Path) -> None:
@@ -60,6 +70,11 @@ def create_partial(target: Path) -> None:
         raise DataError(f"cannot write a checkpoint to {str(target)!r}: {error}", path=str(target)) from error
 
 
+def delete_partial(target: Path) -> None:
+    """Delete what was written of a checkpoint that was not committed."""
+    shutil.rmtree(partial_path(target), ignore_errors=True)
+
+
 def commit(target: Path, manifest: Manifest, keep: int | None) -> None:
     """Rename the finished ``partial_path(target)`` to ``target``, and point ``latest`` to it.
 
@@ -68,9 +83,22 @@ def commit(target: Path, manifest: Manifest, keep: int | None) -> None:
         manifest: written into it first.
         keep: how many checkpoints stay: this one and the newest steps of the others. Remains of interrupted saves are
             deleted too. None keeps everything.
+
+    Raises:
+        DataError: a file cannot be written or renamed.
     """
+    try:
+        _replace(target, manifest)
+    except OSError as error:
+        raise DataError(f"cannot write the checkpoint {str(target)!r}: {error}", path=str(target)) from error
+    if keep is not None:
+        _delete_old(target, keep)
+
+
+def _replace(target: Path, manifest: Manifest) -> None:
     partial = partial_path(target)
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    write_manifest(partial, manifest)
+    sync_directory(partial)
     if target.exists():
         replaced = target.with_name(f".{target.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -79,11 +107,7 @@ def commit(target: Path, manifest: Manifest, keep: int | None) -> None:
         shutil.rmtree(replaced)
     else:
         partial.rename(target)
-    pointer = target.with_name(f".{_LATEST}.partial")
-    pointer.write_text(target.name)
-    os.replace(pointer, target.with_name(_LATEST))
-    if keep is not None:
-        _delete_old(target, keep)
+    replace_text(target.with_name(_LATEST), target.name)
 
 
 def _delete_old(target: Path, keep: int) -> None:

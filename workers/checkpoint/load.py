@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
@@ -30,12 +32,14 @@ from workers.checkpoint.state import (
     weight_prefix,
     weight_shapes,
 )
+from workers.checkpoint.unpickle import known_types
+from workers.checkpoint.verify import verify
 
 __all__ = ["load_checkpoint", "open_checkpoint"]
 
 
 def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
-    """Find the checkpoint at ``path``, or the latest one in it, and read its manifest (a collective).
+    """Find the checkpoint at ``path``, or the latest one in it, read its manifest and verify it (a collective).
 
     Args:
         path: the directory of a checkpoint or of several; those of Megatron-LM in its distributed format are read too.
@@ -45,9 +49,11 @@ def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path
         The directory of the checkpoint, and its manifest.
 
     Raises:
-        DataError: on every rank, if one of them finds no checkpoint, or one that was never finished.
+        DataError: on every rank, if one of them finds no checkpoint, or one that is unfinished or damaged.
     """
-    return raise_on_every_rank(lambda: _open(path, vocab_size))
+    checkpoint, manifest = raise_on_every_rank(lambda: _open(path, vocab_size))
+    verify(checkpoint, manifest)
+    return checkpoint, manifest
 
 
 def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
@@ -61,9 +67,9 @@ def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest
 def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifest) -> None:
     """Load the checkpoint into the models, the optimizer and the schedule (a collective).
 
-    The weights may come from any layout. The optimizer's state is loaded if the checkpoint has it. The random state is
-    restored only in the layout that saved it. If the checkpoint has no part "reference", the reference is loaded from
-    its "model".
+    The weights may come from any layout. The optimizer's state is loaded, unless it had made no step. The random state
+    is restored only in the layout that saved it. If the checkpoint has no part "reference", the reference is loaded
+    from its "model".
 
     Args:
         training: the objects to load into.
@@ -72,7 +78,7 @@ def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifes
 
     Raises:
         DataError: on every rank, before anything changes, if weights are missing, unexpected or of another shape; if
-            the state is that of a distributed optimizer and this one is not, or the reverse; or if files are damaged.
+            the optimizer's state is missing, or that of a distributed optimizer and this one is not, or the reverse.
     """
     sources = _sources(training, manifest)
     with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None
@@ -90,7 +96,8 @@ def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifes
     own = state.pop("optimizer", None)
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
     kept = _take_absent_extra_states(state, sources, checkpoint)
-    loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint)
+    replicas = training.context.pg.dp_cp
+    loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint, replicas)
     for part, values in kept.items():
         loaded[part] |= values
     _load_models(training, loaded, sources)
@@ -100,9 +107,14 @@ def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifes
         set_random_state(loaded["random"])
 
 
-def _read(state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+def _read(state: dict[str, Any], checkpoint: Path, replicas: dist.ProcessGroup) -> dict[str, Any]:
+    """Read the state; ranks that need the same tensors read a part each, and send it to the others."""
+    strategy = get_default_load_sharded_strategy(str(checkpoint))
+    if dist.get_world_size(replicas) > 1:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, replicas)
     try:
-        return dist_checkpointing.load(state, str(checkpoint))
+        with known_types():
+            return dist_checkpointing.load(state, str(checkpoint), sharded_strategy=strategy)
     except CheckpointException as error:  # derives from BaseException: `except Exception` would not catch it
         causes = "; ".join(f"rank {rank}: {cause!r:.300}" for rank, (cause, _) in sorted(error.failures.items())[:1])
         text = f"the checkpoint {str(checkpoint)!r} cannot be read: {causes}"
@@ -183,7 +195,18 @@ def _check_weights(needed: Shapes, manifest: Manifest, sources: Mapping[str, str
 
 
 def _check_optimizer(training: TrainingState, manifest: Manifest, checkpoint: Path) -> None:
-    if training.optimizer is None or "optimizer" not in manifest["parts"]:
+    if training.optimizer is None:
+        return
+    if "optimizer" not in manifest["parts"]:
+        steps = manifest["counters"].get("optimizer_steps", 0)
+        if steps:
+            raise DataError(
+                f"the checkpoint {str(checkpoint)!r} has no optimizer state, after {steps} steps of the optimizer: "
+                "training would go on with a new one. Load it into a role that is not trained, or train from its "
+                "weights: export_hf, and model.hf_path",
+                path=str(checkpoint),
+                optimizer_steps=steps,
+            )
         return
     distributed = training.optimizer.config.use_distributed_optimizer
     if distributed != manifest["distributed_optimizer"]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from mcontroller.errors import DataError
+from mcontroller.files import replace_text
+from workers.checkpoint.checksums import FileEntry
 
-__all__ = ["MANIFEST", "Manifest", "Shapes", "read_manifest"]
+__all__ = ["MANIFEST", "Manifest", "Shapes", "read_manifest", "write_manifest"]
 
 MANIFEST = "manifest.json"
 Shapes = Mapping[str, Mapping[str, list[int]]]
@@ -20,7 +23,7 @@ class Manifest(TypedDict):
     """The description of a checkpoint, in the file ``manifest.json`` of its directory."""
 
     format: int
-    """Version of this description, 1."""
+    """Version of this description: 2. In 1 there are no checksums."""
     step: int
     """The step that it was saved at."""
     layout: dict[str, Any] | None
@@ -35,16 +38,89 @@ class Manifest(TypedDict):
     """Counters of the worker, see ``ModelWorker.training``; empty if unknown."""
     weights: Shapes
     """The shapes of the weights."""
+    files: dict[str, FileEntry]
+    """The other files of the directory, with their lengths and checksums; empty if unknown."""
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Write the manifest of the checkpoint in this directory, with a checksum of itself.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_text(checkpoint / MANIFEST, json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=1))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of the checkpoint in this directory.
+    """Return the manifest of the checkpoint in this directory; those of format 1 have no checksums.
 
     Raises:
-        DataError: if it is not JSON.
+        DataError: it is not JSON, or a value is missing or of another type; the text names it.
     """
     try:
-        return json.loads((checkpoint / MANIFEST).read_text())
-    except ValueError as error:
-        text = f"{MANIFEST} of the checkpoint {str(checkpoint)!r} is damaged: {error}"
-        raise DataError(text, path=str(checkpoint)) from error
+        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise _damaged(checkpoint, str(error)) from error
+    if not isinstance(content, dict):
+        raise _damaged(checkpoint, f"expected an object, got {type(content).__name__}")
+    if content.get("format") not in (1, 2):
+        known = "this version reads the formats 1 and 2"
+        raise _damaged(checkpoint, f"its format is {content.get('format')!r:.100}, {known}")
+    if content["format"] == 1:
+        content["files"] = {}
+    elif content.pop("sha256", None) != _checksum(content):
+        raise _damaged(checkpoint, "its content has another SHA-256 than it states")
+    for name, expected in _FIELDS.items():
+        if name not in content or not expected(content[name]):
+            found = repr(content[name])[:100] if name in content else "missing"
+            raise _damaged(checkpoint, f"{name} is {found}")
+    if set(content["weights"]) != set(content["parts"]) - {"optimizer"}:
+        reason = f"it has the parts {content['parts']!r:.100} and weights of {list(content['weights'])!r:.100}"
+        raise _damaged(checkpoint, reason)
+    return cast(Manifest, content)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_weights(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(part, dict) and all(map(_is_shape, part.values())) for part in parts)
+
+
+def _are_files(value: Any) -> bool:
+    """Names of files in the directory itself, with their length and checksum."""
+    return isinstance(value, dict) and all(
+        name == Path(name).name
+        and isinstance(entry, dict)
+        and _is_count(entry.get("size"))
+        and isinstance(entry.get("sha256"), str)
+        for name, entry in value.items()
+    )
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "layout": lambda value: isinstance(value, dict),
+    "parts": lambda value: isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value),
+    "distributed_optimizer": lambda value: isinstance(value, bool),
+    "scheduler_steps": _is_count,
+    "counters": lambda value: isinstance(value, dict) and all(isinstance(each, int | str) for each in value.values()),
+    "weights": _are_weights,
+    "files": _are_files,
+}
+"""By field, whether a value is one that it can have."""
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(checkpoint: Path, reason: str) -> DataError:
+    text = f"{MANIFEST} of the checkpoint {str(checkpoint)!r} is damaged: {reason}"
+    return DataError(text, path=str(checkpoint / MANIFEST))

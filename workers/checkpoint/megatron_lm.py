@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcontroller.errors import DataError
 from workers.checkpoint.manifest import MANIFEST, Manifest
+from workers.checkpoint.unpickle import read_common, read_metadata
 
 __all__ = ["find_megatron_lm_checkpoint", "megatron_lm_manifest"]
 
@@ -29,7 +30,7 @@ def find_megatron_lm_checkpoint(root: Path) -> Path | None:
     pointer = root / _LATEST
     found = root
     if pointer.is_file():
-        latest = pointer.read_text().strip()
+        latest = pointer.read_bytes()[:200].decode(errors="replace").strip()
         if latest != "release" and not latest.isdecimal():
             raise DataError(f"{str(pointer)!r} contains {latest!r}, expected a number or 'release'", path=str(root))
         found = root / (latest if latest == "release" else f"iter_{int(latest):07d}")
@@ -43,18 +44,28 @@ def megatron_lm_manifest(checkpoint: Path, vocab_size: int) -> Manifest:
         checkpoint: its directory.
         vocab_size: of the model that reads it; the padding of the vocabulary is not counted in the shapes.
     """
-    tensors = dist_checkpointing.load_tensors_metadata(str(checkpoint))
-    weights = {name: list(tensor.global_shape) for name, tensor in tensors.items() if "optimizer." not in name}
+    described = read_metadata(checkpoint).state_dict_metadata
+    tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
+    weights = {name: list(tensor.size) for name, tensor in tensors.items() if "optimizer." not in name}
     for name in _OVER_VOCABULARY:
         if name in weights:
             weights[name][0] = min(weights[name][0], vocab_size)
     return {
-        "format": 1,
-        "step": int(dist_checkpointing.load_common_state_dict(str(checkpoint)).get("iteration", 0)),
+        "format": 2,
+        "step": _iteration(checkpoint),
         "layout": None,
         "parts": ["model"],
         "distributed_optimizer": False,
         "scheduler_steps": 0,
         "counters": {},
         "weights": {"model": weights},
+        "files": {},
     }
+
+
+def _iteration(checkpoint: Path) -> int:
+    iteration = read_common(checkpoint).get("iteration", 0)
+    if not isinstance(iteration, int) or iteration < 0:
+        text = f"the checkpoint {str(checkpoint)!r} is damaged: iteration is {iteration!r:.100} in common.pt"
+        raise DataError(text, path=str(checkpoint))
+    return iteration

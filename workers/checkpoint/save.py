@@ -2,27 +2,30 @@
 
 A checkpoint is a directory ``global_step_<n>`` that appears atomically: it is written under a temporary name and
 renamed when every rank has finished. In addition to Megatron's files it has ``manifest.json``, so that an unsuitable
-checkpoint is rejected with the names and shapes that differ. The file ``latest`` in the parent directory names the
-newest one.
+checkpoint is rejected with the names and shapes that differ, and a damaged one with the file. The file ``latest`` in
+the parent directory names the newest one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
+from mcontroller.errors import DataError
 from parallel_state.agreement import raise_on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
-from workers.checkpoint.directories import checkpoint_path, commit, create_partial, partial_path
+from workers.checkpoint.checksums import FileEntry
+from workers.checkpoint.directories import checkpoint_path, commit, create_partial, delete_partial, partial_path
 from workers.checkpoint.manifest import Manifest
 from workers.checkpoint.state import TrainingState, layout_of, sharded_state, weight_shapes
+from workers.checkpoint.writer import prepare_write
 
 __all__ = ["save_checkpoint"]
 
@@ -47,36 +50,48 @@ def save_checkpoint(
         The directory of the checkpoint.
 
     Raises:
-        DataError: on every rank, if the directory cannot be created.
+        DataError: on every rank, if one of them cannot write. What it has written is deleted; earlier checkpoints stay.
+            With ``background``, the error may be raised when the save is finished.
     """
     if background is not None:
         background.finish()
     target = checkpoint_path(Path(path), step)
     raise_on_every_rank(lambda: create_partial(target) if dist.get_rank() == 0 else None)
-    partial = str(partial_path(target))
     if training.scheduler is None or training.scheduler.num_steps == 0:
         training = dataclasses.replace(training, optimizer=None)
     state = sharded_state(training, loading=False)
     commit_here = functools.partial(_commit, target, _manifest(training, state, step), keep)
+    with _deleted_if_it_fails(target):
+        request = prepare_write(state, partial_path(target), training.context.pg.dp_cp, commit_here)
+        if background is None:
+            request.execute_sync()
     if background is not None:
-        background.begin(state, partial, commit_here)
-    else:
-        dist_checkpointing.save(state, partial)
-        commit_here()
+        background.begin(request, functools.partial(_deleted_if_it_fails, target))
     return target
 
 
-def _commit(target: Path, manifest: Manifest, keep: int | None) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        commit(target, manifest, keep)
-    dist.barrier()
+@contextlib.contextmanager
+def _deleted_if_it_fails(target: Path) -> Iterator[None]:
+    """Delete what was written if the block raises an error of this project, which it does on every rank."""
+    try:
+        yield
+    except DataError:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            delete_partial(target)
+        dist.barrier()
+        raise
+
+
+def _commit(target: Path, manifest: Manifest, keep: int | None, files: Mapping[str, FileEntry]) -> None:
+    complete: Manifest = {**manifest, "files": dict(files)}
+    raise_on_every_rank(lambda: commit(target, complete, keep) if dist.get_rank() == 0 else None)
 
 
 def _manifest(training: TrainingState, state: Mapping[str, Any], step: int) -> Manifest:
     optimizer = training.optimizer
     return {
-        "format": 1,
+        "format": 2,
         "step": step,
         "layout": layout_of(training),
         "parts": [*training.models, *(["optimizer"] if optimizer is not None else [])],
@@ -84,4 +99,5 @@ def _manifest(training: TrainingState, state: Mapping[str, Any], step: int) -> M
         "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
         "counters": training.counters,
         "weights": weight_shapes(training, state, {part: part for part in training.models}),
+        "files": {},
     }

@@ -47,7 +47,7 @@ class Model(Worker):
         self.received, self.beside = batch, other
         return batch
 
-    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False)
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, blocking=False, changes_rows=True)
     def expand(self, batch: DataProto) -> DataProto:
         return batch.repeat(2, interleave=True)
 

@@ -234,7 +234,7 @@ class Group(ToyActor):
         super().__init__(0.5, role)
         CALLS.append(f"use_kl_loss={config.use_kl_loss}")
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts):
         prompts.meta_info.setdefault("n", 3)
         return super().generate_sequences(prompts)
@@ -331,7 +331,7 @@ def test_a_run_without_save_freq_saves_when_save_minutes_are_over(tmp_path):
         path = tmp_path / str(minutes)
         with started(toy_trainer(toy_config(3, save_freq=0, save_minutes=minutes, default_local_dir=str(path)))) as one:
             one.fit()
-        return sorted(each.name for each in (path / "actor").iterdir())
+        return sorted(each.name for each in (path / "actor").glob("global_step_*"))
 
     assert kept(60.0) == kept(0.0) == ["global_step_3"]
     assert kept(1e-9) == ["global_step_1", "global_step_2", "global_step_3"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +46,23 @@ class ToyRole(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, global_step: int, max_to_keep: int | None = None) -> str:
         target = Path(path) / f"global_step_{global_step}"
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
         np.savez(target / "state.npz", **{name: np.asarray(getattr(self, name)) for name in self.kept})
+        (target.parent / "latest").write_text(target.name)
+        if max_to_keep is not None:
+            others = [found for found in target.parent.glob("global_step_*") if found != target]
+            for found in sorted(others)[: len(others) + 1 - max_to_keep]:
+                shutil.rmtree(found)
         return str(target)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def verify_checkpoint(self, path: str) -> str:
+        try:
+            with np.load(Path(path) / "state.npz") as state:
+                missing = set(self.kept) - set(state)
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            return str(error)
+        return f"without {missing}" if missing else ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> int:
@@ -73,7 +89,7 @@ class ToyActor(ToyRole):
     def sync_reference(self) -> None:
         self.reference = self.table.clone()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         CALLS.append("generate_sequences")
         prompts = prompts.repeat(prompts.meta_info.get("n", 1))

@@ -135,15 +135,26 @@ def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path:
     assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
 
 
+EMPTY: Any = {
+    "format": 2,
+    "layout": {},
+    "parts": ["model"],
+    "distributed_optimizer": False,
+    "scheduler_steps": 0,
+    "counters": {},
+    "weights": {"model": {}},
+    "files": {},
+}
+
+
 def test_interrupted_save_of_the_same_step_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = checkpoint_path(tmp_path, 5)
 
     def save(number: int) -> None:
-        manifest: Any = {"save": number}
         create_partial(target)
-        commit(target, manifest, keep=None)
+        commit(target, EMPTY | {"step": number}, keep=None)
 
     save(0)
     rename, stops = Path.rename, []
@@ -159,12 +170,11 @@ def test_interrupted_save_of_the_same_step_leaves_a_complete_checkpoint(
         stops.clear()
         with pytest.raises(KeyboardInterrupt):
             save(stop_at + 1)
-        assert (
-            read_manifest(find_checkpoint(tmp_path)) == read_manifest(find_checkpoint(target)) == {"save": 2 * stop_at}
-        )
+        for path in (tmp_path, target):
+            assert read_manifest(find_checkpoint(path))["step"] == 2 * stop_at
     monkeypatch.undo()
     save(3)
-    assert read_manifest(find_checkpoint(tmp_path)) == {"save": 3}
+    assert read_manifest(find_checkpoint(tmp_path))["step"] == 3
 
 
 def run_again(path: str) -> int:

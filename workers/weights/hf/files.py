@@ -49,10 +49,7 @@ class WeightFiles:
         self.directory = directory
         self._open: dict[str, safetensors.safe_open] = {}
         if (directory / _INDEX).is_file():
-            try:
-                self._file_of: dict[str, str] = json.loads((directory / _INDEX).read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise DataError(f"{_INDEX} in {str(directory)!r} is damaged: {error!r}", path=str(directory)) from error
+            self._file_of = _read_index(directory)
         elif (directory / _SINGLE).is_file():
             self._file_of = dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
         else:
@@ -93,6 +90,22 @@ class WeightFiles:
             except safetensors.SafetensorError as error:
                 raise DataError(f"{path} in {str(self.directory)!r} is damaged: {error}", path=path) from error
         return self._open[path]
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor: files of the directory itself."""
+    try:
+        index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+        files = index.get("weight_map") if isinstance(index, dict) else None
+        reason = f"weight_map is {files!r:.100}, expected an object of file names"
+    except (ValueError, RecursionError) as error:
+        files, reason = None, repr(error)
+    if isinstance(files, dict):
+        outside = [file for file in files.values() if not isinstance(file, str) or Path(file).name != file or not file]
+        if not outside:
+            return files
+        reason = f"it names {outside[0]!r:.100}, expected files of the directory"
+    raise DataError(f"{_INDEX} in {str(directory)!r} is damaged: {reason}", path=str(directory))
 
 
 @dataclass(frozen=True)

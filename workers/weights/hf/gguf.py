@@ -32,8 +32,8 @@ def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) 
     if not source.is_file():
         raise DataError(f"there is no GGUF file at {str(source)!r}", path=str(source))
     location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**location)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
     # transformers does not save a model that it has read from quantized weights, even unpacked ones.
     config = model.config.to_dict()
     config.pop("quantization_config", None)

@@ -1,0 +1,121 @@
+"""Measure checkpoints of an actor on TP2 x PP2 x DP2: bytes, memory and seconds of saves and loads, by rank.
+
+    python benchmarks/checkpoints.py [--hidden 512] [--layers 8] [--distributed] [--directory DIR]
+
+Eight ranks are forked, one thread each. The seconds of a call are those of the slowest rank, the least of the rounds.
+Extra memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; that of an
+asynchronous save excludes the process that writes. "verify" is what a load adds to read and hash every file once before
+anything changes. The files are read from the cache of the system, so storage that is slower than SHA-256 hides more of
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from tests.forking import run_ranks
+from tests.workers.roles import actor, experience, own_shard
+from workers.checkpoint.load import load_checkpoint
+from workers.checkpoint.manifest import read_manifest
+from workers.checkpoint.verify import verify
+
+PARALLEL = {"tp": 2, "pp": 2}
+WORLD_SIZE, ROWS, ROUNDS = 8, 16, 3
+MIB = 1 << 20
+
+
+def memory(name: str) -> int:
+    """Return a value of /proc/self/status in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def measured(call: Callable[[], object]) -> tuple[float, int]:
+    """Return the seconds of a collective call, and the peak of the memory during it less the memory before."""
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before, started = memory("VmRSS"), time.perf_counter()
+    call()
+    return time.perf_counter() - started, memory("VmHWM") - before
+
+
+def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, Any]:
+    """Return what one rank measured: (seconds, bytes) by call for every round, and the bytes that it wrote."""
+    worker = actor(PARALLEL, "actor", model=model, optim={"distributed_optimizer": distributed}, ppo_epochs=1)
+    batch = own_shard(experience(ROWS), worker)
+    worker.update_actor(batch)
+    rounds: dict[str, list[tuple[float, int]]] = {}
+
+    def add(name: str, call: Callable[[], object]) -> None:
+        rounds.setdefault(name, []).append(measured(call))
+
+    for step in range(ROUNDS):
+        add("step", lambda: worker.update_actor(batch))
+        add("save", lambda step=step: worker.save_checkpoint(f"{path}/at_once", step, 1))
+        add("asynchronous save", lambda step=step: worker.save_checkpoint(f"{path}/later", step, 1, asynchronous=True))
+        add("step during the save", lambda: worker.update_actor(batch))
+        worker.wait_for_checkpoint()
+        checkpoint = Path(path) / "at_once" / f"global_step_{step}"
+        manifest = read_manifest(checkpoint)
+        add("verify", lambda manifest=manifest, checkpoint=checkpoint: verify(checkpoint, manifest))
+        add(
+            "load",
+            lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.training(), checkpoint, manifest),
+        )
+    written = sum(file.stat().st_size for file in checkpoint.glob(f"__{dist.get_rank()}_*"))
+    return {"rounds": rounds, "written": written}
+
+
+def main() -> None:
+    """Measure and print two tables: by rank, and by call."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--distributed", action="store_true", help="with Megatron's distributed optimizer")
+    parser.add_argument("--directory", default=None, help="the file system to measure; a temporary one by default")
+    arguments = parser.parse_args()
+    model = {
+        "hidden_size": arguments.hidden,
+        "ffn_hidden_size": 4 * arguments.hidden,
+        "num_layers": arguments.layers,
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
+    }
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as path:
+        ranks = run_ranks(measure, WORLD_SIZE, path, model, arguments.distributed, timeout_s=500)
+    show(ranks)
+
+
+def show(ranks: list[dict[str, Any]]) -> None:
+    """Print bytes and memory by rank, then seconds by call, with their share of a step."""
+    console = Console()
+    calls = list(ranks[0]["rounds"])
+    by_rank = Table("rank", "written MiB", *(f"{call}: extra MiB" for call in calls if "step" not in call))
+    for number, rank in enumerate(ranks):
+        peaks = (max(extra for _, extra in rank["rounds"][call]) for call in calls if "step" not in call)
+        by_rank.add_row(str(number), f"{rank['written'] / MIB:.1f}", *(f"{peak / MIB:.0f}" for peak in peaks))
+    console.print(by_rank)
+    seconds = {
+        call: min(max(rank["rounds"][call][number][0] for rank in ranks) for number in range(ROUNDS)) for call in calls
+    }
+    by_call = Table("call", "seconds", "share of a step")
+    for call in calls:
+        by_call.add_row(call, f"{seconds[call]:.3f}", f"{seconds[call] / seconds['step']:.0%}")
+    console.print(by_call)
+    console.print(f"a verified load takes {1 + seconds['verify'] / seconds['load']:.2f} times a plain load")
+
+
+if __name__ == "__main__":
+    main()

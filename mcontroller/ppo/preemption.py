@@ -1,0 +1,93 @@
+"""Stopping a run early without losing its work: a signal, or a time limit that is near, ends it after a step.
+
+The signals are those that schedulers send before they end a job (SIGTERM) and that a keyboard sends (SIGINT). The run
+saves a checkpoint and ends with the exit code ``PREEMPTED``, so that a launcher can start it again with
+``trainer.resume=true``.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["PREEMPTED", "Preempted", "Preemption"]
+
+PREEMPTED = 75
+"""Exit code of a run that was stopped early and can be resumed: EX_TEMPFAIL of sysexits.h."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_logger = logging.getLogger(__name__)
+
+
+class Preempted(SystemExit):
+    """Ends the program with the exit code ``PREEMPTED``; it is no error, so ``except Exception`` does not catch it.
+
+    Attributes:
+        reason: the signal or the limit.
+        global_steps: steps of the checkpoint; None if none was saved.
+    """
+
+    def __init__(self, reason: str, global_steps: int | None) -> None:
+        super().__init__(PREEMPTED)
+        self.reason = reason
+        self.global_steps = global_steps
+
+
+class Preemption:
+    """Whether a run is to stop after its step.
+
+    Args:
+        max_seconds: seconds from now in which the run must have ended, its last save included; 0 for no limit.
+    """
+
+    def __init__(self, max_seconds: float) -> None:
+        self.max_seconds = max_seconds
+        self._started = time.monotonic()
+        self._longest = 0.0
+        self._signal: signal.Signals | None = None
+
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Record SIGTERM and SIGINT in the block instead of ending the program; the second one ends it at once.
+
+        In another thread than the main one, where Python does not allow handlers, signals keep their meaning.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._record) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time a step with its validation and its save: the next one is expected to take as long as the longest."""
+        started = time.monotonic()
+        yield
+        self._longest = max(self._longest, time.monotonic() - started)
+
+    def reason(self, *, saving: float = 0.0) -> str | None:
+        """Return why the run is to stop now; None if it is to go on.
+
+        Args:
+            saving: seconds that a save is expected to take.
+        """
+        if self._signal is not None:
+            return self._signal.name
+        if self.max_seconds and time.monotonic() - self._started + self._longest + saving > self.max_seconds:
+            return f"trainer.max_seconds={self.max_seconds:g}"
+        return None
+
+    def _record(self, number: int, _: FrameType | None) -> None:
+        if self._signal is not None:
+            raise KeyboardInterrupt
+        self._signal = signal.Signals(number)
+        _logger.warning("%s: the run stops after this step; send it again to stop at once", self._signal.name)

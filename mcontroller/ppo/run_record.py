@@ -1,0 +1,126 @@
+"""The record of a run, ``trainer.json``: the last save, the earlier ones, and what a save has still to do.
+
+The file is replaced atomically. It is the point at which a save counts: before, the run has the earlier checkpoints,
+and afterwards the new ones, wherever the save is interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mcontroller.errors import DataError
+from mcontroller.files import replace_text
+
+__all__ = ["RECORD", "RunRecord", "SavedStep", "read_record", "write_record"]
+
+RECORD = "trainer.json"
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A save of all groups.
+
+    Attributes:
+        global_steps: steps of PPO done.
+        kl_coef: weight of the KL penalty.
+        groups: the directory of each group's checkpoint, relative to that of the run.
+    """
+
+    global_steps: int
+    kl_coef: float
+    groups: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of ``trainer.json``.
+
+    Attributes:
+        last: the last save.
+        earlier: the saves before it that are kept, the newest first.
+        staged: by group, the directory in which the last save was written and from which it is still to be moved.
+        obsolete: directories that are still to be deleted.
+    """
+
+    last: SavedStep
+    earlier: tuple[SavedStep, ...] = ()
+    staged: Mapping[str, str] = field(default_factory=dict)
+    obsolete: tuple[str, ...] = ()
+
+    def saves(self) -> tuple[SavedStep, ...]:
+        """Return all saves, the newest first."""
+        return (self.last, *self.earlier)
+
+    def locate(self, directory: Path, save: SavedStep, group: str) -> Path:
+        """Return the directory of a group's checkpoint now, whether or not it has been moved to its place."""
+        place = directory / save.groups[group]
+        if save is self.last and group in self.staged:
+            staged = directory / self.staged[group] / place.name
+            return staged if staged.exists() else place
+        return place
+
+
+def write_record(directory: Path, record: RunRecord) -> None:
+    """Replace the record of the run in ``directory``."""
+    content = asdict(record.last) | {"earlier": [asdict(save) for save in record.earlier]}
+    if record.staged or record.obsolete:
+        content |= {"staged": dict(record.staged), "obsolete": list(record.obsolete)}
+    replace_text(directory / RECORD, json.dumps(content, indent=1))
+
+
+def read_record(directory: Path) -> RunRecord:
+    """Return the record of the run in ``directory``; of earlier versions too, which have only the last save.
+
+    Raises:
+        DataError: the file does not exist or is damaged; the text names the value.
+    """
+    path = directory / RECORD
+    if not path.is_file():
+        raise DataError(f"there is no checkpoint to resume from: {path} does not exist", path=str(path))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise _damaged(path, f"it is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _damaged(path, f"expected an object, got {type(content).__name__}")
+    earlier, obsolete = content.get("earlier", []), content.get("obsolete", [])
+    if not isinstance(earlier, list) or not isinstance(obsolete, list):
+        raise _damaged(path, "earlier and obsolete must be lists")
+    last = _saved_step(path, content)
+    return RunRecord(
+        last=last,
+        earlier=tuple(_saved_step(path, each) for each in earlier),
+        staged=_directories(path, "staged", content.get("staged", {})),
+        obsolete=tuple(_directories(path, "obsolete", dict(enumerate(obsolete))).values()),
+    )
+
+
+def _saved_step(path: Path, content: Any) -> SavedStep:
+    if not isinstance(content, dict):
+        raise _damaged(path, f"expected an object for each save, got {type(content).__name__}")
+    steps, kl_coef = content.get("global_steps"), content.get("kl_coef")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise _damaged(path, f"global_steps is {steps!r:.100}, expected a number of steps")
+    if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not math.isfinite(kl_coef):
+        raise _damaged(path, f"kl_coef is {kl_coef!r:.100}, expected a finite number")
+    return SavedStep(steps, float(kl_coef), _directories(path, "groups", content.get("groups")))
+
+
+def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:
+    """Check that all values are paths inside the directory of the run: they are loaded, moved and deleted."""
+    if not isinstance(content, dict):
+        raise _damaged(path, f"{name} is {content!r:.100}, expected an object of directories")
+    for each in content.values():
+        inside = isinstance(each, str) and "\0" not in each and each not in ("", ".")
+        if not inside or PurePosixPath(each).is_absolute() or ".." in PurePosixPath(each).parts:
+            raise _damaged(path, f"{name} has {each!r:.100}, expected a relative path inside the run's directory")
+    return content
+
+
+def _damaged(path: Path, reason: str) -> DataError:
+    return DataError(f"the record of the run, {path}, is damaged: {reason}", path=str(path))

@@ -1,0 +1,80 @@
+"""A method returns a row for each row that it got, unless it is registered with ``changes_rows``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcontroller import ClassWithInitArgs, DataProto, Dispatch, DispatchError, LocalWorkerGroup, Worker, register
+
+
+class Returns(Worker):
+    """Ranks that return ``number[rank]`` rows; None for None, no columns for -1."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def same(self, data: DataProto, numbers: list[int | None]) -> DataProto | None:
+        return self._rows(numbers)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def later(self, data: DataProto, numbers: list[int | None]) -> DataProto | None:
+        return self._rows(numbers)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+    def other(self, data: DataProto, numbers: list[int | None]) -> DataProto | None:
+        return self._rows(numbers)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def echo(self, data: DataProto) -> DataProto:
+        return data
+
+    def _rows(self, numbers: list[int | None]) -> DataProto | None:
+        number = numbers[self.rank]
+        if number is None:
+            return None
+        return DataProto() if number < 0 else DataProto.from_dict({"value": torch.full((number,), self.rank)})
+
+
+@pytest.fixture
+def group() -> LocalWorkerGroup:
+    return LocalWorkerGroup(ClassWithInitArgs(Returns), 2, name_prefix="returns")
+
+
+ROWS = DataProto.from_dict({"value": torch.arange(8)})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([4, 3], "rank 1 got 4 rows and returned 3: return a row for each row"),
+        ([8, 4], "rank 0 got 4 rows and returned 8: return a row for each row"),
+        ([6, 6], "rank 0 got 4 rows and returned 6; rank 1 got 4 rows and returned 6: return a row"),
+        ([4, -1], "rank 1 got 4 rows and returned 0"),
+        ([None, 4], "rank 0 returned None; expected a DataProto"),
+    ],
+)
+def test_another_number_of_rows_is_an_error_that_names_the_ranks(
+    group: LocalWorkerGroup, numbers: list[int | None], message: str
+) -> None:
+    for call in (group.same, lambda *arguments: group.later(*arguments).get()):
+        with pytest.raises(DispatchError) as caught:
+            call(ROWS, numbers)
+        assert message in str(caught.value)
+
+
+def test_passing_on_a_result_with_another_number_of_rows_is_an_error(group: LocalWorkerGroup) -> None:
+    with pytest.raises(DispatchError, match="rank 1 got 4 rows and returned 3"):
+        group.echo(group.later(ROWS, [4, 3]))
+
+
+def test_rows_may_differ_if_the_method_declares_it(group: LocalWorkerGroup) -> None:
+    assert group.other(ROWS, [4, 3]).batch["value"].tolist() == [0] * 4 + [1] * 3
+    assert len(group.other(ROWS, [8, 8])) == 16
+
+
+def test_metrics_without_rows_are_no_error(group: LocalWorkerGroup) -> None:
+    assert len(group.same(ROWS, [-1, -1])) == 0
+
+
+def test_changes_rows_must_be_a_bool() -> None:
+    with pytest.raises(DispatchError, match="changes_rows is 2; expected True or False"):
+        register(changes_rows=2)  # type: ignore[arg-type]

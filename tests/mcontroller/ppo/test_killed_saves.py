@@ -1,0 +1,77 @@
+"""A run that is killed at any time of a save goes on from a complete checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcontroller.ppo.toy import toy_config, toy_trainer
+
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
+STEPS = 3
+
+
+def train(directory: Path, **trainer: Any) -> Any:
+    config = toy_config(STEPS, default_local_dir=str(directory), max_to_keep=1, **trainer)
+    made = toy_trainer(config, val_dataset=None)
+    made.init_workers()
+    made.fit()
+    return made
+
+
+def killed_at(change: int, run: Callable[[], object]) -> bool:
+    """Run in a forked process that kills itself before a change of the file system; return whether it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)
+        seen = 0
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal seen
+            writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            if event in CHANGES or writes:
+                seen += 1
+                if seen > change:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.processes
+def test_killed_at_any_change_of_the_file_system_the_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    whole = train(tmp_path / "whole", save_freq=-1)
+    resumed_at, change = [], 0
+    while True:
+        directory = tmp_path / str(change)
+        first = toy_trainer(toy_config(1, save_freq=0, default_local_dir=str(directory), max_to_keep=1))
+        first.init_workers()
+        first.fit()
+        killed = killed_at(change, lambda: train(directory, resume=True, save_freq=1))  # noqa: B023
+        again = toy_trainer(toy_config(1, resume=True, default_local_dir=str(directory)))
+        again.init_workers()
+        resumed_at.append(again.load_checkpoint())
+        resumed = train(directory, resume=True, save_freq=1)
+        for group in ("actor", "critic"):
+            expected, found = (made.groups[group].workers[0].table for made in (whole, resumed))
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            left = sorted(found.name for found in (directory / group).iterdir())
+            assert left == [f"global_step_{STEPS}", "latest"]
+            assert (directory / group / "latest").read_text() == f"global_step_{STEPS}"
+        if not killed:
+            break
+        change += 1
+    assert resumed_at == sorted(resumed_at) and set(resumed_at) == {1, 2, 3}
+    assert change > 25

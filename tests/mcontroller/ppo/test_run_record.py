@@ -1,0 +1,113 @@
+"""The record of a run: what is resumed, what is kept, and damaged records and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import DataError
+from mcontroller.ppo.run_record import read_record
+from tests.mcontroller.ppo.toy import toy_config, toy_trainer
+
+
+def trained(directory: Path, steps: int, **trainer: Any) -> Any:
+    made = toy_trainer(toy_config(steps, default_local_dir=str(directory), **trainer), val_dataset=None)
+    made.init_workers()
+    made.fit()
+    return made
+
+
+def resumable(directory: Path) -> Any:
+    made = toy_trainer(toy_config(1, default_local_dir=str(directory), resume=True))
+    made.init_workers()
+    return made
+
+
+def kept(directory: Path) -> list[list[str]]:
+    return [sorted(found.name for found in (directory / group).glob("global_step_*")) for group in ("actor", "critic")]
+
+
+def test_every_group_keeps_the_same_steps(tmp_path: Path) -> None:
+    trained(tmp_path, 4, save_freq=1, max_to_keep=2)
+    assert kept(tmp_path) == [["global_step_3", "global_step_4"]] * 2
+    assert [save.global_steps for save in read_record(tmp_path).saves()] == [4, 3]
+
+
+def test_steps_of_an_earlier_run_that_went_further_are_not_deleted(tmp_path: Path) -> None:
+    trained(tmp_path, 4, save_freq=2)
+    trained(tmp_path, 1, save_freq=0, max_to_keep=1)
+    assert kept(tmp_path) == [["global_step_1", "global_step_2", "global_step_4"]] * 2
+    assert [save.global_steps for save in read_record(tmp_path).saves()] == [1]
+
+
+def test_a_damaged_checkpoint_of_one_group_takes_all_groups_to_the_same_earlier_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path, 3, save_freq=1)
+    state = tmp_path / "critic" / "global_step_3" / "state.npz"
+    state.write_bytes(state.read_bytes()[:100])
+    trainer = resumable(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert trainer.load_checkpoint() == 2
+    assert "the checkpoint of step 3 is damaged, all groups use an earlier one: critic: " in caplog.text
+    two = trained(tmp_path / "two", 2)
+    for group in ("actor", "critic"):
+        loaded, expected = (each.groups[group].workers[0].table for each in (trainer, two))
+        assert loaded.equal(expected)
+    went_on = trained(tmp_path, 3, save_freq=0, resume=True)
+    assert went_on.global_steps == 3 and resumable(tmp_path).load_checkpoint() == 3
+
+
+def test_without_a_whole_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
+    trained(tmp_path, 2, save_freq=1)
+    for state in tmp_path.glob("critic/*/state.npz"):
+        state.unlink()
+    trainer = resumable(tmp_path)
+    before = trainer.groups["actor"].workers[0].table.clone()
+    with pytest.raises(DataError, match=r"no checkpoint in .* is whole: step 2: critic: .*; step 1: critic: "):
+        trainer.load_checkpoint()
+    assert trainer.groups["actor"].workers[0].table.equal(before)
+
+
+def test_a_record_of_an_earlier_version_has_the_last_save_only(tmp_path: Path) -> None:
+    trained(tmp_path, 2, save_freq=0)
+    record = json.loads((tmp_path / "trainer.json").read_text())
+    (tmp_path / "trainer.json").write_text(
+        json.dumps({key: record[key] for key in ("global_steps", "kl_coef", "groups")})
+    )
+    assert resumable(tmp_path).load_checkpoint() == 2
+
+
+SAVE = {"global_steps": 2, "kl_coef": 0.1, "groups": {"actor": "actor/global_step_2"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "not JSON"),
+        ("\x00\xff", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "expected an object, got list"),
+        ("{}", "global_steps is None"),
+        (json.dumps(SAVE | {"global_steps": True}), "global_steps is True"),
+        (json.dumps(SAVE | {"global_steps": -1}), "global_steps is -1"),
+        (json.dumps(SAVE | {"kl_coef": float("nan")}), "kl_coef is nan"),
+        (json.dumps(SAVE | {"kl_coef": None}), "kl_coef is None"),
+        (json.dumps(SAVE | {"groups": ["actor"]}), "groups is"),
+        (json.dumps(SAVE | {"groups": {"actor": 3}}), "groups has 3"),
+        (json.dumps(SAVE | {"groups": {"actor": "../other"}}), "groups has '../other'"),
+        (json.dumps(SAVE | {"obsolete": ["/"]}), "obsolete has '/'"),
+        (json.dumps(SAVE | {"obsolete": "actor"}), "must be lists"),
+        (json.dumps(SAVE | {"staged": {"actor": "actor/../.."}}), "staged has"),
+        (json.dumps(SAVE | {"earlier": [None]}), "expected an object for each save"),
+    ],
+)
+def test_a_damaged_record_is_rejected_with_its_value(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "trainer.json").write_text(content, encoding="latin-1")
+    with pytest.raises(DataError) as caught:
+        toy_trainer(toy_config(1, default_local_dir=str(tmp_path), resume=True))
+    assert "trainer.json, is damaged" in str(caught.value) and reason in str(caught.value)

@@ -1,0 +1,125 @@
+"""Files from an unknown source run no code when they are read: saved batches, configurations, Hugging Face directories.
+
+Checkpoints are in ``tests/workers/checkpoint/test_damage.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcontroller.config.load import load_config
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import MControllerError
+from workers.weights.hf.config import model_fields_from_hf
+from workers.weights.hf.files import WeightFiles
+
+
+class RunsCode:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+@dataclass
+class Settings:
+    name: str = ""
+
+
+@pytest.fixture
+def proof(tmp_path: Path) -> Path:
+    return tmp_path / "ran"
+
+
+def pickled(path: Path, proof: Path) -> None:
+    path.write_bytes(pickle.dumps(RunsCode(proof)))
+
+
+def saved_by_torch(path: Path, proof: Path) -> None:
+    torch.save({"weight": RunsCode(proof)}, path)
+
+
+@pytest.mark.parametrize("write", [pickled, saved_by_torch])
+def test_pickle_in_place_of_a_batch(tmp_path: Path, proof: Path, write: Callable[[Path, Path], None]) -> None:
+    write(tmp_path / "batch", proof)
+    with pytest.raises(MControllerError, match="is not a safetensors file"):
+        DataProto.load_from_disk(tmp_path / "batch")
+    assert not proof.exists()
+
+
+def test_array_of_a_batch_that_is_a_pickle(tmp_path: Path, proof: Path) -> None:
+    """Arrays of objects are JSON: bytes of a pickle stay bytes."""
+    content = {"$objects": [[{"$pickle": pickle.dumps(RunsCode(proof)).hex()}], [1], "O"]}
+    description = {"format": "mcontroller.DataProto", "version": 1, "batch": None, "meta_info": {}}
+    text = json.dumps(description | {"non_tensor_batch": {"column": content}}).encode()
+    save_file({"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "batch")
+    with pytest.raises(MControllerError, match=r"kind '\$pickle'"):
+        DataProto.load_from_disk(tmp_path / "batch")
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir"])
+def test_tags_of_python_in_a_configuration(tmp_path: Path, proof: Path, tag: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"name: {tag} ['{proof}']\n")
+    with pytest.raises(MControllerError, match="could not determine a constructor"):
+        load_config(Settings, file)
+    with pytest.raises(MControllerError, match="could not determine a constructor"):
+        load_config(Settings, overrides=[f"name={tag} ['{proof}']"])
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_pickled_weights_in_a_hugging_face_directory(tmp_path: Path, proof: Path, name: str) -> None:
+    saved_by_torch(tmp_path / name, proof)
+    with pytest.raises(MControllerError, match=r"is damaged|there are no weights"):
+        WeightFiles(tmp_path)
+    assert not proof.exists()
+
+
+def test_index_of_weights_that_names_a_file_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "secret").touch()
+    index = {"weight_map": {"weight": "../secret"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(MControllerError, match=r"'\.\./secret'"):
+        WeightFiles(tmp_path / "model")
+
+
+def remote_code(directory: Path, proof: Path) -> None:
+    """Write a model and a tokenizer whose classes are in a module of the directory."""
+    (directory / "code.py").write_text(f"import os\nos.mkdir({str(proof)!r})\n")
+    auto = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
+    (directory / "config.json").write_text(json.dumps({"model_type": "other", "auto_map": auto}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Other", "auto_map": auto}))
+
+
+def test_classes_of_a_hugging_face_directory_are_not_imported(tmp_path: Path, proof: Path) -> None:
+    remote_code(tmp_path, proof)
+    with pytest.raises(MControllerError, match="model_type is 'other'"):
+        model_fields_from_hf(tmp_path)
+    assert not proof.exists()
+
+
+def test_classes_of_a_tokenizer_are_not_imported() -> None:
+    """The only calls that construct tokenizers reject code of their directory, without a question to the terminal."""
+    root = Path(__file__).parents[1]
+    calls = [
+        line.strip()
+        for top in ("workers", "mcontroller", "examples")
+        for file in (root / top).rglob("*.py")
+        for line in file.read_text().splitlines()
+        if "from_pretrained(" in line and "save_pretrained" not in line
+    ]
+    assert calls and all("trust_remote_code=False" in call for call in calls), calls

@@ -1,0 +1,189 @@
+"""Malformed files and overrides raise errors of this project only: configurations, saved batches, records, manifests.
+
+The short form is part of the tests. The long form takes a number of examples and prints the seed of a failure:
+
+    FUZZ_EXAMPLES=20000 python -m pytest tests/test_malformed_inputs.py --hypothesis-seed=20261122
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from mcontroller.config.load import load_config
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import MControllerError
+from mcontroller.ppo.run_record import read_record
+from workers.checkpoint.directories import find_checkpoint
+from workers.checkpoint.manifest import read_manifest
+from workers.weights.hf.config import model_fields_from_hf
+from workers.weights.hf.files import WeightFiles
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
+fuzz = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+KEYS = st.sampled_from(
+    [
+        "batch",
+        "non_tensor_batch",
+        "meta_info",
+        "format",
+        "version",
+        "$tensor",
+        "$array",
+        "$objects",
+        "$tensordict",
+        "$tuple",
+        "$dict",
+        "$number",
+        "$jagged",
+        "global_steps",
+        "kl_coef",
+        "groups",
+        "earlier",
+        "staged",
+        "obsolete",
+        "step",
+        "layout",
+        "parts",
+        "weights",
+        "counters",
+        "files",
+        "sha256",
+        "weight_map",
+        "model_type",
+        "a",
+    ]
+)
+LEAVES = st.none() | st.booleans() | st.integers(-3, 10**30) | st.floats() | st.text(max_size=8) | KEYS
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+
+
+@dataclass
+class Inner:
+    rate: float = 1.0
+    sizes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Outer:
+    name: str = ""
+    count: int = 1
+    inner: Inner = field(default_factory=Inner)
+
+
+def only_errors_of_this_project(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except MControllerError as error:
+        assert str(error)
+
+
+@fuzz
+@given(st.binary(max_size=60) | st.text(alphabet="a: \t\n-[]{}&*!'\"#|>?,0\x00\x85", max_size=40).map(str.encode))
+def test_bytes_in_place_of_yaml(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    only_errors_of_this_project(lambda: load_config(Outer, tmp_path / "config.yaml"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a: [",
+        "name: x\nname: y",
+        "\tname: x",
+        "name: &a *b",
+        "- 1",
+        "7",
+        "{" * 5000,
+        "name: ${nothing}",
+        "count: 1.5",
+        "inner: 3",
+        "inner: {rate: [1]}",
+        "inner: {sizes: {a: 1}}",
+        "name: [1, 2]",
+        "count: 99999999999999999999e9",
+    ],
+)
+def test_malformed_yaml_is_a_configuration_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(MControllerError):
+        load_config(Outer, tmp_path / "config.yaml")
+
+
+@fuzz
+@given(st.text(alphabet="nameinrcout.=[]{}:,'\"$ 1\t\n\x00", max_size=24))
+def test_any_text_as_an_override(override: str) -> None:
+    only_errors_of_this_project(lambda: load_config(Outer, overrides=[override]))
+
+
+@pytest.mark.parametrize("override", ["", "=", "=1", "name", "name.=1", "..=2", "inner=3", "name=[", "inner.rate={a"])
+def test_malformed_override_is_a_configuration_error(override: str) -> None:
+    with pytest.raises(MControllerError):
+        load_config(Outer, overrides=[override])
+
+
+@fuzz
+@given(st.dictionaries(st.sampled_from(["batch", "non_tensor_batch", "meta_info"]), VALUES), st.booleans())
+def test_description_of_a_saved_batch(tmp_path: Path, content: dict[str, Any], complete: bool) -> None:
+    parts: dict[str, Any] = {"batch": None, "non_tensor_batch": {}, "meta_info": {}} if complete else {}
+    description = {"format": "mcontroller.DataProto", "version": 1} | parts | content
+    save_description(tmp_path / "batch", json.dumps(description).encode())
+    only_errors_of_this_project(lambda: DataProto.load_from_disk(tmp_path / "batch"))
+
+
+@pytest.mark.parametrize("text", [b"[", b"[]", b"null", b"[" * 100_000, b"\xff"])
+def test_damaged_description_of_a_saved_batch(tmp_path: Path, text: bytes) -> None:
+    save_description(tmp_path / "batch", text)
+    with pytest.raises(MControllerError, match="is a damaged file of a DataProto: its description is"):
+        DataProto.load_from_disk(tmp_path / "batch")
+
+
+def test_array_of_strings_that_would_take_all_memory(tmp_path: Path) -> None:
+    array = {"$objects": [["x"], [1], "<U500000000"]}
+    parts = {"batch": None, "non_tensor_batch": {"a": array}, "meta_info": {}}
+    save_description(tmp_path / "batch", json.dumps({"format": "mcontroller.DataProto", "version": 1} | parts).encode())
+    with pytest.raises(MControllerError, match="<U500000000"):
+        DataProto.load_from_disk(tmp_path / "batch")
+
+
+@fuzz
+@given(VALUES | st.dictionaries(KEYS, VALUES, max_size=6))
+def test_json_files_of_runs_checkpoints_and_models(tmp_path: Path, content: Any) -> None:
+    readers: dict[str, Callable[[], object]] = {
+        "trainer.json": lambda: read_record(tmp_path),
+        "manifest.json": lambda: read_manifest(tmp_path),
+        "model.safetensors.index.json": lambda: WeightFiles(tmp_path),
+        "config.json": lambda: model_fields_from_hf(tmp_path),
+    }
+    for name, reader in readers.items():
+        (tmp_path / name).write_text(json.dumps(content))
+        only_errors_of_this_project(reader)
+
+
+@fuzz
+@given(st.binary(max_size=300))
+def test_name_of_the_latest_checkpoint(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(MControllerError):
+        find_checkpoint(tmp_path)
+
+
+def save_description(path: Path, text: bytes) -> None:
+    save_file({"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, path)

@@ -1,0 +1,194 @@
+"""A damaged checkpoint, or one that would run code, is rejected on every rank before anything changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from mcontroller.errors import DataError
+from tests.forking import run_ranks
+from tests.workers.roles import critic, largest_difference, weights
+
+RANKS = 2
+
+
+class RunsCode:
+    """An object that creates a file when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+def save_twice(path: str) -> None:
+    worker = critic({"tp": RANKS})
+    worker.save_checkpoint(path, global_step=1)
+    with torch.no_grad():
+        for parameter in worker.model[0].parameters():
+            parameter.add_(1)
+    worker.save_checkpoint(path, global_step=2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    run_ranks(save_twice, RANKS, str(path))
+    return path
+
+
+def shard(step: Path) -> Path:
+    return sorted(step.glob("*.distcp"))[0]
+
+
+def flip_bytes(step: Path) -> None:
+    content = bytearray(shard(step).read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 16] = bytes(byte ^ 0xFF for byte in content[middle : middle + 16])
+    shard(step).write_bytes(content)
+
+
+def rewrite(name: str, content: bytes) -> Callable[[Path], None]:
+    def change(step: Path) -> None:
+        (step / name).write_bytes(content)
+
+    return change
+
+
+def change_manifest(**values: Any) -> Callable[[Path], None]:
+    """Change values and make the checksum match: only their types are left to find the damage."""
+
+    def change(step: Path) -> None:
+        manifest = json.loads((step / "manifest.json").read_text())
+        del manifest["sha256"]
+        manifest |= values
+        checksum = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        (step / "manifest.json").write_text(json.dumps(manifest | {"sha256": checksum}))
+
+    return change
+
+
+def forge(name: str, content: bytes, step: Path) -> None:
+    """Replace a file as one who also writes its checksum into the manifest."""
+    (step / name).write_bytes(content)
+    files = json.loads((step / "manifest.json").read_text())["files"]
+    files[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    change_manifest(files=files)(step)
+
+
+def forge_metadata(step: Path) -> None:
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    metadata.planner_data = RunsCode(step / "ran")
+    forge(".metadata", pickle.dumps(metadata), step)
+
+
+def forge_common(step: Path) -> None:
+    torch.save({"iteration": RunsCode(step / "ran")}, step / "common.pt")
+    forge("common.pt", (step / "common.pt").read_bytes(), step)
+
+
+def forge_object(step: Path) -> None:
+    """Replace the random state of a rank, in a shard, by an object that runs code."""
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    index, place = next(
+        (index, place)
+        for index, place in metadata.storage_data.items()
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata) and "random" in index.fqn
+    )
+    torch.save([RunsCode(step / "ran")], step / "object")
+    content = (step / "object").read_bytes()
+    (step / "object").unlink()
+    whole = (step / place.relative_path).read_bytes()
+    metadata.storage_data[index].offset, metadata.storage_data[index].length = len(whole), len(content)
+    forge(place.relative_path, whole + content, step)
+    forge(".metadata", pickle.dumps(metadata), step)
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped bytes in a shard": (flip_bytes, "the SHA-256 of __0_0.distcp is"),
+    "truncated shard": (lambda step: os.truncate(shard(step), 1000), "__0_0.distcp has 1000 bytes, expected"),
+    "deleted shard": (lambda step: shard(step).unlink(), "__0_0.distcp cannot be read"),
+    "shard of another step": (
+        lambda step: shutil.copy(shard(step.with_name("global_step_1")), shard(step)),
+        "the SHA-256 of __0_0.distcp is",
+    ),
+    "manifest is an empty object": (rewrite("manifest.json", b"{}"), "its format is None"),
+    "manifest is a list": (rewrite("manifest.json", b"[]"), "expected an object, got list"),
+    "manifest is deep": (rewrite("manifest.json", b"[" * 100_000), "manifest.json of the checkpoint"),
+    "manifest is binary": (rewrite("manifest.json", b"\x80\x04\xff"), "manifest.json of the checkpoint"),
+    "manifest was changed": (
+        lambda step: (step / "manifest.json").write_text(
+            (step / "manifest.json").read_text().replace('"step": 2', '"step": 3')
+        ),
+        "another SHA-256",
+    ),
+    "manifest of wrong types": (change_manifest(weights={"model": {"a": "b"}}), "weights is {'model': {'a': 'b'}}"),
+    "manifest of a negative step": (change_manifest(step=-1), "step is -1"),
+    "manifest of another part": (change_manifest(parts=["model", "reward"]), "it has the parts ['model', 'reward']"),
+    "manifest of a file elsewhere": (change_manifest(files={"../x": {"size": 1, "sha256": ""}}), "files is {'../x'"),
+    "common.pt": (rewrite("common.pt", b"broken"), "common.pt"),
+    "metadata.json": (rewrite("metadata.json", b"{}"), "metadata.json"),
+    "metadata.json of another format": (lambda step: forge("metadata.json", b"[]", step), "expected sharded_backend"),
+    ".metadata": (lambda step: forge(".metadata", b"\x80\x04K\x01.", step), "it contains int, expected Metadata"),
+    "latest is binary": (rewrite("../latest", b"\xff\x00"), "latest' contains"),
+    "latest is empty": (rewrite("../latest", b""), "latest' contains ''"),
+    "latest leaves the directory": (rewrite("../latest", b"../../etc"), "latest' contains '../../etc'"),
+    "code in .metadata": (forge_metadata, "posix.mkdir, which does not belong in a checkpoint"),
+    "code in common.pt": (forge_common, "common.pt cannot be read"),
+    "code in an object": (forge_object, "random/shard_0_2 in "),
+}
+
+
+def load_all(paths: dict[str, str]) -> dict[str, tuple[str, str, float]]:
+    """Load each checkpoint; return what verifying returned, what loading raised, and how far the weights are off."""
+    worker = critic({"tp": RANKS})
+    before = weights(worker)
+    found = {}
+    for name, path in paths.items():
+        damage = worker.verify_checkpoint(path)
+        with pytest.raises(DataError) as caught:
+            worker.load_checkpoint(path)
+        found[name] = (damage, str(caught.value), largest_difference(before, weights(worker)))
+    return found
+
+
+def test_damage_is_found_on_every_rank_before_anything_changes(saved: Path, tmp_path: Path) -> None:
+    paths = {}
+    for name, (damage, _) in CASES.items():
+        run = shutil.copytree(saved, tmp_path / name.replace(" ", "_").replace(".", ""))
+        damage(run / "global_step_2")
+        paths[name] = str(run)
+    ranks = run_ranks(load_all, RANKS, paths)
+    for name, (_, expected) in CASES.items():
+        for rank in ranks:
+            returned, raised, difference = rank[name]
+            assert expected in raised and returned == raised, (name, returned, raised)
+            assert difference == 0, name
+    assert not list(tmp_path.glob("*/*/ran")), "code of a checkpoint ran"
+
+
+def load_earlier_version(path: str) -> float:
+    worker = critic({"tp": RANKS})
+    before = weights(worker)
+    assert worker.load_checkpoint(path) == 2
+    return largest_difference(before, weights(worker))
+
+
+def test_checkpoint_of_an_earlier_version_loads_without_checksums(saved: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saved, tmp_path / "run")
+    manifest = json.loads((run / "global_step_2" / "manifest.json").read_text())
+    for name in ("sha256", "files"):
+        del manifest[name]
+    (run / "global_step_2" / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    assert run_ranks(load_earlier_version, RANKS, str(run)) == [1.0, 1.0]

@@ -1,0 +1,55 @@
+"""A save that cannot write fails on every rank with the cause, leaves nothing, and the next save works.
+
+A limit of the file size stands for a full disk: the kernel ends a write with an error in both cases.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mcontroller.errors import DataError
+from tests.forking import run_ranks
+from tests.workers.roles import critic
+
+RANKS = 2
+FULL_ON = {"shard of rank 0": (0, 50_000), "shard of rank 1": (1, 50_000), "common.pt": (0, 100)}
+
+
+def fails_then_works(path: str, rank: int, limit: int, asynchronous: bool) -> tuple[str, list[str], list[str]]:
+    worker = critic({"tp": RANKS})
+    worker.save_checkpoint(path, global_step=1, max_to_keep=1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if worker.rank == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+    with pytest.raises(DataError) as caught:
+        worker.save_checkpoint(path, global_step=2, max_to_keep=1, asynchronous=asynchronous)
+        worker.wait_for_checkpoint()
+    left = names(path)
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    worker.save_checkpoint(path, global_step=3, max_to_keep=1, asynchronous=asynchronous)
+    worker.wait_for_checkpoint()
+    assert worker.load_checkpoint(path) == 3
+    return str(caught.value), left, names(path)
+
+
+def names(path: str) -> list[str]:
+    return sorted(found.name for found in Path(path).iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("where", FULL_ON)
+def test_full_disk(tmp_path: Path, where: str, asynchronous: bool) -> None:
+    rank, limit = FULL_ON[where]
+    results: list[Any] = run_ranks(fails_then_works, RANKS, str(tmp_path), rank, limit, asynchronous, timeout_s=60)
+    for message, left, after in results:
+        assert f"rank {rank} cannot write the checkpoint " in message and "File too large" in message, message
+        assert left == ["global_step_1", "latest"]
+        assert after == ["global_step_3", "latest"]
