@@ -185,19 +185,21 @@ class PlannedRole:
             of_micro_batch = sum(saved)
             whole = [layer_saved(shape, tokens, with_experts, everything=True) for with_experts in layers]
             passing += max((one - kept for one, kept in zip(whole, saved, strict=True)), default=0)
-        flying = in_flight(batch.count, parallel.pp, pp_rank, parallel.vpp) / len(chunks)
+        flying = in_flight(batch.count, parallel.pp, pp_rank, parallel.vpp)
+        if parallel.vpp is not None:  # outputs of chunks, and what is sent and received at once in both directions
+            of_micro_batch += boundary * len(chunks)
+            passing += 4 * boundary
         ends, logits = self._last_stage(pp_rank, batch, tokens, backward=True)
         # The logits are gone when the backward pass reaches the layers; the final norm's tensors are not needed either.
         head = ends + logits
-        activations = math.ceil(flying * of_micro_batch)
+        activations = math.ceil(flying / len(chunks) * of_micro_batch)
         moment = max(head, passing)
         return _with(self.idle(pp_rank), activations + moment - min(logits, moment), min(logits, moment))
 
     def score(self, pp_rank: int, batch: Batch) -> Memory:
         """Return the peak of a pass without gradients."""
         tokens = self._tokens(batch)
-        sent = 0 if pp_rank == self.parallel.pp - 1 else tokens.size * tokens.local * self.shape.hidden
-        passing = sent + max(
+        passing = self._exchanged(pp_rank, tokens) + max(
             (layer_passing(self.shape, tokens, each) for each in self._layers(pp_rank)),
             default=0,
         )
@@ -241,6 +243,11 @@ class PlannedRole:
         local = count // parallel.tp if parallel.sequence_parallel else count
         return Tokens(count, local, self.size, self.fused)
 
+    def _exchanged(self, pp_rank: int, tokens: Tokens) -> int:
+        """Hidden states next to those that pass through a layer: the ones sent, or on the last stage other inputs."""
+        others = (self.parallel.vpp or 0) if pp_rank == self.parallel.pp - 1 else 1
+        return tokens.size * tokens.local * self.shape.hidden * others
+
     def _targets_of_rank(self, batch: Batch) -> int:
         """The most targets of a row on one context-parallel rank: they are the last tokens, in zigzag order."""
         cp = self.parallel.cp
@@ -261,7 +268,9 @@ class PlannedRole:
         at_once = min(targets, batch.chunk_tokens or targets)
         chosen = self.size * targets * shape.hidden
         hidden = norm if backward else self.size * tokens.local * shape.hidden
-        return hidden + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
+        chunks = (self.parallel.vpp or 0) + 1  # whose inputs the stage holds, and the next one's
+        received = tokens.size * tokens.local * shape.hidden * chunks if self.parallel.pp > 1 and not backward else 0
+        return hidden + received + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
 
 
 def _with(idle: Memory, activations: int, logits: int) -> Memory:

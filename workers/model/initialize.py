@@ -58,7 +58,7 @@ def initialize_weights(
 
 def _threads() -> int:
     """This rank's part of the CPUs of its node, which has at most as many ranks as this process sees GPUs."""
-    ranks_of_node = torch.cuda.device_count() or dist.get_world_size()
+    ranks_of_node = torch.cuda.device_count() if torch.cuda.is_available() else dist.get_world_size()
     return min(max(len(os.sched_getaffinity(0)) // ranks_of_node, 1), _MOST_THREADS)
 
 
