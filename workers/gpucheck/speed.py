@@ -31,16 +31,17 @@ def synchronisations(session: Session) -> Iterator[Row]:
     implementation = session.implementations[-1]
     batch = ppo_columns()
     for variant in (None, "packed"):
-        trained = Case("dense", "bfloat16", variant, implementation).policy()
-        trained.update(batch)
-        steps = -(-ROWS // trained.config.ppo_mini_batch_size)
+        with Case("dense", "bfloat16", variant, implementation).policy() as policy:
+            policy.update(batch)
+            waits = count_waits(functools.partial(policy.update, batch))
+            steps = -(-ROWS // policy.config.ppo_mini_batch_size)
         name = f"synchronisations: optimizer step{' packed' if variant else ''}"
         # Packed rows wait in every layer without Transformer Engine's rotary embedding, which reads lengths on the GPU.
         limit = None if variant and implementation == "local" else _WAITS_OF_A_STEP
-        yield waits_row(name, count_waits(functools.partial(trained.update, batch)), steps, limit)
-    policy = Case("dense", "bfloat16", None, implementation).policy()
-    policy.generate(batch, do_sample=False)
-    waits = count_waits(lambda: policy.generate(batch, do_sample=False, eos_token_id=0))
+        yield waits_row(name, waits, steps, limit)
+    with Case("dense", "bfloat16", None, implementation).policy() as policy:
+        policy.generate(batch, do_sample=False)
+        waits = count_waits(lambda: policy.generate(batch, do_sample=False, eos_token_id=0))
     yield waits_row("synchronisations: generated token", waits, RESPONSE, _WAITS_OF_A_TOKEN)
 
 
@@ -76,17 +77,17 @@ def waits_row(name: str, waits: Counter[str], units: int, limit: float | None) -
 def training(session: Session) -> Iterator[Row]:
     """Measure tokens per second of training, and the share of the device's peak."""
     rows, prompt, response = (ROWS, PROMPT, RESPONSE) if session.small else (16, 512, 1536)
-    policy = large_policy(session, prompt=prompt, response=response, role="actor", vocabulary=32_000)
     peak = peak_tflops(torch.cuda.get_device_name()) if session.on_gpu else None
-    for label, longest in (("full rows", None), ("short responses", response // 4)):
-        batch = ppo_columns(rows, prompt, response)
-        batch = _of_length(batch, prompt, longest or response, equal=longest is None)
-        policy.update(batch)
-        seconds = session.seconds(functools.partial(policy.update, batch))
-        tokens = int(batch["attention_mask"].sum())
-        flops = training_flops(policy, tokens, int(batch["attention_mask"].sum(1).max()))
-        share = "n/a" if peak is None else f"{flops / seconds / (peak * 1e12):.1%} MFU"
-        yield Row(f"training: {label}, tokens/s", f"{tokens / seconds:.0f}", share)
+    with large_policy(session, prompt=prompt, response=response, role="actor", vocabulary=32_000) as policy:
+        for label, longest in (("full rows", None), ("short responses", response // 4)):
+            batch = ppo_columns(rows, prompt, response)
+            batch = _of_length(batch, prompt, longest or response, equal=longest is None)
+            policy.update(batch)
+            seconds = session.seconds(functools.partial(policy.update, batch))
+            tokens = int(batch["attention_mask"].sum())
+            flops = training_flops(policy, tokens, int(batch["attention_mask"].sum(1).max()))
+            share = "n/a" if peak is None else f"{flops / seconds / (peak * 1e12):.1%} MFU"
+            yield Row(f"training: {label}, tokens/s", f"{tokens / seconds:.0f}", share)
     if session.on_gpu:
         yield Row("training: peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 

@@ -223,9 +223,13 @@ class PlannedRole:
         )  # the first step, without sequence parallel
         mask = rows * prompt * prompt  # for prompts of unequal length
         sent = 0 if pp_rank == self.parallel.pp - 1 else tokens.size * tokens.local * shape.hidden
-        passing = sent + mask + max(
-            (layer_passing(shape, tokens, each, (1 + self.size) * mask, decoding=True) for each in layers),
-            default=0,
+        passing = (
+            sent
+            + mask
+            + max(
+                (layer_passing(shape, tokens, each, (1 + self.size) * mask, decoding=True) for each in layers),
+                default=0,
+            )
         )
         logits = 4 * _FLOAT * rows * shape.vocabulary * self.parallel.tp if pp_rank == self.parallel.pp - 1 else 0
         moment = max(logits, passing)

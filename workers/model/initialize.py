@@ -34,8 +34,8 @@ def initialize_weights(
 
     The whole tensor is drawn in float32 on the CPU, from a generator seeded by ``seed`` and the tensor's name in the
     whole model, and this rank keeps its part: the same model in every layout, on every device. Threads draw several
-    tensors at once, because torch draws the numbers of a tensor on one. Norms and other vectors stay as they were built;
-    biases become 0.
+    tensors at once, because torch draws the numbers of a tensor on one. Norms and other vectors stay as they were
+    built; biases become 0.
 
     Args:
         chunks: this rank's model chunks.

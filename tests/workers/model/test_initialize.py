@@ -16,7 +16,7 @@ from workers.model.build import build_model
 
 
 def drawn_on(cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], int, int]:
-    """The weights, and the numbers of threads that drew and of tensors in memory at once on a rank with so many CPUs."""
+    """The weights, the number of threads that drew them on so many CPUs, and the most tensors in memory at once."""
     ranks_of_node = torch.cuda.device_count() if torch.cuda.is_available() else 1
     monkeypatch.setattr(initialize.os, "sched_getaffinity", lambda pid: range(cpus * ranks_of_node))
     threads, drawing, most = set(), 0, 0
