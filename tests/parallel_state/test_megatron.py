@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-import parallel_state.megatron
 from torch.distributed import distributed_c10d
 
+import parallel_state.megatron
 from parallel_state.errors import LayoutError, ParallelStateError
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
