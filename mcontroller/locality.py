@@ -136,8 +136,6 @@ def log_findings(found: Locality, group: str) -> None:
     """Log one warning with the findings of a group; nothing if there are none."""
     if found:
         accept = "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis, or rank"
-            "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis or rank order"
-        )
         logger.warning("group %s: %s. %s", group, ". ".join(found.lines()), accept)
 
 
