@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from workers.gpucheck.course import Case
-from workers.gpucheck.machine import peak_tflops
 from workers.gpucheck.memory import large_policy
-from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, Policy, ppo_columns
+from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, ppo_columns
 from workers.gpucheck.rows import Result, Row, compared
 from workers.gpucheck.session import CHECKS, Session
+from workers.train.utilization import peak_tflops, training_flops
 
-__all__ = ["count_waits", "training_flops", "waits_row"]
+__all__ = ["count_waits", "waits_row"]
 
 _WAITS_OF_A_STEP = 10.0
 _WAITS_OF_A_TOKEN = 2.0
@@ -85,7 +85,7 @@ def training(session: Session) -> Iterator[Row]:
             policy.update(batch)
             seconds = session.seconds(functools.partial(policy.update, batch))
             tokens = int(batch["attention_mask"].sum())
-            flops = training_flops(policy, tokens, int(batch["attention_mask"].sum(1).max()))
+            flops = training_flops(policy.worker.model, batch["attention_mask"].sum(1), policy.worker.context.pg)
             share = "n/a" if peak is None else f"{flops / seconds / (peak * 1e12):.1%} MFU"
             yield Row(f"training: {label}, tokens/s", f"{tokens / seconds:.0f}", share)
     if session.on_gpu:
@@ -110,15 +110,3 @@ def _of_length(batch: dict[str, torch.Tensor], prompt: int, longest: int, *, equ
         "old_log_probs": -6.0 * mask,
         "advantages": torch.randn(mask.shape, generator=generator) * mask,
     }
-
-
-def training_flops(policy: Policy, tokens: int, longest: int) -> float:
-    """Return the operations of a forward and a backward pass over tokens: of a model, not of what it recomputes.
-
-    6 for each token and parameter, without the input embedding, and 6 x layers x hidden size x length for causal
-    attention (Narayanan et al. 2021, with half of the attention).
-    """
-    model = policy.config.model
-    embedding = model.vocab_size * model.hidden_size
-    attention = 6.0 * model.num_layers * model.hidden_size * longest
-    return tokens * (6.0 * (policy.size() - embedding) + attention)
