@@ -135,16 +135,16 @@ def locality(topology: Topology, allowed: Collection[str] = ()) -> Locality:
 def log_findings(found: Locality, group: str) -> None:
     """Log one warning with the findings of a group; nothing if there are none."""
     if found:
-        accept = "Pass axes_across_nodes to the group to accept an axis, or rank for the order of ranks"
+        accept = "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis, or rank"
         logger.warning("group %s: %s. %s", group, ". ".join(found.lines()), accept)
 
 
-def check_axes(allowed: Collection[str]) -> None:
-    """Raise ConfigError unless these are ``LOCAL_AXES`` or ``"rank"``."""
+def check_axes(allowed: Collection[str], key: str = "axes_across_nodes") -> None:
+    """Raise ConfigError, which names ``key``, unless these are ``LOCAL_AXES`` or ``"rank"``."""
     if isinstance(allowed, str) or any(axis not in (*LOCAL_AXES, RANK_AXIS) for axis in allowed):
         raise ConfigError(
-            f"axes_across_nodes is {allowed!r}; expected a list with any of {', '.join(LOCAL_AXES)} and {RANK_AXIS}",
-            key="axes_across_nodes",
+            f"{key} is {allowed!r}; expected a list with any of {', '.join(LOCAL_AXES)} and {RANK_AXIS}",
+            key=key,
             value=allowed,
         )
 

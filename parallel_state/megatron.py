@@ -151,6 +151,18 @@ class MegatronContext:
         groups = [each for value in values for each in (value if isinstance(value, list) else [value])]
         return list({id(each): each for each in groups if isinstance(each, dist.ProcessGroup)}.values())
 
+    def destroy(self) -> None:
+        """Destroy the process groups of the layout, and with them the communicators of NCCL and their buffers.
+
+        Every rank of torch.distributed destroys the same contexts in the same order. Neither the context nor a model
+        that was built with it can be used afterwards.
+        """
+        groups = self.groups()
+        with self.activate():
+            mpu.destroy_model_parallel()
+        for group in groups:
+            dist.destroy_process_group(group)
+
     def rank_info(self) -> DistRankInfo:
         """Return the index of this rank on each axis, as Megatron's getters report it."""
         with self.activate():

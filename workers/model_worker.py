@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -59,6 +60,7 @@ from workers.train.optimizer import (
 )
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
 from workers.train.router_losses import RouterLosses
+from workers.train.utilization import model_flops_utilization
 from workers.weights.hf.model import export_hf
 from workers.weights.offload import (
     Offload,
@@ -296,6 +298,7 @@ class ModelWorker(MegatronWorker):
             NonFiniteGradient: on every rank, before the weights change, unless ``optim.on_nonfinite`` is ``skip``.
         """
         self.check_call_context()
+        started = time.perf_counter()
         counted = (rows.mask != 0).any(1).nonzero().flatten()
         sizes = self._of_every_shard(len(counted))
         if sum(sizes) == 0:
@@ -317,9 +320,11 @@ class ModelWorker(MegatronWorker):
         self._gather_parameters()
         self._background_saves.finish_if_written()
         self.updates += 1
-        return (
-            reduce_reports(reports, rules, self.context.pg, self.device) | routers.means() | self._step_metrics(norms)
-        )
+        metrics = reduce_reports(reports, rules, self.context.pg, self.device) | routers.means()
+        seconds = time.perf_counter() - started  # the device is done: the reports are on the host
+        lengths = rows.lengths[counted].repeat(epochs)
+        utilization = model_flops_utilization(self.model, lengths, self.context.pg, seconds)
+        return metrics | utilization | self._step_metrics(norms)
 
     def _step_metrics(self, norms: Sequence[float | None]) -> dict[str, float]:
         """Return learning rate, mean gradient norm, and number of skipped steps (those with a norm of None)."""

@@ -46,6 +46,8 @@ class PoolConfig:
     """[slots] Slots for processes in each bundle: one for the actor, one for the critic."""
     use_gpu: bool = False
     """Reserve GPUs; False runs on CPUs."""
+    isolate_gpus: bool = False
+    """Each process sees only its own GPU, as cuda:0, instead of those of all ranks of its group on the node."""
 
 
 @strict_fields

@@ -87,6 +87,7 @@ def make_trainer(
             mapping={Role.ActorRolloutRef: "pool", Role.Critic: "pool"},
             use_gpu=pool.use_gpu,
             max_colocate_count=pool.max_colocate_count,
+            isolate_gpus=pool.isolate_gpus,
         ),
         reward_fn=ReasoningGymReward(problems.scorer, tokenizer),
         train_dataset=Prompts(problems.train, tokenizer, rollout.prompt_length),

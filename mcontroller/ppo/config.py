@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields, unknown_field
 from mcontroller.errors import ConfigError
+from mcontroller.locality import check_axes
 from mcontroller.ppo.devices import OFFLOAD_CHOICES
 from mcontroller.ppo.estimators.gae import GAEOptions
 from mcontroller.ppo.estimators.groups import GPGOptions, GRPOOptions
@@ -214,9 +215,12 @@ class TrainerConfig:
 
     offload_communicators: bool = False
     """Free the buffers of NCCL too when a group hands over its memory. It takes time, and NCCL 2.29.7."""
+    axes_across_nodes: tuple[str, ...] = ()
+    """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
+        check_axes(self.axes_across_nodes, "trainer.axes_across_nodes")
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)

@@ -138,7 +138,7 @@ class RayPPOTrainer:
             with self.stages("start"):
                 pool = self.resource_pool_manager.get_resource_pool(worker.role)
                 self.display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
-                group = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name)
+                group = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name, **self._accepted())
                 self.groups[worker.name] = group
                 self.stages.devices.add(group, pool)
         for group in self.groups.values():
@@ -150,6 +150,11 @@ class RayPPOTrainer:
         self.reference = self.actor if in_actor else self.groups.get("ref")
         self.reward_model = self.groups.get("reward")
         self.display.groups(self.groups)
+
+    def _accepted(self) -> dict[str, Any]:
+        """Arguments of groups that accept axes across nodes; a custom class without the argument needs none."""
+        axes = self.config.trainer.axes_across_nodes
+        return {"axes_across_nodes": axes} if axes else {}
 
     # ---- training --------------------------------------------------------------------------------------------------
 

@@ -417,6 +417,7 @@ class ResourcePoolManager:
         mapping: name of the pool of each role.
         use_gpu: whether the pools have GPUs.
         max_colocate_count: slots of each bundle; by default one for every role in the pool.
+        isolate_gpus: whether each process sees only its own GPU; see ``RayResourcePool``.
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
@@ -427,6 +428,7 @@ class ResourcePoolManager:
     mapping: Mapping[Role, str]
     use_gpu: bool = True
     max_colocate_count: int | None = None
+    isolate_gpus: bool = field(default=False, kw_only=True)
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -452,7 +454,13 @@ class ResourcePoolManager:
     def _pool(self, name: str) -> RayResourcePool:
         roles = sum(pool == name for pool in self.mapping.values())
         slots = self.max_colocate_count or max(1, roles)
-        return RayResourcePool(self.resource_pool_spec[name], self.use_gpu, name, max_colocate_count=slots)
+        return RayResourcePool(
+            self.resource_pool_spec[name],
+            self.use_gpu,
+            name,
+            max_colocate_count=slots,
+            isolate_gpus=self.isolate_gpus,
+        )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
         """Return the pool of a role.

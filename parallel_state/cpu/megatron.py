@@ -106,6 +106,7 @@ def _scale(chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], s
 
 def _random(module: Any) -> None:
     """Use the CPU's random generator as the device's."""
+    WITHOUT_TE[module.__name__](module)
     module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     # Megatron warns if the CPU's generator changes while the device's is forked; here they are the same generator

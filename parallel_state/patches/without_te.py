@@ -20,6 +20,24 @@ def _moe_utils(module: Any) -> None:
         module.te_general_gemm = None
 
 
+def _random(module: Any) -> None:
+    """Recompute parts of layers outside FP8, which only Transformer Engine has.
+
+    Megatron takes the default of ``fp8``, False, for FP8, because it is not None: ``recompute_modules=["moe_act"]``
+    fails without Transformer Engine (megatron-core 0.16 to 0.19).
+    """
+    if module.HAVE_TE:
+        return
+    initialize = module.CheckpointWithoutOutput.__init__
+
+    @functools.wraps(initialize)
+    def outside_fp8(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        self.fp8 = False
+
+    module.CheckpointWithoutOutput.__init__ = outside_fp8
+
+
 def _optimizer(module: Any) -> None:
     if module.USING_PYTORCH_OPTIMIZER:
         module.Adam = FusedAdam
@@ -54,6 +72,7 @@ def _layers(module: Any) -> None:
 
 
 PATCHES: dict[str, Patch] = {
+    "megatron.core.tensor_parallel.random": _random,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.optimizer": _optimizer,
     "megatron.core.tensor_parallel.layers": _layers,

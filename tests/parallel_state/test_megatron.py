@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed import distributed_c10d
 
 import parallel_state.megatron
 from parallel_state.errors import LayoutError, ParallelStateError
@@ -183,3 +184,19 @@ def test_gloo_groups_are_created_once() -> None:
             return mpu.get_data_parallel_group_gloo() is mpu.get_data_parallel_group()
 
     assert run_ranks(shared, 4) == [True] * 4
+
+
+def destroyed() -> tuple[int, list[int], int]:
+    before = len(distributed_c10d._world.pg_map)
+    one, other = MegatronContext(TP2_PP2), MegatronContext(TP4)
+    one.destroy()
+    with other.activate():
+        tensor = torch.ones(1)
+        torch.distributed.all_reduce(tensor, group=other.pg.tp)
+    other.destroy()
+    return before, [int(tensor)], len(distributed_c10d._world.pg_map)
+
+
+def test_a_destroyed_layout_leaves_no_process_group_and_the_others_work() -> None:
+    for before, total, after in run_ranks(destroyed, 4):
+        assert (after, total) == (before, [4])

@@ -5,7 +5,8 @@ rows then write their next token into the same column of the cache, after the lo
 own position. Only the padding between a shorter prompt and its response has to be masked: one bool per row and column.
 No mask has a row for every query, which would turn off flash attention and take memory for every head.
 
-Every stage runs the same steps. The last stage draws the tokens, and one broadcast per step sends them to the others.
+Every stage runs the same steps. One rank of the last stage draws the tokens, and one broadcast per step sends them to
+all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree: sums on a GPU differ in the last bit.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def generate(
                 log_probs[:, step] = torch.where(done, 0.0, log_prob)
             else:
                 token = torch.empty(rows, dtype=torch.long, device=prompts.device)
-            token = decoder.from_last_stage(token).masked_fill(done, sampling.pad_token_id)
+            token = decoder.of_one_rank(token).masked_fill(done, sampling.pad_token_id)
             responses[:, step] = token
             mask[:, step] = ~done
             done = done | torch.isin(token, stops)
@@ -108,6 +109,8 @@ class _Decoder:
         self.pg = pg
         self.stages = dist.get_process_group_ranks(pg.pp)
         self.stage = pg.pp.rank()
+        # Global ranks grow by the same step along each axis, so this is tp rank 0 of the last stage.
+        self.drawing = self.stages[-1] + dist.get_process_group_ranks(pg.tp)[0] - dist.get_rank()
         self.cache = StaticInferenceContext(len(lengths), max_length)
         self.tokens = TokenPositions()
         self.device = device
@@ -135,6 +138,7 @@ class _Decoder:
         output = None
         for index, chunk in enumerate(self.chunks):
             if self.stage > 0 or index > 0:
+                output = None  # of the chunk before, which was sent
                 chunk.set_input_tensor(self._receive(chunk, new, ids.size(0)))
             output = chunk(ids, positions, mask, inference_context=self.cache, runtime_gather_output=True)
             if not self._is_end(index):
@@ -144,9 +148,10 @@ class _Decoder:
         assert output is not None
         return output[:, -1] if self._is_end(len(self.chunks) - 1) else None
 
-    def from_last_stage(self, token: Tensor) -> Tensor:
-        if self.pg.pp.size() > 1:
-            dist.broadcast(token, self.stages[-1], group=self.pg.pp)
+    def of_one_rank(self, token: Tensor) -> Tensor:
+        """Return the tokens that tp rank 0 of the last stage drew, on every tp and pp rank."""
+        if self.pg.mp.size() > 1:
+            dist.broadcast(token, self.drawing, group=self.pg.mp)
         return token
 
     def all_done(self, done: Tensor) -> bool:

@@ -16,7 +16,7 @@ from workers.generate.prompt_exchange import PromptExchange, consecutive, even_s
 from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
 from workers.generate.row_limit import RowLimit, row_bytes
 from workers.generate.sampling import Sampling
-from workers.train.pipeline import scoring
+from workers.train.pipeline import releasing_inputs, scoring
 from workers.weights.offload import Offload, buffer_tensors, model_tensors
 from workers.weights.refit import Refit, RefitReport
 
@@ -84,7 +84,7 @@ class MegatronRollout:
         pg = self.context.pg
         chunks = [unwrap_model(chunk) for chunk in self.chunks]
         parts = []
-        with self.context.activate(), scoring(chunks), _without_fp8(chunks):
+        with self.context.activate(), scoring(chunks), releasing_inputs(chunks), _without_fp8(chunks):
             for rows in even_shares(len(samples.ids), self._passes(samples, sampling)):
                 some = _rows_or_first(samples, rows)
                 generated = generate(chunks, pg, some, sampling, self.vocab_size, self.device)

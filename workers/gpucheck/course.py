@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.generate.rollout_protocol import Generated
 from workers.gpucheck.policy import MODELS, RESPONSE, VARIANTS, Policy, actor_config, ppo_columns
 
 __all__ = ["UPDATES", "Case", "Outcome", "can_save", "cases", "continue_course", "run_course"]
@@ -110,18 +111,32 @@ def can_save() -> bool:
     return importlib.util.find_spec("psutil") is not None
 
 
-def run_course(policy: Policy, checkpoint: Path) -> Outcome:
+def run_course(case: Case, checkpoint: Path) -> Outcome:
     """Score, generate and train on one rank.
 
     Args:
-        policy: with the initial weights.
+        case: the model, with its initial weights.
         checkpoint: a new folder; the state after the first update is saved in it, if ``can_save``.
     """
     batch = ppo_columns()
-    scores = policy.scores(batch)
-    greedy = policy.generate(batch, do_sample=False)
-    sampled = policy.generate(batch, top_p=0.9, top_k=50, n=2)
-    assert scores is not None and greedy is not None and sampled is not None  # a single rank is the last stage
+    with case.policy() as policy:
+        scores = policy.scores(batch)
+        greedy = policy.generate(batch, do_sample=False)
+        sampled = policy.generate(batch, top_p=0.9, top_k=50, n=2)
+        assert scores is not None and greedy is not None and sampled is not None  # one rank
+        drift = _drift(policy, batch, greedy)
+        metrics = [policy.update(batch)]
+        if can_save():
+            policy.save(str(checkpoint))
+        metrics += [policy.update(batch) for _ in range(UPDATES - 1)]
+        after = policy.scores(batch)
+        assert after is not None
+        weights = policy.weights()
+    return Outcome(scores, greedy.responses.cpu(), sampled.responses.cpu(), drift, metrics, weights, after)
+
+
+def _drift(policy: Policy, batch: Mapping[str, Tensor], greedy: Generated) -> float:
+    """The mean difference between the log-probabilities of tokens that generation and scoring return."""
     mask = greedy.mask.cpu()
     attention = torch.cat((batch["attention_mask"][:, :-RESPONSE], mask), 1)
     responses = greedy.responses.cpu() * mask
@@ -133,21 +148,15 @@ def run_course(policy: Policy, checkpoint: Path) -> Outcome:
     }
     rescored = policy.scores(generated)
     assert rescored is not None
-    drift = float(((rescored - greedy.log_probs.cpu()) * mask).abs().sum() / mask.sum())
-    metrics = [policy.update(batch)]
-    if can_save():
-        policy.save(str(checkpoint))
-    metrics += [policy.update(batch) for _ in range(UPDATES - 1)]
-    after = policy.scores(batch)
-    assert after is not None
-    return Outcome(scores, greedy.responses.cpu(), sampled.responses.cpu(), drift, metrics, policy.weights(), after)
+    return float(((rescored - greedy.log_probs.cpu()) * mask).abs().sum() / mask.sum())
 
 
-def continue_course(policy: Policy, checkpoint: Path) -> Tensor:
+def continue_course(case: Case, checkpoint: Path) -> Tensor:
     """Load the checkpoint of a course, make the remaining updates, and return the scores: ``Outcome.after``."""
-    policy.load(str(checkpoint))
-    for _ in range(UPDATES - 1):
-        policy.update(ppo_columns())
-    scores = policy.scores(ppo_columns())
+    with case.policy() as policy:
+        policy.load(str(checkpoint))
+        for _ in range(UPDATES - 1):
+            policy.update(ppo_columns())
+        scores = policy.scores(ppo_columns())
     assert scores is not None  # a single rank is the last stage
     return scores

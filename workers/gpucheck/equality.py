@@ -65,10 +65,10 @@ def placement(session: Session) -> Iterator[Row]:
     """Check devices and dtypes of every parameter, buffer, gradient buffer and optimizer state, after an update."""
 
     def row(case: Case) -> Iterator[Row]:
-        policy = case.policy()
-        policy.update(ppo_columns())
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[case.dtype]
-        yield placement_row(f"placement: {case}", tensors_of(policy), session.device, dtype)
+        with case.policy() as policy:
+            policy.update(ppo_columns())
+            dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[case.dtype]
+            yield placement_row(f"placement: {case}", tensors_of(policy), session.device, dtype)
 
     yield from session.per_case("placement", row)
 
@@ -245,10 +245,10 @@ def checkpoints(session: Session) -> Iterator[Row]:
     on_cpu = session.cpu_process("device", "continue", local)
     for case in chosen:
         again = TOLERANCES[case.precision].again
-        resumed = continue_course(case.policy(), session.checkpoint("device", case))
+        resumed = continue_course(case, session.checkpoint("device", case))
         yield _continued(case, "resumed", resumed, own[case].after, again, "without a restart")
         if case.variant is None:
-            moved = continue_course(case.policy(), session.checkpoint("cpu", case.reference))
+            moved = continue_course(case, session.checkpoint("cpu", case.reference))
             after = TOLERANCES[case.precision].after
             yield _continued(case, "from the CPU", moved, session.reference(case).after, after, "the CPU's")
     results = on_cpu.results()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -19,38 +18,8 @@ __all__ = [
     "cpu_problem",
     "gpu_problem",
     "machine_rows",
-    "peak_tflops",
     "transformer_engine_problem",
 ]
-
-# Dense bfloat16 peak of the tensor cores in TFLOP/s, from NVIDIA's data sheets, by a part of the device's name. The
-# first match counts.
-_PEAK_TFLOPS = (
-    (r"GB300|B300", 2500.0),
-    (r"GB200|B200", 2250.0),
-    (r"B100", 1750.0),
-    (r"H100 PCIe", 756.0),
-    (r"H100 NVL", 835.0),
-    (r"GH200|H200|H100|H800", 989.0),
-    (r"H20\b", 148.0),
-    (r"A100|A800", 312.0),
-    (r"A40\b", 149.7),
-    (r"A30\b", 165.0),
-    (r"A10G?\b", 125.0),
-    (r"L40S", 362.0),
-    (r"L40\b", 181.0),
-    (r"L4\b", 121.0),
-    (r"RTX 6000 Ada", 364.0),
-    (r"RTX PRO 6000", 504.0),
-    (r"5090", 209.5),
-    (r"4090", 165.2),
-    (r"3090", 71.0),
-)
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bfloat16 peak of a GPU in TFLOP/s; None if its name is unknown."""
-    return next((peak for pattern, peak in _PEAK_TFLOPS if re.search(pattern, device_name)), None)
 
 
 def gpu_problem() -> str | None:

@@ -52,20 +52,20 @@ def offload(session: Session) -> Iterator[Row]:
     if not session.on_gpu:
         yield Row("offload", "", result=Result.SKIPPED, note="host memory is not freed for another device")
         return
-    policy = large_policy(session, prompt=512, response=512, role="actor")
-    batch = ppo_columns()
-    policy.update(batch)
-    before = policy.scores(batch)
-    free, held = _free_and_held()
-    with policy.worker.call_context("offload"):
-        reported = policy.worker.offload()
-    free_after, held_after = _free_and_held()
-    yield from offload_rows(reported, held - held_after, free_after - free)
-    after = policy.scores(batch)
-    assert before is not None and after is not None
-    difference = largest_difference(after, before)
-    help_text = "weights changed on their way to the host and back: report this with the machine's rows"
-    yield at_most("offload: scores after reload", difference, 0.0, reference="before", note=help_text)
+    with large_policy(session, prompt=512, response=512, role="actor") as policy:
+        batch = ppo_columns()
+        policy.update(batch)
+        before = policy.scores(batch)
+        free, held = _free_and_held()
+        with policy.worker.call_context("offload"):
+            reported = policy.worker.offload()
+        free_after, held_after = _free_and_held()
+        yield from offload_rows(reported, held - held_after, free_after - free)
+        after = policy.scores(batch)
+        assert before is not None and after is not None
+        difference = largest_difference(after, before)
+        help_text = "weights changed on their way to the host and back: report this with the machine's rows"
+        yield at_most("offload: scores after reload", difference, 0.0, reference="before", note=help_text)
 
 
 def _free_and_held() -> tuple[int, int]:
@@ -104,17 +104,17 @@ def offload_rows(reported: int, allocated: int, free: int) -> Iterator[Row]:
 def generation(session: Session) -> Iterator[Row]:
     """Measure memory and speed of generation for prompts of unequal length."""
     rows, prompt, response = (ROWS, PROMPT, RESPONSE) if session.small else (64, 512, 128)
-    policy = large_policy(session, prompt=prompt, response=response, role="rollout")
-    batch = ppo_columns(rows, prompt, response)
-    policy.generate(batch, do_sample=False)
-    if session.on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        policy.generate(batch)
-        peak = torch.cuda.max_memory_allocated() - held
-        yield generation_row(peak, cache_bytes(policy, rows), working_bytes(policy, rows))
-    seconds = session.seconds(lambda: policy.generate(batch))
+    with large_policy(session, prompt=prompt, response=response, role="rollout") as policy:
+        batch = ppo_columns(rows, prompt, response)
+        policy.generate(batch, do_sample=False)
+        if session.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            policy.generate(batch)
+            peak = torch.cuda.max_memory_allocated() - held
+            yield generation_row(peak, cache_bytes(policy, rows), working_bytes(policy, rows))
+        seconds = session.seconds(lambda: policy.generate(batch))
     most = rows * response / seconds
     yield Row("generation: tokens/s", f"{most:.0f}", f"{rows} rows x {response} tokens")
 

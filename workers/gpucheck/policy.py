@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -105,7 +105,7 @@ def ppo_columns(rows: int = ROWS, prompt: int = PROMPT, response: int = RESPONSE
 
 
 class Policy:
-    """An actor with its rollout on this rank.
+    """An actor with its rollout on this rank; a context manager that destroys its process groups at exit.
 
     Args:
         config: the actor.
@@ -117,6 +117,12 @@ class Policy:
         self.worker = ActorRolloutRefWorker(config, role)
         with self.worker.call_context("init_model"):
             self.worker.init_model()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.worker.context.destroy()
 
     def scores(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Return log-probabilities of this rank's rows, ``[rows, response]``, on the CPU; None off the last stage."""

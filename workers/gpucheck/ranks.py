@@ -23,7 +23,7 @@ from mcontroller.errors import ResourceError
 from mcontroller.worker import RankEnvironment
 from parallel_state.megatron import initialize_distributed
 from workers.gpucheck.course import UPDATES, Case
-from workers.gpucheck.policy import ppo_columns
+from workers.gpucheck.policy import Policy, ppo_columns
 
 __all__ = ["layouts_of", "run_rank", "run_ranks"]
 
@@ -131,22 +131,26 @@ def _layouts(world_size: int) -> dict[str, dict[str, Any]]:
     """Score, generate and train the dense model on every layout; return this rank's rows of the results."""
     results = {}
     for name, sizes in layouts_of(world_size).items():
-        policy = Case("dense").policy(sizes)
-        info, total = policy.worker.context.rank_info(), policy.worker.context.global_info()
-        batch = {key: column.chunk(total.dp_size)[info.dp_rank].contiguous() for key, column in ppo_columns().items()}
-        scores = policy.scores(batch)
-        greedy = policy.generate(batch, do_sample=False) if total.cp_size == 1 else None
-        for _ in range(UPDATES):
-            policy.update(batch)
-        after = policy.scores(batch)
-        returns = info.tp_rank == 0 and info.cp_rank == 0 and scores is not None
-        results[name] = {
-            "shard": info.dp_rank if returns else None,
-            "scores": scores,
-            "greedy": None if greedy is None else greedy.responses.cpu(),
-            "after": after,
-        }
+        with Case("dense").policy(sizes) as policy:
+            results[name] = _scored_and_trained(policy)
     return results
+
+
+def _scored_and_trained(policy: Policy) -> dict[str, Any]:
+    info, total = policy.worker.context.rank_info(), policy.worker.context.global_info()
+    batch = {key: column.chunk(total.dp_size)[info.dp_rank].contiguous() for key, column in ppo_columns().items()}
+    scores = policy.scores(batch)
+    greedy = policy.generate(batch, do_sample=False) if total.cp_size == 1 else None
+    for _ in range(UPDATES):
+        policy.update(batch)
+    after = policy.scores(batch)
+    returns = info.tp_rank == 0 and info.cp_rank == 0 and scores is not None
+    return {
+        "shard": info.dp_rank if returns else None,
+        "scores": scores,
+        "greedy": None if greedy is None else greedy.responses.cpu(),
+        "after": after,
+    }
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def compute_reference(arguments: Sequence[str]) -> None:
     results: dict[Case, object] = {}
     for case in cases:
         path = checkpoint_of(folder, case)
-        results[case] = (run_course if task == "course" else continue_course)(case.policy(), path)
+        results[case] = (run_course if task == "course" else continue_course)(case, path)
     torch.save(results, folder / _RESULTS)
 
 

@@ -107,7 +107,7 @@ class Session:
         if case not in self._outcomes:
             (self.folder / "device").mkdir(exist_ok=True)
             try:
-                self._outcomes[case] = run_course(case.policy(), self.checkpoint("device", case))
+                self._outcomes[case] = run_course(case, self.checkpoint("device", case))
             except Exception as error:
                 self._outcomes[case] = error
         outcome = self._outcomes[case]

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from workers.gpucheck.course import Case
-from workers.gpucheck.machine import peak_tflops
 from workers.gpucheck.memory import large_policy
-from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, Policy, ppo_columns
+from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, ppo_columns
 from workers.gpucheck.rows import Result, Row, compared
 from workers.gpucheck.session import CHECKS, Session
+from workers.train.utilization import peak_tflops, training_flops
 
-__all__ = ["count_waits", "training_flops", "waits_row"]
+__all__ = ["count_waits", "waits_row"]
 
 _WAITS_OF_A_STEP = 10.0
 _WAITS_OF_A_TOKEN = 2.0
@@ -31,16 +31,17 @@ def synchronisations(session: Session) -> Iterator[Row]:
     implementation = session.implementations[-1]
     batch = ppo_columns()
     for variant in (None, "packed"):
-        trained = Case("dense", "bfloat16", variant, implementation).policy()
-        trained.update(batch)
-        steps = -(-ROWS // trained.config.ppo_mini_batch_size)
+        with Case("dense", "bfloat16", variant, implementation).policy() as policy:
+            policy.update(batch)
+            waits = count_waits(functools.partial(policy.update, batch))
+            steps = -(-ROWS // policy.config.ppo_mini_batch_size)
         name = f"synchronisations: optimizer step{' packed' if variant else ''}"
         # Packed rows wait in every layer without Transformer Engine's rotary embedding, which reads lengths on the GPU.
         limit = None if variant and implementation == "local" else _WAITS_OF_A_STEP
-        yield waits_row(name, count_waits(functools.partial(trained.update, batch)), steps, limit)
-    policy = Case("dense", "bfloat16", None, implementation).policy()
-    policy.generate(batch, do_sample=False)
-    waits = count_waits(lambda: policy.generate(batch, do_sample=False, eos_token_id=0))
+        yield waits_row(name, waits, steps, limit)
+    with Case("dense", "bfloat16", None, implementation).policy() as policy:
+        policy.generate(batch, do_sample=False)
+        waits = count_waits(lambda: policy.generate(batch, do_sample=False, eos_token_id=0))
     yield waits_row("synchronisations: generated token", waits, RESPONSE, _WAITS_OF_A_TOKEN)
 
 
@@ -76,17 +77,17 @@ def waits_row(name: str, waits: Counter[str], units: int, limit: float | None) -
 def training(session: Session) -> Iterator[Row]:
     """Measure tokens per second of training, and the share of the device's peak."""
     rows, prompt, response = (ROWS, PROMPT, RESPONSE) if session.small else (16, 512, 1536)
-    policy = large_policy(session, prompt=prompt, response=response, role="actor", vocabulary=32_000)
     peak = peak_tflops(torch.cuda.get_device_name()) if session.on_gpu else None
-    for label, longest in (("full rows", None), ("short responses", response // 4)):
-        batch = ppo_columns(rows, prompt, response)
-        batch = _of_length(batch, prompt, longest or response, equal=longest is None)
-        policy.update(batch)
-        seconds = session.seconds(functools.partial(policy.update, batch))
-        tokens = int(batch["attention_mask"].sum())
-        flops = training_flops(policy, tokens, int(batch["attention_mask"].sum(1).max()))
-        share = "n/a" if peak is None else f"{flops / seconds / (peak * 1e12):.1%} MFU"
-        yield Row(f"training: {label}, tokens/s", f"{tokens / seconds:.0f}", share)
+    with large_policy(session, prompt=prompt, response=response, role="actor", vocabulary=32_000) as policy:
+        for label, longest in (("full rows", None), ("short responses", response // 4)):
+            batch = ppo_columns(rows, prompt, response)
+            batch = _of_length(batch, prompt, longest or response, equal=longest is None)
+            policy.update(batch)
+            seconds = session.seconds(functools.partial(policy.update, batch))
+            tokens = int(batch["attention_mask"].sum())
+            flops = training_flops(policy.worker.model, batch["attention_mask"].sum(1), policy.worker.context.pg)
+            share = "n/a" if peak is None else f"{flops / seconds / (peak * 1e12):.1%} MFU"
+            yield Row(f"training: {label}, tokens/s", f"{tokens / seconds:.0f}", share)
     if session.on_gpu:
         yield Row("training: peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
@@ -109,15 +110,3 @@ def _of_length(batch: dict[str, torch.Tensor], prompt: int, longest: int, *, equ
         "old_log_probs": -6.0 * mask,
         "advantages": torch.randn(mask.shape, generator=generator) * mask,
     }
-
-
-def training_flops(policy: Policy, tokens: int, longest: int) -> float:
-    """Return the operations of a forward and a backward pass over tokens: of a model, not of what it recomputes.
-
-    6 for each token and parameter, without the input embedding, and 6 x layers x hidden size x length for causal
-    attention (Narayanan et al. 2021, with half of the attention).
-    """
-    model = policy.config.model
-    embedding = model.vocab_size * model.hidden_size
-    attention = 6.0 * model.num_layers * model.hidden_size * longest
-    return tokens * (6.0 * (policy.size() - embedding) + attention)

@@ -33,10 +33,18 @@ class Tokens:
     fused: bool = False
 
 
-def layer_saved(shape: Shape, tokens: Tokens, with_experts: bool) -> int:
-    """Return the bytes that one layer saves for the backward pass of one micro-batch, without recomputation of all."""
+def layer_saved(shape: Shape, tokens: Tokens, with_experts: bool, *, everything: bool = False) -> int:
+    """Return the bytes that one layer saves for the backward pass of one micro-batch.
+
+    Args:
+        shape: of the model.
+        tokens: of the micro-batch.
+        with_experts: whether the layer has experts.
+        everything: count the parts too that ``recompute_modules`` computes again.
+    """
     config = shape.config
-    recomputed = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
+    selective = config.recompute_granularity == "selective" and not everything
+    recomputed = set(config.recompute_modules or ()) if selective else set()
     norm = _norm_saved(shape, tokens)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     attention = norm + tokens.size * tokens.local * shape.hidden  # the norm's input, and its output
@@ -112,10 +120,14 @@ def layer_passing(shape: Shape, tokens: Tokens, with_experts: bool, masks: int =
     if with_experts:
         copies = count * shape.config.moe_router_topk
         mlp = size * copies * (3 * hidden + 2 * shape.gates * shape.expert_mlp) + _FLOAT * copies * shape.expert_mlp
+        if tokens.fused:  # the input and the result of the activation, in one kernel
+            mlp -= size * copies * (shape.gates - 1) * shape.expert_mlp
     else:
-        mlp = size * count * shape.gates * shape.mlp
+        mlp = size * count * shape.mlp * (shape.gates + 1 if tokens.fused else shape.gates)
     if decoding:
         return 2 * size * tokens.local * hidden + max(mlp, attention, norm)
+    if tokens.fused:  # what enters the stage, the layer and the MLP
+        return 3 * size * tokens.local * hidden + max(mlp, attention)
     if not with_experts:  # the input of the second linear layer is copied, and its output is not divided yet
         mlp += size * count * (shape.mlp + hidden)
     return size * tokens.local * hidden + max(mlp, attention, norm)

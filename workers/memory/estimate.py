@@ -183,19 +183,23 @@ class PlannedRole:
             passing += again
         else:
             of_micro_batch = sum(saved)
-        flying = in_flight(batch.count, parallel.pp, pp_rank, parallel.vpp) / len(chunks)
+            whole = [layer_saved(shape, tokens, with_experts, everything=True) for with_experts in layers]
+            passing += max((one - kept for one, kept in zip(whole, saved, strict=True)), default=0)
+        flying = in_flight(batch.count, parallel.pp, pp_rank, parallel.vpp)
+        if parallel.vpp is not None:  # outputs of chunks, and what is sent and received at once in both directions
+            of_micro_batch += boundary * len(chunks)
+            passing += 4 * boundary
         ends, logits = self._last_stage(pp_rank, batch, tokens, backward=True)
         # The logits are gone when the backward pass reaches the layers; the final norm's tensors are not needed either.
         head = ends + logits
-        activations = math.ceil(flying * of_micro_batch)
+        activations = math.ceil(flying / len(chunks) * of_micro_batch)
         moment = max(head, passing)
         return _with(self.idle(pp_rank), activations + moment - min(logits, moment), min(logits, moment))
 
     def score(self, pp_rank: int, batch: Batch) -> Memory:
         """Return the peak of a pass without gradients."""
         tokens = self._tokens(batch)
-        sent = 0 if pp_rank == self.parallel.pp - 1 else tokens.size * tokens.local * self.shape.hidden
-        passing = sent + max(
+        passing = self._exchanged(pp_rank, tokens) + max(
             (layer_passing(self.shape, tokens, each) for each in self._layers(pp_rank)),
             default=0,
         )
@@ -218,9 +222,14 @@ class PlannedRole:
             rows * prompt, rows * prompt, self.size, self.fused
         )  # the first step, without sequence parallel
         mask = rows * prompt * prompt  # for prompts of unequal length
-        passing = mask + max(
-            (layer_passing(shape, tokens, each, (1 + self.size) * mask, decoding=True) for each in layers),
-            default=0,
+        sent = 0 if pp_rank == self.parallel.pp - 1 else tokens.size * tokens.local * shape.hidden
+        passing = (
+            sent
+            + mask
+            + max(
+                (layer_passing(shape, tokens, each, (1 + self.size) * mask, decoding=True) for each in layers),
+                default=0,
+            )
         )
         logits = 4 * _FLOAT * rows * shape.vocabulary * self.parallel.tp if pp_rank == self.parallel.pp - 1 else 0
         moment = max(logits, passing)
@@ -238,6 +247,18 @@ class PlannedRole:
         local = count // parallel.tp if parallel.sequence_parallel else count
         return Tokens(count, local, self.size, self.fused)
 
+    def _exchanged(self, pp_rank: int, tokens: Tokens) -> int:
+        """Hidden states next to those that pass through a layer: the ones sent, or on the last stage other inputs."""
+        others = (self.parallel.vpp or 0) if pp_rank == self.parallel.pp - 1 else 1
+        return tokens.size * tokens.local * self.shape.hidden * others
+
+    def _targets_of_rank(self, batch: Batch) -> int:
+        """The most targets of a row on one context-parallel rank: they are the last tokens, in zigzag order."""
+        cp = self.parallel.cp
+        piece = math.ceil(batch.length / (2 * cp))
+        by_piece = [min(max(batch.targets - (2 * cp - 1 - index) * piece, 0), piece) for index in range(2 * cp)]
+        return max(by_piece[rank] + by_piece[2 * cp - 1 - rank] for rank in range(cp))
+
     def _last_stage(self, pp_rank: int, batch: Batch, tokens: Tokens, *, backward: bool) -> tuple[int, int]:
         """Bytes of the final norm and of the hidden states at the targets, and of the logits, on the last stage."""
         if pp_rank != self.parallel.pp - 1:
@@ -247,11 +268,13 @@ class PlannedRole:
         gathered = self.size * tokens.count * shape.hidden if self.parallel.sequence_parallel else 0
         if self.value_head:
             return norm + gathered + 2 * _FLOAT * tokens.local * shape.hidden, 0
-        targets = batch.rows * batch.targets
+        targets = batch.rows * self._targets_of_rank(batch)
         at_once = min(targets, batch.chunk_tokens or targets)
         chosen = self.size * targets * shape.hidden
         hidden = norm if backward else self.size * tokens.local * shape.hidden
-        return hidden + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
+        chunks = (self.parallel.vpp or 0) + 1  # whose inputs the stage holds, and the next one's
+        received = tokens.size * tokens.local * shape.hidden * chunks if self.parallel.pp > 1 and not backward else 0
+        return hidden + received + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
 
 
 def _with(idle: Memory, activations: int, logits: int) -> Memory:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence, Set
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
@@ -14,6 +18,9 @@ from parallel_state.megatron import MegatronContext
 from workers.weights.shards import WeightShard, named_shards
 
 __all__ = ["initialize_weights"]
+
+_MOST_THREADS = 8
+"""Each thread has a whole tensor in memory."""
 
 # Megatron scales the last linear of each residual branch down by the number of layers.
 _OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.")
@@ -26,8 +33,9 @@ def initialize_weights(
     """Fill every weight matrix of these chunks with Megatron's distributions, the same in every layout.
 
     The whole tensor is drawn in float32 on the CPU, from a generator seeded by ``seed`` and the tensor's name in the
-    whole model, and this rank keeps its part: the same model in every layout, on every device. Norms and other vectors
-    stay as they were built; biases become 0.
+    whole model, and this rank keeps its part: the same model in every layout, on every device. Threads draw several
+    tensors at once, because torch draws the numbers of a tensor on one. Norms and other vectors stay as they were
+    built; biases become 0.
 
     Args:
         chunks: this rank's model chunks.
@@ -35,27 +43,49 @@ def initialize_weights(
         seed: determines all weights.
         only: names in the whole model of the tensors to fill; None fills all.
     """
+    matrices: list[tuple[WeightShard, TransformerConfig]] = []
     for chunk in chunks:
-        config = get_model_config(chunk)
         for shard in named_shards([chunk], context):
             if only is not None and shard.name not in only:
                 continue
             if shard.param.dim() >= 2:
-                shard.param.copy_(shard.slice_of(_drawn(shard, config, seed)))
+                matrices.append((shard, get_model_config(chunk)))
             elif shard.name.endswith("bias"):
                 shard.param.zero_()
+    for shard, drawn in _drawn_by_threads(matrices, seed, _threads()):
+        shard.param.copy_(drawn)
+
+
+def _threads() -> int:
+    """This rank's part of the CPUs of its node, which has at most as many ranks as this process sees GPUs."""
+    ranks_of_node = torch.cuda.device_count() if torch.cuda.is_available() else dist.get_world_size()
+    return min(max(len(os.sched_getaffinity(0)) // ranks_of_node, 1), _MOST_THREADS)
+
+
+def _drawn_by_threads(
+    matrices: Iterable[tuple[WeightShard, TransformerConfig]], seed: int, threads: int
+) -> Iterator[tuple[WeightShard, torch.Tensor]]:
+    """Iterate over shards with their values; at most ``threads`` whole tensors are in memory."""
+    pending: deque[tuple[WeightShard, Future[torch.Tensor]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="initialize") as pool:
+        for shard, config in matrices:
+            if len(pending) == threads:
+                first, values = pending.popleft()
+                yield first, values.result()
+            pending.append((shard, pool.submit(_drawn, shard, config, seed)))
+        for shard, values in pending:
+            yield shard, values.result()
 
 
 def _drawn(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:
-    full = torch.empty(shard.full_shape, dtype=torch.float32, device="cpu")
     digest = hashlib.sha256(f"{seed}/{shard.name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
-        _method(shard.name, config)(full)
-    return full
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+    full = torch.empty(shard.full_shape, dtype=torch.float32, device="cpu")
+    _method(shard.name, config)(full, generator=generator)
+    return shard.slice_of(full)
 
 
-def _method(name: str, config: TransformerConfig) -> Callable[[torch.Tensor], Any]:
+def _method(name: str, config: TransformerConfig) -> Callable[..., Any]:
     if any(linear in name for linear in _OUTPUT_LINEARS):
         return config.output_layer_init_method
     return config.embedding_init_method if name.startswith("embedding.") else config.init_method

@@ -12,12 +12,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from workers.train.batches import TokenBatch
 
-__all__ = ["Forward", "Loss", "run_for_gradients", "run_for_scores", "scoring"]
+__all__ = ["Forward", "Loss", "releasing_inputs", "run_for_gradients", "run_for_scores", "scoring"]
 
 Forward = Callable[[nn.Module, TokenBatch], Any]
 """Maps a model chunk and a micro-batch to hidden states, or on the last stage to the argument of ``Loss``."""
@@ -39,6 +39,16 @@ def scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
             chunk.train(mode)
 
 
+@contextlib.contextmanager
+def releasing_inputs(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager that releases the hidden states of the previous stage, which Megatron keeps in each chunk."""
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            unwrap_model(chunk).set_input_tensor(None)
+
+
 def run_for_scores(
     chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch], forward: Forward, pg: ProcessGroupCollection
 ) -> list[Any]:
@@ -56,7 +66,7 @@ def run_for_scores(
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         return forward(model, next(batches)), lambda output, non_loss_data: output
 
-    with scoring(chunks):
+    with scoring(chunks), releasing_inputs(chunks):
         return _schedule(chunks, pg)(
             forward_step_func=step,
             **_schedule_arguments(chunks, micro_batches, pg),
@@ -92,11 +102,12 @@ def run_for_gradients(
     for chunk in chunks:
         if not chunk.training:
             chunk.train()
-    return _schedule(chunks, pg)(
-        forward_step_func=step,
-        **_schedule_arguments(chunks, micro_batches, pg),
-        forward_only=False,
-    )
+    with releasing_inputs(chunks):
+        return _schedule(chunks, pg)(
+            forward_step_func=step,
+            **_schedule_arguments(chunks, micro_batches, pg),
+            forward_only=False,
+        )
 
 
 def _with_integer_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
+from safetensors.torch import load_file
 from transformer_engine import received
 
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, prompts, weights
+from workers.weights.full_state import full_state_dict
 
 SIZES = {"hidden_size": 64, "ffn_hidden_size": 256, "num_query_groups": 4, "dtype": "bfloat16"}
 SAMPLED = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
@@ -20,7 +25,8 @@ def trained(parallel: dict[str, Any], packed: bool, further: dict[str, Any]) -> 
     # The pretended device is a Hopper; these recipes run on the next generation too.
     torch.cuda.get_device_capability = lambda *_: (10, 0)  # type: ignore[method-assign]
     role = "actor" if "cp" in parallel else "actor_rollout_ref"
-    worker = actor(parallel, role, packed=packed, model=MODEL | SIZES | {"transformer": further}, ppo_epochs=1)
+    model = MODEL | SIZES | (EXPERTS if "ep" in parallel else {}) | {"transformer": further}
+    worker = actor(parallel, role, packed=packed, model=model, ppo_epochs=1)
     before = weights(worker)
     worker.update_actor(own_shard(experience(16), worker))
     recipes = Counter(type(call["recipe"]).__name__ for call in received.calls["fp8_autocast"] if call["enabled"])
@@ -48,7 +54,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
     "cp2": (2, {"cp": 2}),
     "pp2": (2, {"pp": 2}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}),
+    "experts on ep2": (2, {"ep": 2}),
 }
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}
 CASES = [(recipe, "one process") for recipe in RECIPES] + [
     ("mxfp8", name) for name, (ranks, _) in LAYOUTS.items() if ranks > 1
 ]
@@ -69,3 +78,44 @@ def test_fp8_changes_the_products_and_trains_to_nearly_the_same_weights() -> Non
     [fp8] = run_ranks(trained, 1, {}, False, {"fp8": "hybrid"})
     assert not plain["recipes"]
     assert 0 < largest_difference(plain["weights"], fp8["weights"]) < 3 * plain["change"]
+
+
+def moved(parallel: dict[str, Any], path: str) -> dict[str, Any]:
+    """The weights after an update in FP8, what generates, what is exported, and the optimizer's copies in float32."""
+    fields = SIZES | {"hidden_size": 64, "transformer": {"fp8": "hybrid"}}
+    # Generation has a copy in another layout.
+    worker = actor(parallel, "actor_rollout", model=MODEL | fields, rollout={"parallel": {}}, ppo_epochs=1)
+    worker.update_actor(own_shard(experience(16), worker))
+    worker.generate_sequences(own_shard(prompts(8, SAMPLED), worker))
+    in_fp8 = sum(len(each._fp8_workspaces) for each in unwrap_model(worker.model[0]).modules() if hasattr(each, "fp8"))
+    rollout = worker.rollout.rollout
+    with rollout.context.activate():
+        generating = full_state_dict(rollout.chunks, rollout.context)
+    worker.export_hf(path)
+    rounded = [
+        torch.equal(copy.bfloat16(), parameter)
+        for copies, parameters in copies_in_float32(worker.optimizer)
+        for copy, parameter in zip(copies, parameters, strict=True)
+    ]
+    return {"weights": weights(worker), "generating": generating, "rounded": rounded, "in fp8": in_fp8}
+
+
+def copies_in_float32(optimizer: Any) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield from zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
+
+
+def test_weights_move_to_generation_and_files_from_the_masters_and_not_from_fp8(tmp_path: Path) -> None:
+    found = run_ranks(moved, 2, {"tp": 2, "sequence_parallel": True}, str(tmp_path / "out"))
+    trained = found[0]["weights"]
+    assert all(rank["in fp8"] > 0 and rank["rounded"] and all(rank["rounded"]) for rank in found)
+    assert largest_difference(trained, found[0]["generating"]) == 0
+    exported = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        exported |= load_file(file)
+    assert torch.equal(exported["lm_head.weight"], trained["output_layer.weight"])
+    for layer in range(MODEL["num_layers"]):
+        name = f"layers.{layer}.mlp"
+        assert torch.equal(exported[f"model.{name}.down_proj.weight"], trained[f"decoder.{name}.linear_fc2.weight"])
+        values = trained[f"decoder.{name}.linear_fc2.weight"].float()
+        assert len((values / values.abs().amax() * 448).unique()) > 256  # more values than FP8 has

@@ -7,6 +7,7 @@ import pytest
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
+from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo import TrainerConfig
 from mcontroller.ray import RayResourcePool, ResourcePoolManager, Role
 from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer
@@ -97,3 +98,18 @@ def test_always_rejects_a_worker_class_that_cannot_offload():
 def test_pools_share_bundles_if_they_are_parts_of_one_pool():
     pool, other = RayResourcePool([2], use_gpu=False), RayResourcePool([2], use_gpu=False)
     assert pool.shares_bundles(pool) and not pool.shares_bundles(other)
+
+
+def test_groups_start_with_the_axes_that_the_configuration_accepts_across_nodes():
+    received = []
+
+    def start(pool, init, name_prefix, axes_across_nodes=()):
+        received.append(axes_across_nodes)
+        return LocalWorkerGroup(init, 1, name_prefix=name_prefix)
+
+    for axes in ((), ("cp", "rank")):
+        with toy_trainer(toy_config(1, axes_across_nodes=axes), ray_worker_group_cls=start) as trainer:
+            trainer.init_workers()
+    assert received == [(), (), ("cp", "rank"), ("cp", "rank")]
+    with pytest.raises(ConfigError, match=r"trainer\.axes_across_nodes is \('dp',\); expected a list with any of tp"):
+        TrainerConfig(axes_across_nodes=("dp",))

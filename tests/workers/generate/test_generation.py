@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.utils import unwrap_model
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.registration import registration_of
@@ -17,7 +18,9 @@ from mcontroller.partition import split_rows
 from tests.forking import run_ranks
 from tests.training import device
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
-from workers.generate import inference_linears
+from workers.generate import decoding, inference_linears
+from workers.generate.rollout_protocol import Prompts
+from workers.generate.sampling import Sampling
 from workers.model.local_modules import TELayerNormColumnParallelLinear
 
 ROWS = 12
@@ -58,6 +61,36 @@ def of_all_ranks(
     joined = {name: torch.cat([part[name] for part in by_shard]) for name in parts[0]}
     order_back = joined["position"].argsort(stable=True)
     return {name: column[order_back] for name, column in joined.items()}
+
+
+def drawn_apart(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[Any]]:
+    """The responses of a rank, whose draws are wrong unless it is tp rank 0 of the last stage; what chunks keep."""
+    worker = actor(parallel, "actor_rollout")
+    pg = worker.context.pg
+    right = pg.tp.rank() == 0 and pg.pp.rank() == pg.pp.size() - 1
+    draw = decoding.draw_tokens
+
+    def wrong_elsewhere(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        token, log_prob = draw(*args)
+        return token if right else (token + 1) % VOCAB, log_prob
+
+    monkeypatch.setattr(decoding, "draw_tokens", wrong_elsewhere)
+    rollout = worker.rollout
+    samples = prompts(ROWS, GREEDY).batch
+    with worker.context.activate():
+        asked = Prompts(samples["input_ids"], samples["attention_mask"], torch.zeros(ROWS, 1, dtype=torch.long))
+        responses = rollout.responses(asked, Sampling.of(worker.config.rollout, GREEDY)).responses
+    return responses.cpu(), [chunk.decoder.input_tensor for chunk in unwrap_model(worker.model)]
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-tp"])
+def test_all_ranks_of_a_replica_continue_with_the_tokens_of_one(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = {"tp": 2, "pp": 2, "order": order}
+    found = run_ranks(drawn_apart, 4, parallel, monkeypatch)
+    expected = of_all_ranks(None)["responses"]
+    for responses, inputs in found:
+        assert torch.equal(responses, expected)
+        assert inputs == [None]  # the hidden states of the previous stage are released
 
 
 def argmax_without_cache() -> torch.Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mcontroller.cli.main import main
-from workers.gpucheck.machine import bfloat16_problem, gpu_problem, peak_tflops, transformer_engine_problem
+from workers.gpucheck.machine import bfloat16_problem, gpu_problem, transformer_engine_problem
+from workers.train.utilization import peak_tflops
 
 
 def driver_error(monkeypatch: pytest.MonkeyPatch, message: str) -> None:

@@ -18,6 +18,7 @@ from tests.training import Role, new_context
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
 from workers.model.transformer_config import transformer_config
+from workers.weights import refit as refit_module
 from workers.weights.full_state import full_state_dict, load_full_state_dict
 from workers.weights.refit import Refit, RefitReport
 from workers.weights.shards import named_buffers, named_shards
@@ -176,6 +177,20 @@ def test_one_refit_serves_a_model_that_goes_on_training() -> None:
     torch.testing.assert_close(its_copy, first, atol=1e-5, rtol=0)
     torch.testing.assert_close(its_second_copy, second, atol=1e-5, rtol=0)
     assert (first - second).abs().max() > 1e-3
+
+
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Waits for the device, and readings of the clock, in a refit."""
+    refit = Refit(*built(MODEL, {}), *built(MODEL, {}))
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: events.append("wait"))
+    monkeypatch.setattr(refit_module.time, "perf_counter", lambda: float(events.append("clock") or len(events)))
+    refit.run()
+    return events
+
+
+def test_seconds_of_a_refit_are_read_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(timed, 1, monkeypatch) == [["wait", "clock", "wait", "clock"]]
 
 
 def rejected(change: str) -> str:

@@ -1,0 +1,19 @@
+"""Patches of Megatron for runs without Transformer Engine."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+
+def test_an_activation_is_computed_again_without_transformer_engine() -> None:
+    rows = torch.randn(3, 4, requires_grad=True)
+    weight = torch.randn(4, 2)
+    expected = torch.autograd.grad((rows.exp() @ weight).sin().sum(), rows)[0]
+    checkpoint = CheckpointWithoutOutput()
+    activated = checkpoint.checkpoint(torch.exp, rows)
+    output = activated @ weight.requires_grad_()
+    checkpoint.discard_output_and_register_recompute(output)
+    assert activated.untyped_storage().nbytes() == 0
+    output.sin().sum().backward()
+    torch.testing.assert_close(rows.grad, expected)

@@ -1,0 +1,52 @@
+"""The operations of training are those of the model, however it is divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forking import run_ranks
+from tests.workers.roles import MODEL, actor, experience, own_shard
+from workers.train import utilization
+from workers.train.utilization import training_flops
+
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_topk": 2}
+LENGTHS = torch.tensor([9, 5, 16, 2, 7, 7, 12, 6])
+
+
+def flops(parallel: dict[str, Any], model: dict[str, Any]) -> tuple[float, int]:
+    worker = actor(parallel, "actor", model=MODEL | model)
+    group = worker.context.pg.dp
+    parameters = [each.numel() for each in worker.model[0].parameters()]
+    return training_flops(worker.model, LENGTHS.chunk(group.size())[group.rank()], worker.context.pg), sum(parameters)
+
+
+def test_operations_are_6_for_each_token_and_parameter_and_those_of_attention() -> None:
+    [(found, parameters)] = run_ranks(flops, 1, {}, {})
+    layers, width = MODEL["num_layers"], MODEL["hidden_size"]
+    embedding = MODEL["vocab_size"] * width
+    squares = int((LENGTHS**2).sum())
+    assert found == 6 * ((parameters - embedding) * int(LENGTHS.sum()) + layers * width * squares)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "pp": 2}, {"cp": 2}, {"ep": 2, "pp": 2}], ids=str)
+def test_ranks_share_the_operations_of_one_process(parallel: dict[str, Any]) -> None:
+    model = EXPERTS if "ep" in parallel else {}
+    [(expected, _)] = run_ranks(flops, 1, {}, model)
+    total = sum(found for found, _ in run_ranks(flops, 4, parallel, model))
+    assert total == pytest.approx(expected, rel=0.02)  # norms are on every tp rank
+
+
+def reported(peak: float | None) -> dict[str, float]:
+    utilization.peak_tflops = lambda name: peak  # type: ignore[assignment]
+    torch.cuda.is_available = lambda: True  # type: ignore[assignment]
+    torch.cuda.get_device_name = lambda: "a GPU"  # type: ignore[assignment]
+    worker = actor({}, "actor")
+    return worker.update_actor(own_shard(experience(8), worker)).meta_info["metrics"]
+
+
+def test_updates_report_their_share_of_the_peak_on_a_gpu_whose_peak_is_known() -> None:
+    [known], [unknown] = run_ranks(reported, 1, 1e-6), run_ranks(reported, 1, None)
+    assert known["mfu"] > 0 and "mfu" not in unknown
