@@ -37,6 +37,7 @@ from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
 from workers.memory.use import MemoryUse
+from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
 from workers.train.forward import owned_targets, sum_over_context
 from workers.train.metrics import Rule, reduce_reports
@@ -60,7 +61,6 @@ from workers.train.optimizer import (
 )
 from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
 from workers.train.router_losses import RouterLosses
-from workers.train.utilization import model_flops_utilization
 from workers.weights.hf.model import export_hf
 from workers.weights.offload import (
     Offload,

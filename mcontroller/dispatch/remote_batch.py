@@ -156,9 +156,10 @@ class ResultBatch(RemoteBatch):
                 source=self.source,
             )
         origin = self.origin.partition(fetch) if isinstance(self.origin, Split) else self.origin
-        checked = origin is not None and self.same_rows is not None and any(lengths)
-        if checked and (reason := differing_rows(origin, lengths, self.same_rows)):
-            raise DispatchError(f"{self.source}: {reason}", source=self.source, ranks=self.same_rows)
+        if origin is not None and self.same_rows is not None and any(lengths):
+            reason = differing_rows(origin, lengths, self.same_rows)
+            if reason:
+                raise DispatchError(f"{self.source}: {reason}", source=self.source, ranks=self.same_rows)
         keep, order = (tuple(lengths), None) if origin is None else origin.restore(lengths)
         offsets = np.concatenate([[0], np.cumsum(keep, dtype=np.int64)])
 

@@ -14,7 +14,7 @@ from workers.gpucheck.memory import large_policy
 from workers.gpucheck.policy import PROMPT, RESPONSE, ROWS, ppo_columns
 from workers.gpucheck.rows import Result, Row, compared
 from workers.gpucheck.session import CHECKS, Session
-from workers.train.utilization import peak_tflops, training_flops
+from workers.model.utilization import peak_tflops, training_flops
 
 __all__ = ["count_waits", "waits_row"]
 

@@ -10,7 +10,7 @@ import torch
 
 from mcontroller.cli.main import main
 from workers.gpucheck.machine import bfloat16_problem, gpu_problem, transformer_engine_problem
-from workers.train.utilization import peak_tflops
+from workers.model.utilization import peak_tflops
 
 
 def driver_error(monkeypatch: pytest.MonkeyPatch, message: str) -> None:

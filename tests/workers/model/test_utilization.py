@@ -9,8 +9,8 @@ import torch
 
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, own_shard
-from workers.train import utilization
-from workers.train.utilization import training_flops
+from workers.model import utilization
+from workers.model.utilization import training_flops
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_topk": 2}
 LENGTHS = torch.tensor([9, 5, 16, 2, 7, 7, 12, 6])
