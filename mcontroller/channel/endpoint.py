@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url
 from mcontroller.channel.cancellation import Cancellation
-from mcontroller.channel.links import configure, send_frames
+from mcontroller.channel.links import configure, monitor, send_frames
 from mcontroller.channel.messages import pack_answer, unpack_call
 from mcontroller.channel.order import CallOrder, CallQueue
 
@@ -89,7 +89,7 @@ class Endpoint:
         authenticator = _Authenticator(self._context, keys.client.public)
         self._calls = _bound(self._context, keys)
         self._queries = _bound(self._context, keys)
-        monitors = [each.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) for each in self._sockets]
+        monitors = [monitor(each, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) for each in self._sockets]
         call_port, query_port = (_listen(each, host, ports) for each in self._sockets)
         self.address = Address(host, call_port, query_port, keys.server.public, keys.client)
         self._queue: CallQueue[ReceivedCall] = CallQueue()

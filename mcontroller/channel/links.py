@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -12,13 +13,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
 
-__all__ = ["SNDMORE", "Links", "configure", "send_frames"]
+__all__ = ["SNDMORE", "Links", "configure", "monitor", "send_frames"]
 
 HEARTBEAT_MS = 10_000
 """Milliseconds between heartbeats. A node that vanishes without closing its connections is noticed after three."""
 
 RECONNECT_MS = 50
 """Milliseconds until a lost connection is tried again."""
+
+RECONNECT_MAX_MS = 1_000
+"""Largest time between two tries; it doubles with each."""
 
 CONNECT_MS = 5_000
 """Timeout of a TCP connect in milliseconds."""
@@ -41,9 +45,9 @@ class Links:
     def __init__(self, name: bytes) -> None:
         self.socket = configure(_context(os.getpid()).socket(zmq.ROUTER))
         self.socket.routing_id = name
-        self.socket.reconnect_ivl = RECONNECT_MS
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
         self.socket.connect_timeout = CONNECT_MS
-        self._monitor = self.socket.get_monitor_socket(_MONITORED)
+        self._monitor = monitor(self.socket, _MONITORED)
         self._ids: dict[str, bytes] = {}
 
     @property
@@ -90,8 +94,8 @@ class Links:
     def close(self) -> None:
         """Close all connections, and drop what was not sent. A second call does nothing."""
         if not self.socket.closed:
-            self.socket.disable_monitor()
             self._monitor.close(0)
+            self.socket.monitor(None, 0)
             self.socket.close(0)
 
 
@@ -108,6 +112,19 @@ def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = 3 * HEARTBEAT_MS
     return socket
+
+
+def monitor(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """Return a socket to read the events of another.
+
+    Its queue has no limit: ZeroMQ's thread, which serves all connections, would wait for a reader of a full one.
+    """
+    url = f"inproc://events-{uuid.uuid4().hex}"
+    socket.monitor(url, events)
+    reader = socket.context.socket(zmq.PAIR)
+    reader.rcvhwm = reader.linger = 0
+    reader.connect(url)
+    return reader
 
 
 @cache
