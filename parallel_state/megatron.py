@@ -157,11 +157,10 @@ class MegatronContext:
         Every rank of torch.distributed destroys the same contexts in the same order. Neither the context nor a model
         that was built with it can be used afterwards.
         """
-        groups = self.groups()
+        for group in self.groups():
+            dist.destroy_process_group(group)
         with self.activate():
             mpu.destroy_model_parallel()
-        for group in groups:
-            dist.destroy_process_group(group)
 
     def rank_info(self) -> DistRankInfo:
         """Return the index of this rank on each axis, as Megatron's getters report it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,14 +40,14 @@ def test_ranks_share_the_operations_of_one_process(parallel: dict[str, Any]) -> 
     assert total == pytest.approx(expected, rel=0.02)  # norms are on every tp rank
 
 
-def reported(peak: float | None) -> dict[str, float]:
-    utilization.peak_tflops = lambda name: peak  # type: ignore[assignment]
-    torch.cuda.is_available = lambda: True  # type: ignore[assignment]
-    torch.cuda.get_device_name = lambda: "a GPU"  # type: ignore[assignment]
+def reported(peak: float | None, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     worker = actor({}, "actor")
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "a GPU")
+    monkeypatch.setattr(utilization, "torch", SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(utilization, "peak_tflops", lambda name: peak)
     return worker.update_actor(own_shard(experience(8), worker)).meta_info["metrics"]
 
 
-def test_updates_report_their_share_of_the_peak_on_a_gpu_whose_peak_is_known() -> None:
-    [known], [unknown] = run_ranks(reported, 1, 1e-6), run_ranks(reported, 1, None)
+def test_updates_report_their_share_of_the_peak_on_a_gpu_whose_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    [known], [unknown] = (run_ranks(reported, 1, peak, monkeypatch) for peak in (1e-6, None))
     assert known["mfu"] > 0 and "mfu" not in unknown
