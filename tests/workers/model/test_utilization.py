@@ -50,4 +50,4 @@ def reported(peak: float | None, monkeypatch: pytest.MonkeyPatch) -> dict[str, f
 
 def test_updates_report_their_share_of_the_peak_on_a_gpu_whose_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     [known], [unknown] = (run_ranks(reported, 1, peak, monkeypatch) for peak in (1e-6, None))
-    assert known["mfu"] > 0 and "mfu" not in unknown
+    assert known["actor/mfu"] > 0 and "actor/mfu" not in unknown
