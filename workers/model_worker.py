@@ -321,8 +321,7 @@ class ModelWorker(MegatronWorker):
         self._background_saves.finish_if_written()
         self.updates += 1
         metrics = reduce_reports(reports, rules, self.context.pg, self.device) | routers.means()
-        seconds = time.perf_counter() - started  # the device is done: the reports are on the host
-        lengths = rows.lengths[counted].repeat(epochs)
+        lengths, seconds = rows.lengths[counted].repeat(epochs), time.perf_counter() - started  # the device is done
         utilization = model_flops_utilization(self.model, lengths, self.context.pg, seconds)
         return metrics | utilization | self._step_metrics(norms)
 
@@ -331,10 +330,7 @@ class ModelWorker(MegatronWorker):
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
         grad_norm = {"grad_norm": sum(made) / len(made)} if made else {}
-        return grad_norm | {
-            "lr": float(self.scheduler.get_lr({})),
-            "skipped_steps": float(len(norms) - len(made)),
-        }
+        return grad_norm | {"lr": float(self.scheduler.get_lr({})), "skipped_steps": float(len(norms) - len(made))}
 
     def _step(
         self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses
