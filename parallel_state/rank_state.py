@@ -81,14 +81,16 @@ class Value:
 class RankState:
     """One set of values of ``parts``.
 
+    The values are those of a new rank until the first ``save``.
+
     Args:
-        parts: The parts, in the order in which they are written.
-        values: One value for each part; None for those of a new rank.
+        parts: The parts, in the order in which they are written. A part that is appended to them later is left as it
+            is until the first ``save`` after that.
     """
 
-    def __init__(self, parts: Sequence[Part], values: Sequence[Any] | None = None) -> None:
-        self.parts = list(parts)
-        self.values = [part.fresh() for part in parts] if values is None else list(values)
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.values = [part.fresh() for part in parts]
 
     def save(self) -> None:
         """Replace the values by those that the process has now."""
@@ -96,7 +98,7 @@ class RankState:
 
     def load(self) -> None:
         """Make the values the process's."""
-        for part, value in zip(self.parts, self.values, strict=True):
+        for part, value in zip(self.parts, self.values, strict=False):
             part.write(value)
 
 

@@ -1,0 +1,123 @@
+"""A group as all its members share it, and one rank's part in a collective or a transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from parallel_state.simulated.source_lines import SourceLine
+
+__all__ = ["Call", "SharedGroup", "members_text", "shape_text"]
+
+_SHOWN_MEMBERS = 8
+_SHOWN_TENSORS = 4
+
+
+@dataclass(eq=False, slots=True)
+class SharedGroup:
+    """What the members of a process group share.
+
+    Attributes:
+        name: The name that torch gave it, the same on all members.
+        description: ``group_desc`` of ``new_group``; Megatron's name of the group.
+        ranks: The global ranks of the members, by rank in the group.
+        creator: The rank that created it first.
+        line: The line that created it there.
+        axis: The axes that its members differ on, such as ``"tp"`` or ``"dp-cp"``; empty if unknown.
+        created_by: The members that have created it.
+        last_calls: The last collective of each member, by global rank.
+    """
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    creator: int
+    line: SourceLine
+    axis: str = ""
+    created_by: set[int] = field(default_factory=set)
+    last_calls: dict[int, Call] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"group {self.label} {members_text(self.ranks)}"
+
+    @property
+    def label(self) -> str:
+        """The description, or the name if there is none."""
+        return self.description if self.description not in ("", "undefined") else f"{self.name!r}"
+
+
+def members_text(ranks: Sequence[int]) -> str:
+    """Return the ranks of a group, shortened if there are many."""
+    if len(ranks) <= _SHOWN_MEMBERS:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
+
+
+def shape_text(tensor: torch.Tensor) -> str:
+    """Return dtype and shape, such as ``float32[4, 8]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One rank's part in a collective or a transfer.
+
+    Attributes:
+        operation: The name in torch.distributed.
+        rank: The global rank.
+        index: The rank in the group.
+        group: The group.
+        number: The number of the call among the collectives of the group; -1 for a transfer.
+        key: What must be equal on all members: reduction, root, sizes and dtypes.
+        inputs: The tensors that are read; of a collective in place, also written.
+        outputs: The tensors that are written.
+        line: The line that made the call.
+        options: What messages show and the computation needs: ``op``, ``root``, ``tag``, split sizes.
+        peer: Of a transfer, the global rank of the other side; None for any.
+        done: Whether it is complete.
+        is_async: Whether the program goes on without waiting.
+        waited: Whether the program has waited for it.
+        guarded: Copies of the tensors that an asynchronous call uses, to find changes before the wait.
+    """
+
+    operation: str
+    rank: int
+    index: int
+    group: SharedGroup
+    number: int
+    key: tuple[Any, ...]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    line: SourceLine
+    options: dict[str, Any] = field(default_factory=dict)
+    peer: int | None = None
+    done: bool = False
+    is_async: bool = False
+    waited: bool = False
+    guarded: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether this is a send or a receive."""
+        return self.number < 0
+
+    @property
+    def payload(self) -> int:
+        """The bytes that this rank passes to the operation: its inputs, or what it receives."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.inputs or self.outputs)
+
+    def __str__(self) -> str:
+        tensors = self.inputs or self.outputs
+        shown = [shape_text(tensor) for tensor in tensors[:_SHOWN_TENSORS]]
+        if len(tensors) > _SHOWN_TENSORS:
+            shown.append(f"... {len(tensors)} tensors")
+        details = [f"{name}={self.options[name]}" for name in ("op", "root", "tag", "sends", "receives", "what")
+                   if self.options.get(name) is not None]  # fmt: skip
+        text = f"{self.operation}({', '.join([*shown, *details])})"
+        if self.is_transfer:
+            other = "any rank" if self.peer is None else f"rank {self.peer}"
+            return f"{text} {'to' if self.operation == 'send' else 'from'} {other} on {self.group}"
+        return f"{text}, call {self.number} on {self.group}"
