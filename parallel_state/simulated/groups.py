@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from parallel_state.simulated.process_group import SimulatedGroup
 from parallel_state.simulated.source_lines import calling_line
 
 __all__ = ["GroupRegistry"]
+
+_numbers = itertools.count()
 
 
 class GroupRegistry:
@@ -36,6 +39,7 @@ class GroupRegistry:
         self._local: dict[str, SharedGroup] = {}
         self._created = [0] * world_size
         self._members: list[list[SimulatedGroup]] = [[] for _ in range(world_size)]
+        self._prefix = f"simulation {next(_numbers)}"
 
     def of_rank(self, rank: int) -> Iterable[SharedGroup]:
         """Return the groups that a rank is a member of and has created."""
@@ -66,6 +70,10 @@ class GroupRegistry:
                 )
         group.created_by.add(rank)
         return group
+
+    def unique_name(self, rank: int) -> str:
+        """Return a name for the next group of a rank that no other group of this process has."""
+        return f"{self._prefix}, rank {rank}, group {len(self._members[rank])}"
 
     def register(self, group: SimulatedGroup, backend: str, store: Any) -> None:
         """Register a group in torch.distributed's state of the running rank, and for functional collectives."""

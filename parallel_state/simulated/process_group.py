@@ -91,16 +91,17 @@ class SimulatedGroup(dist.ProcessGroup):
         simulation: Runs the ranks.
         shared: What the members share.
         rank: The global rank.
+        unique_name: The name by which functional collectives find the group, unique in this process.
     """
 
-    def __init__(self, simulation: Announcements, shared: SharedGroup, rank: int) -> None:
+    def __init__(self, simulation: Announcements, shared: SharedGroup, rank: int, unique_name: str) -> None:
         super().__init__(shared.ranks.index(rank), len(shared.ranks))
         self._simulation = simulation
         self.shared = shared
         self.global_rank = rank
         self._index = shared.ranks.index(rank)
         self._number = 0
-        self._unique_name = f"{shared.name}@{rank}"
+        self._unique_name = unique_name
 
     @property
     def group_name(self) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from parallel_state.rank_state import Attributes, Part, RankState, Value, distributed_parts
 
-__all__ = ["ProcessState"]
+__all__ = ["ProcessState", "has_megatron"]
 
 # Containers and objects that are changed in place, so that no function rebinds the name.
 _CHANGED_IN_PLACE = {
@@ -36,8 +36,8 @@ class ProcessState:
     """The parts of a process's state, and new ranks' sets of them.
 
     Args:
-        functions: (object, name) -> None: attributes that each rank replaces, such as functions of torch.
-        modules: Further packages whose globals each rank has to itself, if a function of their modules rebinds them.
+        functions: Object -> names of the attributes that each rank replaces, such as functions of torch.
+        modules: Further packages or modules whose globals each rank has to itself, if a function rebinds them.
     """
 
     def __init__(self, functions: Mapping[Any, tuple[str, ...]], modules: tuple[str, ...] = ()) -> None:
@@ -56,7 +56,7 @@ class ProcessState:
             Value(torch.get_default_dtype, torch.set_default_dtype),
             Value(os.getcwd, _change_directory),
         ]
-        if importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None:
+        if has_megatron():
             self._add_megatron()
         self._count = 0
         self.add_imported()
@@ -92,7 +92,8 @@ class ProcessState:
         self._count = len(sys.modules)
         named = {(id(part.owner), name) for part in self.parts if isinstance(part, Attributes) for name in part.names}
         for name, module in list(sys.modules.items()):
-            if name in self._known or not isinstance(module, ModuleType) or name.split(".")[0] not in self._packages:
+            inside = any(name == package or name.startswith(f"{package}.") for package in self._packages)
+            if name in self._known or not inside or not isinstance(module, ModuleType):
                 continue
             self._known.add(name)
             names = [each for each in _rebound(module) if (id(module), each) not in named]
@@ -103,6 +104,11 @@ class ProcessState:
                 for where, owner, attribute in _CLASS_ATTRIBUTES
                 if where == name and hasattr(module, owner)
             ]
+
+
+def has_megatron() -> bool:
+    """Whether Megatron-Core is installed."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
 class Environment:

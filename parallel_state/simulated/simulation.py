@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from parallel_state.layout import ParallelLayout
 from parallel_state.rank_state import StateSwitch
 from parallel_state.simulated.axes_of_groups import AxesOfGroups
 from parallel_state.simulated.calls import Call
+from parallel_state.simulated.checkpoint_writer import in_process_writers
 from parallel_state.simulated.errors import (
     Deadlock,
     NonMemberError,
@@ -26,7 +28,7 @@ from parallel_state.simulated.errors import (
 from parallel_state.simulated.exchange import Exchange
 from parallel_state.simulated.groups import GroupRegistry
 from parallel_state.simulated.process_group import SimulatedGroup
-from parallel_state.simulated.process_state import ProcessState
+from parallel_state.simulated.process_state import ProcessState, has_megatron
 from parallel_state.simulated.report import deadlock_text, positions
 from parallel_state.simulated.scheduler import RankThread, Scheduler
 from parallel_state.simulated.source_lines import calling_line
@@ -86,10 +88,11 @@ class Simulation:
         self._key_waits: dict[int, KeyWait] = {}
         self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
         self._scheduler = Scheduler(self.world_size, seed, self._switch_to, self._deadlock, self._on_error)
-        self._process = ProcessState(_REPLACED, tuple(modules))
+        replacements = [_same_on_every_rank() | self._replacements(rank) for rank in range(self.world_size)]
+        self._process = ProcessState({owner: tuple(names) for owner, names in replacements[0].items()}, tuple(modules))
         self._switch = StateSwitch(self._process.parts)
         self._states = [
-            self._process.new_rank((variables or self._torchrun)(rank), self._replacements(rank))
+            self._process.new_rank((variables or self._torchrun)(rank), replacements[rank])
             for rank in range(self.world_size)
         ]
 
@@ -289,7 +292,7 @@ class Simulation:
                 shared = self._groups.create(rank, tuple(ranks), name, group_desc or "", pg_tag)
                 if rank not in shared.ranks:
                     return c10d.GroupMember.NON_GROUP_MEMBER, None
-                group = SimulatedGroup(self, shared, rank)
+                group = SimulatedGroup(self, shared, rank, self._groups.unique_name(rank))
                 self._groups.register(group, str(backend), store)
                 return group, store
 
@@ -323,10 +326,11 @@ class Simulation:
         return {c10d: functions, os: {"fork": fork}}
 
 
-_REPLACED: dict[Any, tuple[str, ...]] = {
-    c10d: ("_new_process_group_helper", "rendezvous", "_warn_not_in_group", "_unregister_all_process_groups"),
-    os: ("fork",),
-}
+def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
+    if not has_megatron():
+        return {}
+    importlib.import_module("parallel_state.megatron")  # patches Megatron before its first import
+    return in_process_writers()
 
 
 class _Failing:
