@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,25 +103,44 @@ def contradiction(call: Call) -> str | None:
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Reduce in the order of the ranks, and round after every step, as a ring does."""
-    result = tensors[0].detach().clone()
-    for tensor in tensors[1:]:
-        other = tensor.detach().reshape(result.shape)
-        if op in ("SUM", "AVG") and result.dtype == torch.bool:
-            result.logical_or_(other)
-        else:
-            _REDUCE[op](result, other)
+    """Reduce in the order of gloo's ring, and round after every step as it does: the result has the same bits."""
+    reduce = torch.Tensor.logical_or_ if tensors[0].dtype == torch.bool and op in ("SUM", "AVG") else _REDUCE[op]
+    parts = _in_ring_order(tensors) if len(tensors) > 2 and tensors[0].is_floating_point() else list(tensors)
+    result = parts[0].detach().clone()
+    for part in parts[1:]:
+        reduce(result, part.detach().reshape(result.shape))
     if op == "AVG":
         result.div_(len(tensors))
-    return result
+    return result.reshape(-1)[: tensors[0].numel()].reshape(tensors[0].shape)
+
+
+def _in_ring_order(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the terms of a sum in the order of gloo's ring, each ``[chunk, elements of a chunk]``.
+
+    Chunk ``i`` starts at rank ``i - 1`` and goes round the ring backwards (gloo/allreduce.cc, ``ring``).
+    """
+    size, elements = len(tensors), tensors[0].numel()
+    chunk = _ring_chunk(size, elements, tensors[0].element_size())
+    flat = torch.stack([tensor.detach().reshape(-1) for tensor in tensors])
+    chunks = torch.nn.functional.pad(flat, (0, size * chunk - elements)).reshape(size, size, chunk)
+    column = torch.arange(size)
+    return [chunks[(column - 1 - step) % size, column] for step in range(size)]
+
+
+def _ring_chunk(size: int, elements: int, element_size: int) -> int:
+    """Return the elements of a chunk: gloo cuts a buffer into at least two segments of at most 1 MiB for each rank."""
+    nbytes = elements * element_size
+    segments = max(math.ceil(nbytes / (1 << 20)), 2 * size)
+    per_rank = math.ceil(segments / size)
+    return per_rank * math.ceil(math.ceil(nbytes / (per_rank * size)) / element_size)
 
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "SUM": torch.Tensor.add_,
     "AVG": torch.Tensor.add_,
     "PRODUCT": torch.Tensor.mul_,
-    "MIN": lambda result, other: torch.minimum(result, other, out=result),
-    "MAX": lambda result, other: torch.maximum(result, other, out=result),
+    "MIN": lambda result, other: result.copy_(torch.minimum(result, other)),
+    "MAX": lambda result, other: result.copy_(torch.maximum(result, other)),
     "BAND": torch.Tensor.bitwise_and_,
     "BOR": torch.Tensor.bitwise_or_,
     "BXOR": torch.Tensor.bitwise_xor_,

@@ -15,6 +15,7 @@ __all__ = ["RankThread", "Scheduler", "Waiting"]
 
 _STACK_BYTES = 16 << 20  # of address space; torch's backward pass needs more than Python's
 _IDLE_POLLS = 1000  # of ranks that poll while no call completes, until that is a deadlock
+_SIGNAL_SECONDS = 0.5  # between two checks for signals that another thread received
 _STOP_SECONDS = 5.0  # for the running rank to come to a call after KeyboardInterrupt
 
 
@@ -102,7 +103,8 @@ class Scheduler:
         self._ready = deque(taking_part)
         try:
             self._pass_on()
-            self._all_ended.wait()
+            while not self._all_ended.wait(_SIGNAL_SECONDS):
+                pass
         except BaseException as error:  # KeyboardInterrupt arrives in this thread
             self._interrupt(error)
             raise
