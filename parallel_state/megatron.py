@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.patches import packed_rope, without_te
 from parallel_state.patches.import_hook import patch_modules
-from parallel_state.rank_state import Attributes, Part, RankState, StateSwitch, of_a_new_process
+from parallel_state.rank_state import Attributes, RankState, StatePart, StateSwitch, of_a_new_process
 from parallel_state.requirements import require_importable
 
 if not cpu.install():
@@ -230,7 +229,7 @@ def new_context_switch() -> StateSwitch:
     return StateSwitch(layout_parts())
 
 
-def layout_parts() -> list[Part]:
+def layout_parts() -> list[StatePart]:
     """Return the state of Megatron that belongs to one layout, as that of a new process, and the device's generator."""
     return [*_LAYOUT_GLOBALS, _DeviceGenerator()]
 

@@ -1,7 +1,7 @@
 """The one mechanism that swaps a rank's state: parts of the process's state, and sets of their values.
 
 torch.distributed and Megatron keep the state of a rank in module globals, so a process is one rank of one layout. A
-``Part`` reads and writes one piece of this state. A ``RankState`` is one set of values of several parts, and a
+``StatePart`` reads and writes one piece of this state. A ``RankState`` is one set of values of several parts, and a
 ``StateSwitch`` exchanges the set that the process has now for another one. Three users share it: a ``MegatronContext``
 is a layout's set, a mocked rank is a set that was never initialized, and a simulated rank is a set of everything that
 a process has to itself.
@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Attributes", "Part", "RankState", "StateSwitch", "Value", "distributed_parts", "of_a_new_process"]
+__all__ = ["Attributes", "RankState", "StatePart", "StateSwitch", "StateValue", "distributed_parts", "of_a_new_process"]
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """One piece of the state of this process."""
 
     def fresh(self) -> Any:
@@ -65,7 +65,7 @@ class Attributes:
                 setattr(self.owner, name, each)
 
 
-class Value:
+class StateValue:
     """A value behind two functions, such as a random state; a new rank starts with the process's.
 
     Args:
@@ -88,7 +88,7 @@ class RankState:
             is until the first ``save`` after that.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[StatePart]) -> None:
         self.parts = parts
         self.values = [part.fresh() for part in parts]
 
@@ -112,7 +112,7 @@ class StateSwitch:
         active: The set that the process has now; at first, of code outside all blocks.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[StatePart]) -> None:
         self.active = RankState(parts)
         self._lock = threading.RLock()
 

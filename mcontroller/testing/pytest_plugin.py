@@ -1,7 +1,8 @@
 """Fixtures for tests of topology-aware workers; pytest loads them when mcontroller is installed.
 
 ``mock_group(Worker, layout, ...)`` makes mocked worker groups as ``mcontroller.testing.mock_worker_group`` does, and
-shuts them down after the test. ``simulated_group`` makes groups of simulated ranks, which communicate. ``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout.
+shuts them down after the test; ``simulated_group`` makes groups of simulated ranks, which communicate.
+``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout.
 """
 
 from __future__ import annotations

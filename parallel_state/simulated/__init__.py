@@ -1,4 +1,4 @@
-"""Simulated ranks: N ranks of real torch.distributed and Megatron-Core code in one process, one of which runs at a time.
+"""Simulated ranks: N ranks of real torch.distributed and Megatron-Core code in one process, one running at a time.
 
 ``run_ranks(layout, function, *args)`` runs a function on every rank of a layout. Collectives and transfers are computed
 in the process, in the order of the ranks, so that the result is the same every time. A hang is an error that names its

@@ -62,7 +62,8 @@ def _check_equal(calls: Sequence[Call], describe: Callable[[int], str], what: st
     for call in calls[1:]:
         first = calls[0]
         if len(call.inputs) != len(first.inputs):
-            raise _disagreement(f"{what} are {len(first.inputs)} and {len(call.inputs)} tensors", [first, call], describe)
+            counts = f"{len(first.inputs)} and {len(call.inputs)} tensors"
+            raise _disagreement(f"{what} are {counts}", [first, call], describe)
         for name, some, other in zip(names, first.inputs, call.inputs, strict=True):
             if not _same_bits(some, other):
                 rest = [each for each in calls if _same_bits(each.inputs[names.index(name)], some)]

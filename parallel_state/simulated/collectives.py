@@ -223,9 +223,9 @@ def _all_to_all(calls: Sequence[Call]) -> None:
 
 
 def _all_to_all_single(calls: Sequence[Call]) -> None:
-    sent = [call.inputs[0].detach().clone().split(call.options["sends"]) for call in calls]
+    sent = [torch.split(call.inputs[0].detach().clone(), call.options["sends"]) for call in calls]
     for call in calls:
-        for source, output in enumerate(call.outputs[0].detach().split(call.options["receives"])):
+        for source, output in enumerate(torch.split(call.outputs[0].detach(), call.options["receives"])):
             _copy(output, sent[source][call.index])
 
 

@@ -1,4 +1,4 @@
-"""The groups that ranks create: whether all create them in the same order, and who has created which."""
+"""The groups that ranks create, in which order, and the axes on which their members differ."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from parallel_state.simulated.calls import SharedGroup, members_text
+from parallel_state.simulated.calls import SharedGroup, calling_line, members_text
 from parallel_state.simulated.errors import CollectiveMismatch
 from parallel_state.simulated.process_group import SimulatedGroup
-from parallel_state.simulated.source_lines import calling_line
+from parallel_state.topology import Topology
 
-__all__ = ["GroupRegistry"]
+__all__ = ["AxesOfGroups", "GroupRegistry"]
 
 _numbers = itertools.count()
 
@@ -80,17 +80,17 @@ class GroupRegistry:
         name = group.shared.name
         self._members[group.global_rank].append(group)
         c10d._world.pg_map[group] = (backend, store)
-        c10d._world.pg_names[group] = c10d.GroupName(name) if hasattr(c10d, "GroupName") else name
+        c10d._world.pg_names[group] = _group_name(name)
         c10d._world.pg_backend_config[group] = f"cpu:{backend}"
         c10d._world.tags_to_pg.setdefault("", []).append(group)
         c10d._world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
         c10d._world.pg_to_tag[group] = f"ptd:{name}"
-        c10d._register_process_group(group.group_name, group)
+        c10d._register_process_group(_group_name(group.group_name), group)
 
     def unregister(self, rank: int) -> None:
         """Unregister the groups of one rank."""
         for group in self._members[rank]:
-            c10d._unregister_process_group(group.group_name)
+            c10d._unregister_process_group(_group_name(group.group_name))
         self._members[rank].clear()
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class GroupRegistry:
             self.unregister(rank)
 
     def unequal_counts(self) -> tuple[str, tuple[int, ...]] | None:
-        """Return a message, and the ranks with fewer calls, if ranks called ``new_group`` a different number of times."""
+        """Return a message and the ranks that it names, if ranks called ``new_group`` different numbers of times."""
         most = max(self._created)
         fewer = tuple(rank for rank, count in enumerate(self._created) if count < most)
         if not fewer:
@@ -110,8 +110,65 @@ class GroupRegistry:
             f"{most} times: all ranks create all groups\n\n{self._describe(group.creator)}: new_group("
             f"{members_text(group.ranks)}) {group.description}\n    at {group.line}\n    not called on ranks "
             f"{members_text(fewer)}",
-            fewer,
+            (*fewer, group.creator),
         )
 
     def _new(self, name: str, description: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
         return SharedGroup(name, description, ranks, rank, calling_line(), self._axis_of(ranks, description))
+
+
+def _group_name(name: str) -> Any:
+    """Return a name in the type that torch 2.13 has for names of groups."""
+    return name
+
+
+# Megatron's description of a group -> the axis on which its members differ.
+_OF_DESCRIPTION = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "CONTEXT_PARALLEL_GROUP": "cp",
+    "DATA_PARALLEL_GROUP": "dp",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "EXPERT_DATA_PARALLEL_GROUP": "edp",
+}
+
+
+class AxesOfGroups:
+    """The axes of a topology; without one, those of Megatron's groups by their descriptions.
+
+    Args:
+        topology: The coordinates of the ranks; None, or a number of ranks, if they are not known.
+    """
+
+    def __init__(self, topology: Topology | int | None) -> None:
+        self._topology = topology if isinstance(topology, Topology) else None
+
+    def describe(self, rank: int, groups: Iterable[SharedGroup]) -> str:
+        """Return a rank with its index on every axis of more than one rank.
+
+        Args:
+            rank: The rank.
+            groups: The groups that it has created, for ranks without a topology.
+        """
+        if self._topology is not None:
+            axes = [axis for axis in self._topology.dense_axes if self._topology.size(axis) > 1]
+            coordinates = {axis: self._topology.coordinates(rank)[axis] for axis in axes}
+        else:
+            named = {_OF_DESCRIPTION[each.description]: each for each in groups if each.description in _OF_DESCRIPTION}
+            coordinates = {
+                axis: named[axis].ranks.index(rank)
+                for axis in ("tp", "cp", "dp", "pp")
+                if axis in named and len(named[axis].ranks) > 1
+            }
+        text = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
+        return f"rank {rank} ({text})" if text else f"rank {rank}"
+
+    def of_group(self, ranks: Sequence[int], description: str) -> str:
+        """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""
+        if self._topology is None or len(ranks) == 1:
+            return _OF_DESCRIPTION.get(description, "")
+        expert = description.startswith("EXPERT")
+        axes = self._topology.expert_axes if expert else self._topology.dense_axes
+        coordinates = [self._topology.coordinates(rank) for rank in ranks]
+        return "-".join(axis for axis in axes if len({each[axis] for each in coordinates}) > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import importlib.util
 import os
 import random
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallel_state.rank_state import Attributes, Part, RankState, Value, distributed_parts
+from parallel_state.rank_state import Attributes, RankState, StatePart, StateValue, distributed_parts
 
 __all__ = ["ProcessState", "has_megatron"]
 
@@ -45,16 +46,16 @@ class ProcessState:
         self._known: set[str] = set()
         self._environment = Environment()
         self._replaced = {id(owner): Attributes(owner, names, _same) for owner, names in functions.items()}
-        self.parts: list[Part] = [
+        self.parts: list[StatePart] = [
             *distributed_parts(),
             *self._replaced.values(),
             self._environment,
             Attributes(sys, ("excepthook",), _same),
-            Value(random.getstate, random.setstate),
-            Value(np.random.get_state, np.random.set_state),
-            Value(torch.get_rng_state, torch.set_rng_state),
-            Value(torch.get_default_dtype, torch.set_default_dtype),
-            Value(os.getcwd, _change_directory),
+            StateValue(random.getstate, random.setstate),
+            StateValue(np.random.get_state, np.random.set_state),
+            StateValue(torch.get_rng_state, torch.set_rng_state),
+            StateValue(torch.get_default_dtype, torch.set_default_dtype),
+            StateValue(os.getcwd, _change_directory),
         ]
         if has_megatron():
             self._add_megatron()
@@ -155,6 +156,7 @@ def _own(value: Any) -> Any:
     return type(value)() if isinstance(value, type(threading.RLock())) else value
 
 
+@functools.cache
 def _rebound(module: ModuleType) -> list[str]:
     """Return the names that functions of a module rebind with ``global``, and those that are changed in place."""
     found = set(_CHANGED_IN_PLACE.get(module.__name__, ()))
@@ -178,5 +180,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-

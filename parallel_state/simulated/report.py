@@ -33,7 +33,8 @@ def deadlock_text(observed: Observed) -> tuple[str, tuple[int, ...]]:
     """Return the message of a deadlock, and the ranks that it names as the cause."""
     missing = {each.rank: _missing(observed, each) for each in observed.ranks if _waits(each)}
     cause, ranks = cause_of(observed, missing)
-    head = f"{cause}\n\nnone of the {len(missing)} ranks that have not ended can go on ({len(observed.ranks)} ranks in all)"
+    size = len(observed.ranks)
+    head = f"{cause}\n\nnone of the {len(missing)} ranks that have not ended can go on ({size} ranks in all)"
     return f"{head}\n\n{_stories(observed, missing)}", ranks
 
 
@@ -62,7 +63,7 @@ def cause_of(observed: Observed, missing: Mapping[int, list[int]]) -> tuple[str,
             ended = [rank for rank in following if rank not in missing]
             if ended:
                 text = f"{observed.describe(ended[0])} has ended, and rank {path[-1]} waits for it"
-                return text, (ended[0],)
+                return text, (ended[0], path[-1])
             if not following:
                 break
             if following[0] in path:

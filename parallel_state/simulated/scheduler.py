@@ -82,6 +82,7 @@ class Scheduler:
         self._ready: deque[RankThread] = deque()
         self._all_ended = threading.Event()
         self._idle_polls = 0
+        self._interrupt: BaseException | None = None
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> None:
         """Run each function on its rank until all have ended; the results are in ``ranks``.
@@ -106,7 +107,7 @@ class Scheduler:
             while not self._all_ended.wait(_SIGNAL_SECONDS):
                 pass
         except BaseException as error:  # KeyboardInterrupt arrives in this thread
-            self._interrupt(error)
+            self._stop(error)
             raise
         finally:
             for each in taking_part:
@@ -123,6 +124,7 @@ class Scheduler:
 
     def check_running(self) -> None:
         """Raise RankStopped if another rank has failed."""
+        self._check_interrupt()
         if self.failure is not None:
             raise RankStopped
 
@@ -162,7 +164,6 @@ class Scheduler:
                 each.waits_for = None
                 self._ready.append(each)
 
-
     def _live(self, rank: RankThread, function: Callable[[], Any]) -> None:
         rank.baton.acquire()
         try:
@@ -186,6 +187,9 @@ class Scheduler:
 
     def _pass_on(self, waiting: RankThread | None = None) -> None:
         """Let the next rank go on; if there is none and some have not ended, that is a deadlock."""
+        if self._interrupt is not None:
+            self.current = None  # the waiting rank ends too
+            self._check_interrupt()
         following = self._next()
         if following is None and any(not each.ended for each in self.ranks):
             self.current = None
@@ -210,9 +214,9 @@ class Scheduler:
                 return rank
         return None
 
-    def _interrupt(self, error: BaseException) -> None:
-        """End the ranks; a rank that computes without a call is interrupted."""
-        self.fail(error)
+    def _stop(self, error: BaseException) -> None:
+        """End the ranks from another thread; a rank that computes without a call is interrupted."""
+        self._interrupt = error  # the rank that runs handles it, because no other thread may
         if not self._all_ended.wait(_STOP_SECONDS):
             running = self.current
             if running is not None and running.thread is not None and running.thread.ident is not None:
@@ -220,3 +224,7 @@ class Scheduler:
                     ctypes.c_ulong(running.thread.ident), ctypes.py_object(RankStopped)
                 )
             self._all_ended.wait(_STOP_SECONDS)
+
+    def _check_interrupt(self) -> None:
+        if self._interrupt is not None:
+            self.fail(self._interrupt)

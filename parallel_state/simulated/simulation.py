@@ -14,8 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from parallel_state.errors import ParallelStateError
 from parallel_state.layout import ParallelLayout
 from parallel_state.rank_state import StateSwitch
-from parallel_state.simulated.axes_of_groups import AxesOfGroups
-from parallel_state.simulated.calls import Call
+from parallel_state.simulated.calls import Call, calling_line
 from parallel_state.simulated.checkpoint_writer import in_process_writers
 from parallel_state.simulated.errors import (
     Deadlock,
@@ -26,12 +25,11 @@ from parallel_state.simulated.errors import (
     UnsupportedError,
 )
 from parallel_state.simulated.exchange import Exchange
-from parallel_state.simulated.groups import GroupRegistry
+from parallel_state.simulated.groups import AxesOfGroups, GroupRegistry
 from parallel_state.simulated.process_group import SimulatedGroup
 from parallel_state.simulated.process_state import ProcessState, has_megatron
 from parallel_state.simulated.report import deadlock_text, positions
 from parallel_state.simulated.scheduler import RankThread, Scheduler
-from parallel_state.simulated.source_lines import calling_line
 from parallel_state.simulated.store import KeyWait, SimulatedStore
 from parallel_state.simulated.trace import CommunicationTrace, Transfer
 from parallel_state.topology import Topology
@@ -228,7 +226,7 @@ class Simulation:
             error = UnfinishedCalls(
                 f"all ranks have ended, and {names} did not make a call that others made\n\n"
                 f"{self._exchange.story(call)}{more}",
-                ranks=tuple(missing),
+                ranks=(*missing, call.rank),
             )
         else:
             unequal = self._groups.unequal_counts()
@@ -345,4 +343,3 @@ class _Failing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, RankStopped):
             self._scheduler.fail(error)
-

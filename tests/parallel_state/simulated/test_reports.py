@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -33,13 +34,15 @@ LAYOUT = ParallelLayout(8, tp=2, pp=2)
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
-    before = threading.active_count(), os.environ.copy(), torch.get_rng_state(), os.fork, os.getcwd()
+    before = state_of_this_process()
     yield
-    after = threading.active_count(), os.environ.copy(), torch.get_rng_state(), os.fork, os.getcwd()
     assert not dist.is_initialized()
-    assert before[:2] == after[:2]
-    assert torch.equal(before[2], after[2])
-    assert before[3:] == after[3:]
+    assert state_of_this_process() == before
+
+
+def state_of_this_process() -> list[Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return [threading.active_count(), environment, torch.get_rng_state().tolist(), os.fork, os.getcwd(), sys.excepthook]
 
 
 def report(kind: type[SimulationError], layout: Any, function: Callable[..., Any], **options: Any) -> SimulationError:
@@ -66,7 +69,7 @@ def test_a_deadlock_begins_with_the_rank_that_ended_and_has_the_line_of_every_ot
     error = report(Deadlock, LAYOUT, skips)
     text = str(error)
     assert text.startswith("rank 6 (tp=0 dp=1 pp=1) has ended, and rank 4 waits for it\n")
-    assert error.ranks == (6,)
+    assert error.ranks == (6, 4)
     assert (
         "rank 4 (tp=0 dp=0 pp=1): all_reduce(float32[4], op=SUM), call 0 on group DATA_PARALLEL_GROUP [4, 6]\n"
         "    at tests/parallel_state/simulated/test_reports.py:"
@@ -97,7 +100,7 @@ def test_polling_for_ever_is_a_deadlock() -> None:
             while not work.is_completed():
                 pass
 
-    assert report(Deadlock, 2, poll).ranks == (1,)
+    assert report(Deadlock, 2, poll).ranks == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_new_groups_in_another_order_are_reported() -> None:
 
 def test_a_new_group_that_one_rank_does_not_call_is_reported() -> None:
     error = report(UnfinishedCalls, 4, lambda: None if rank_in(3) else dist.new_group([0, 1]))
-    assert error.ranks == (3,)
+    assert error.ranks == (3, 0)
     assert str(error).startswith("rank 3 called new_group 1 times, and rank 0 2 times")
 
 
@@ -182,7 +185,7 @@ def test_a_call_that_others_did_not_make_is_reported_at_the_end() -> None:
             dist.all_reduce(torch.zeros(1), async_op=True)
 
     error = report(UnfinishedCalls, 3, compute)
-    assert error.ranks == (1,)
+    assert error.ranks == (1, 0)
     assert str(error).startswith("all ranks have ended, and rank 1 did not make a call that others made")
 
 
@@ -237,6 +240,7 @@ def test_an_error_ends_the_ranks_even_if_the_program_catches_it() -> None:
     report(CollectiveMismatch, 2, compute)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_communicates_is_rejected() -> None:
     def compute() -> None:
         group = dist.group.WORLD
@@ -244,8 +248,7 @@ def test_a_thread_that_communicates_is_rejected() -> None:
         thread.start()
         thread.join()
 
-    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning):
-        assert "all_reduce in the thread 'prefetch'" in str(report(UnsupportedError, 2, compute))
+    assert "all_reduce in the thread 'prefetch'" in str(report(UnsupportedError, 2, compute))
 
 
 def test_fork_is_rejected() -> None:
@@ -286,4 +289,4 @@ def test_a_race_is_a_seed_that_fails_every_time() -> None:
         return finished
 
     assert outcome(1) == outcome(1)
-    assert len({tuple(outcome(seed)) for seed in range(6)}) > 1
+    assert len({tuple(outcome(seed)) for seed in (1, 2, 3)}) > 1
