@@ -25,7 +25,7 @@ from parallel_state.megatron import initialize_distributed
 from workers.gpucheck.course import UPDATES, Case
 from workers.gpucheck.policy import Policy, ppo_columns
 
-__all__ = ["layouts_of", "run_rank", "run_processes"]
+__all__ = ["layouts_of", "run_processes", "run_rank"]
 
 _TIMEOUT_S = 240.0
 
