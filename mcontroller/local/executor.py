@@ -188,9 +188,9 @@ class LocalExecutor:
         workers = [] if self._broken is not None else self.workers
         self._closed = True
         self.workers = []
-        self.on_ranks(
-            "before_shutdown", {rank: functools.partial(finish, worker) for rank, worker in enumerate(workers)}
-        )
+        if workers:
+            calls = {rank: functools.partial(finish, worker) for rank, worker in enumerate(workers)}
+            self.on_ranks("before_shutdown", calls)
 
     def check_alive(self, method: str) -> None:
         """Raise GroupBroken if an earlier call has failed or the group was shut down."""

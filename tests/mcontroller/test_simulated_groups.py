@@ -66,7 +66,7 @@ def test_a_deadlock_is_raised_by_the_call_and_breaks_the_group() -> None:
 
 def test_an_exception_is_a_worker_error_of_its_rank_with_the_positions_of_the_others() -> None:
     group: Any = simulated_worker_group(Counter, 3, name="actor")
-    with pytest.raises(WorkerError, match="actor rank 1 .*ValueError: loss is nan") as caught:
+    with pytest.raises(WorkerError, match=r"actor rank 1 .*ValueError: loss is nan") as caught:
         group.fail(1)
     assert caught.value.rank == 1
     assert "rank 0 (dp=0): barrier()" in caught.value.worker_traceback
