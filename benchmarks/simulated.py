@@ -13,10 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel_state import ParallelLayout, cpu
-
-cpu.install()
-
+from parallel_state import ParallelLayout
+from parallel_state.megatron import initialize_distributed
 from parallel_state.simulated import Simulation
 from tests import training
 from workers.config import ModelConfig, ParallelConfig
@@ -48,7 +46,7 @@ def measure(ranks: int, tp: int, pp: int) -> None:
         )
         return results
 
-    phase("torch.distributed", lambda: dist.init_process_group("gloo"))
+    phase("torch.distributed", lambda: initialize_distributed("gloo"))
     roles = phase("groups, model", lambda: training.Role(MODEL, parallel))
     norms = phase("two training steps", lambda: [roles[dist.get_rank()].train_step(step) for step in range(2)])
     simulation.close()
