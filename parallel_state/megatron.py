@@ -2,8 +2,7 @@
 
 Megatron keeps its groups, its random-number tracker and a few caches in module globals: one layout per process. A
 ``MegatronContext`` is one layout's set of these globals. A process can have any number of contexts; inside
-``with context.activate():`` Megatron sees the set of that context only. Only this file and ``mocked.py`` change
-Megatron's global state.
+``with context.activate():`` Megatron sees the set of that context only. ``rank_state`` swaps the sets.
 """
 
 from __future__ import annotations
@@ -11,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
-import threading
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +21,7 @@ from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.patches import packed_rope, without_te
 from parallel_state.patches.import_hook import patch_modules
+from parallel_state.rank_state import Attributes, RankState, StatePart, StateSwitch, of_a_new_process
 from parallel_state.requirements import require_importable
 
 if not cpu.install():
@@ -102,7 +99,7 @@ class MegatronContext:
     def __init__(self, layout: ParallelLayout, seed: int = 1234, *, timeout_s: float = 600) -> None:
         _check(layout)
         self.layout = layout
-        self._globals = _Globals()
+        self._state = RankState(layout_parts())
         with self.activate():
             mpu.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
@@ -126,23 +123,13 @@ class MegatronContext:
         Blocks can be nested, of the same context and of others. The block runs under a lock of the process: another
         thread that activates any context waits.
         """
-        global _active
-        with _lock:
-            outer = _active
-            outer.save()
-            self._globals.load()
-            _active = self._globals
-            try:
-                yield self
-            finally:
-                self._globals.save()
-                outer.load()
-                _active = outer
+        with context_switch.activate(self._state):
+            yield self
 
     @property
     def is_active(self) -> bool:
         """Whether Megatron's globals are this context's now."""
-        return _active is self._globals
+        return context_switch.active is self._state
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return the process groups of the layout that this rank is a member of, in the same order on every rank."""
@@ -226,42 +213,39 @@ def _parallel_state_names() -> list[str]:
 
 
 # All globals of Megatron that belong to one layout.
-_LAYOUT_GLOBALS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
-    (mpu, tuple(_parallel_state_names())),
-    (megatron_random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
-    releases.moe_metrics(),
+_LAYOUT_GLOBALS = tuple(
+    Attributes(module, names, of_a_new_process)
+    for module, names in (
+        (mpu, tuple(_parallel_state_names())),
+        (megatron_random, ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
+        releases.moe_metrics(),
+    )
 )
 
 
-class _Globals:
-    """A set of values of ``_LAYOUT_GLOBALS`` and of the device's random state.
-
-    Until the first ``save``, they are those of a new process.
-    """
-
-    def __init__(self) -> None:
-        self._values: list[dict[str, Any]] = [
-            {name: _initial(getattr(module, name)) for name in names} for module, names in _LAYOUT_GLOBALS
-        ]
-        self._random_state: torch.Tensor | None = None  # None: the first load does not change it
-
-    def save(self) -> None:
-        self._values = [{name: getattr(module, name) for name in names} for module, names in _LAYOUT_GLOBALS]
-        self._random_state = torch.cuda.get_rng_state()
-
-    def load(self) -> None:
-        for (module, _), values in zip(_LAYOUT_GLOBALS, self._values, strict=True):
-            vars(module).update(values)
-        if self._random_state is not None:
-            torch.cuda.set_rng_state(self._random_state)
+def new_context_switch() -> StateSwitch:
+    """Return a switch between the contexts of one rank; none of them is active."""
+    return StateSwitch(layout_parts())
 
 
-def _initial(value: Any) -> Any:
-    """Return the value of a global before Megatron is initialized: an empty dict, False or None."""
-    if isinstance(value, dict):
-        return {}
-    return False if isinstance(value, bool) else None
+def layout_parts() -> list[StatePart]:
+    """Return the state of Megatron that belongs to one layout, as that of a new process, and the device's generator."""
+    return [*_LAYOUT_GLOBALS, _DeviceGenerator()]
 
 
-_lock = threading.RLock()
-_active = _Globals()  # of code that runs outside all contexts
+class _DeviceGenerator:
+    """The random state of the device; a new context leaves it as it is until it saves its own."""
+
+    def fresh(self) -> torch.Tensor | None:
+        return None
+
+    def read(self) -> torch.Tensor | None:
+        return torch.cuda.get_rng_state()
+
+    def write(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            torch.cuda.set_rng_state(value)
+
+
+context_switch = new_context_switch()
+"""Which context is active on the rank of this process."""

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
 
-from torch.distributed import distributed_c10d as c10d
-
 from parallel_state import cpu
 from parallel_state.errors import LayoutError, ParallelStateError
+from parallel_state.rank_state import Attributes, RankState, StateSwitch, distributed_parts, of_a_new_process
 from parallel_state.topology import Topology
 
 __all__ = ["MockedGroup", "MockedRanks"]
@@ -149,11 +148,19 @@ class MockedRanks:
         spans = {span for span in (*_GROUPS.values(), *_RANK_LISTS.values()) if self._has(span)}
         self._groups = {span: _Groups.over(topology, span.split()) for span in spans}
         self._world = {rank: rank for rank in range(topology.world_size)}
-        self._initial: dict[int, dict[str, Any]] = {}
-        self._current: dict[int, dict[str, Any]] = {}
+        self._parts = [*distributed_parts(), self._megatron_part()]
+        self._switch = StateSwitch(self._parts)
+        self._states: dict[int, RankState] = {}
 
     def _has(self, span: str) -> bool:
         return self._megatron is not None and set(span.split()) <= set(self.topology.sizes)
+
+    def _megatron_part(self) -> Attributes:
+        """Return the globals of Megatron that differ by rank; none without Megatron."""
+        if self._megatron is None:
+            return Attributes(self, (), of_a_new_process)
+        names = (*self._initial_globals(0), "initialize_model_parallel")
+        return Attributes(self._megatron, names, of_a_new_process)
 
     @contextlib.contextmanager
     def activate(self, rank: int) -> Iterator[None]:
@@ -161,10 +168,9 @@ class MockedRanks:
 
         Blocks can be nested. Not thread-safe.
         """
-        if rank not in self._initial:
-            self._initial[rank] = self._initial_globals(rank)
-            self._current[rank] = dict(self._initial[rank])
-        with self._torch(rank), self._globals(rank):
+        if rank not in self._states:
+            self._states[rank] = self._new_state(rank)
+        with self._switch.activate(self._states[rank]):
             yield
 
     def _initial_globals(self, rank: int) -> dict[str, Any]:
@@ -190,39 +196,24 @@ class MockedRanks:
         overrides = {name: None for name in known if name.startswith("_MPU_")}
         return overrides | {name: value for name, value in values.items() if name in known}
 
-    @contextlib.contextmanager
-    def _torch(self, rank: int) -> Iterator[None]:
+    def _new_state(self, rank: int) -> RankState:
+        """Return the state of a rank on which torch.distributed and Megatron are initialized."""
+        initial = self._initial_globals(rank)
         world = MockedGroup("world", self._world, rank)
-        groups = {world, *(value for value in self._initial[rank].values() if isinstance(value, MockedGroup))}
-        registry: dict[Any, Any] = c10d._world.pg_group_ranks
-        backends: dict[Any, Any] = c10d._world.pg_map
-        before = c10d.GroupMember.WORLD
-        c10d.GroupMember.WORLD = world  # type: ignore[assignment]
-        registry.update({group: group.group_ranks for group in groups})
-        backends.update({group: ("gloo", None) for group in groups})
-        try:
-            yield
-        finally:
-            c10d.GroupMember.WORLD = before
-            for group in groups:
-                del registry[group], backends[group]
+        groups = {world, *(value for value in initial.values() if isinstance(value, MockedGroup))}
+        distributed: dict[str, Any] = {
+            "_pg_group_ranks": {group: group.group_ranks for group in groups},
+            "_pg_map": {group: ("gloo", None) for group in groups},
+            "_default_pg": world,
+        }
+        state = RankState(self._parts)
+        for values in state.values[:-1]:
+            values.update({name: value for name, value in distributed.items() if name in values})
+        if self._megatron is not None:
+            state.values[-1] = initial | {"initialize_model_parallel": self._mocked_initialize(initial)}
+        return state
 
-    @contextlib.contextmanager
-    def _globals(self, rank: int) -> Iterator[None]:
-        if self._megatron is None:
-            yield
-            return
-        state = self._current[rank]
-        megatron_globals = vars(self._megatron)
-        before = {name: megatron_globals[name] for name in (*state, "initialize_model_parallel")}
-        megatron_globals.update(state, initialize_model_parallel=self._mocked_initialize(rank))
-        try:
-            yield
-        finally:
-            state.update({name: megatron_globals[name] for name in state})
-            megatron_globals.update(before)
-
-    def _mocked_initialize(self, rank: int) -> Any:
+    def _mocked_initialize(self, initial: dict[str, Any]) -> Any:
         """Return the replacement of ``initialize_model_parallel``, which checks that the sizes are the topology's."""
 
         def initialize_model_parallel(
@@ -247,7 +238,7 @@ class MockedRanks:
                     requested=requested,
                     mocked=sizes,
                 )
-            vars(self._megatron).update(self._initial[rank])
+            vars(self._megatron).update(initial)
 
         return initialize_model_parallel
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from mcontroller.errors import GroupBroken, GroupError, WorkerError
+from mcontroller.errors import GroupBroken, GroupError, MControllerError, WorkerError
 from mcontroller.local.copies import private_arguments, private_copy
 from mcontroller.transport import (
     Arguments,
@@ -25,6 +26,8 @@ from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
 __all__ = ["LocalCall", "LocalExecutor"]
 
+T = TypeVar("T")
+
 
 class LocalHandle:
     """A value in this process; each reader gets a copy."""
@@ -38,7 +41,7 @@ class LocalHandle:
 class LocalCall:
     """A call that has run, with its values or the error that ended it; see ``mcontroller.transport.InFlightCall``."""
 
-    def __init__(self, values: Sequence[Any], measured: bool = False, error: GroupError | None = None) -> None:
+    def __init__(self, values: Sequence[Any], measured: bool = False, error: MControllerError | None = None) -> None:
         self.parts = [LocalHandle(value) for value in values]
         self.lengths = [LocalHandle(row_count(value)) for value in values] if measured else []
         self._error = error
@@ -86,19 +89,38 @@ class LocalExecutor:
         self.world_size = world_size
         self.nodes: Sequence[str] = (socket.gethostname(),) * world_size
         self.coordinates: Sequence[Mapping[str, int]] = ()
-        self._broken: GroupError | None = None
+        self._broken: MControllerError | None = None
         self._closed = False
         self.workers: list[Any] = []
-        for rank in range(world_size):
-            self.workers.append(self._construct(rank, cls_with_init))
 
-    def _construct(self, rank: int, cls_with_init: ClassWithInitArgs[Any]) -> Any:
-        args, kwargs = private_copy(cls_with_init.args), private_copy(cls_with_init.kwargs)
-        try:
-            with self.as_rank(rank):
-                return cls_with_init.cls(*args, **kwargs)
-        except Exception as error:
-            raise self._error_of(rank, "__init__", error) from error
+        def construct(rank: int) -> None:
+            args, kwargs = private_copy(cls_with_init.args), private_copy(cls_with_init.kwargs)
+            made[rank] = cls_with_init.cls(*args, **kwargs)
+
+        made: dict[int, Any] = {}
+        self.on_ranks("__init__", {rank: functools.partial(construct, rank) for rank in range(world_size)})
+        self.workers = [made[rank] for rank in range(world_size)]
+
+    def on_ranks(self, method: str, functions: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+        """Run a function on each rank, one after another, and return the values by rank.
+
+        Args:
+            method: the method that they run, for error messages.
+            functions: by rank.
+
+        Raises:
+            MControllerError: the first rank that failed; the ranks after it do not run.
+        """
+        values = {}
+        for rank, function in functions.items():
+            try:
+                with self.as_rank(rank):
+                    values[rank] = function()
+            except GroupError:
+                raise
+            except Exception as error:
+                raise self.error_of(rank, method, error) from error
+        return values
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
@@ -134,28 +156,25 @@ class LocalExecutor:
     ) -> LocalCall:
         """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
         self.check_alive(method)
-        values = dict.fromkeys(returning)
-        for rank, rank_arguments in arguments.items():
-            try:
-                value = self.run(rank, method, rank_arguments)
-            except Exception as error:
-                return self.fail(error if isinstance(error, GroupError) else self._error_of(rank, method, error))
-            if rank in values:
-                values[rank] = value
-        return LocalCall(list(values.values()), measure)
+        functions = {rank: functools.partial(self.run, rank, method, each) for rank, each in arguments.items()}
+        try:
+            values = self.on_ranks(method, functions)
+        except MControllerError as error:
+            return self.fail(error)
+        return LocalCall([values.get(rank) for rank in returning], measure)
 
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank with copies of the arguments; return its value."""
         args, kwargs = resolve(private_arguments(arguments), self.fetch)
         worker = self.workers[rank]
-        with self.as_rank(rank), call_context(worker, method):
+        with call_context(worker, method):
             return complete(getattr(worker, method)(*args, **kwargs))
 
     def fetch(self, handles: Sequence[Handle]) -> list[Any]:
         """Return copies of the values of handles."""
         return [private_copy(handle.value) for handle in handles]
 
-    def fail(self, error: GroupError) -> LocalCall:
+    def fail(self, error: MControllerError) -> LocalCall:
         """Break the group with ``error``, and return the call that raises it."""
         self._broken = error
         return LocalCall((), error=error)
@@ -169,12 +188,9 @@ class LocalExecutor:
         workers = [] if self._broken is not None else self.workers
         self._closed = True
         self.workers = []
-        for rank, worker in enumerate(workers):
-            try:
-                with self.as_rank(rank):
-                    finish(worker)
-            except Exception as error:
-                raise self._error_of(rank, "before_shutdown", error) from error
+        if workers:
+            calls = {rank: functools.partial(finish, worker) for rank, worker in enumerate(workers)}
+            self.on_ranks("before_shutdown", calls)
 
     def check_alive(self, method: str) -> None:
         """Raise GroupBroken if an earlier call has failed or the group was shut down."""
@@ -188,7 +204,8 @@ class LocalExecutor:
                 first_cause=self._broken,
             )
 
-    def _error_of(self, rank: int, method: str, error: Exception) -> WorkerError:
+    def error_of(self, rank: int, method: str, error: BaseException) -> WorkerError:
+        """Return the error of a call from what a rank raised."""
         coordinates = dict(self.coordinates[rank]) if self.coordinates else self._reported(rank)
         axes = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
         cause = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Unit tests of topology-aware workers in one process: mocked worker groups, injected failures, pytest fixtures."""
+"""Unit tests of topology-aware workers in one process: mocked and simulated worker groups, pytest fixtures."""
 
 from __future__ import annotations
 
@@ -17,5 +17,8 @@ if TYPE_CHECKING:
     from mcontroller.testing.mocked_groups import raises as raises
     from mcontroller.testing.pytest_plugin import MockGroup as MockGroup
     from mcontroller.testing.pytest_plugin import MockRank as MockRank
+    from mcontroller.testing.pytest_plugin import SimulatedGroupMaker as SimulatedGroupMaker
+    from mcontroller.testing.simulated_groups import SimulatedWorkerGroup as SimulatedWorkerGroup
+    from mcontroller.testing.simulated_groups import simulated_worker_group as simulated_worker_group
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,7 +1,8 @@
 """Fixtures for tests of topology-aware workers; pytest loads them when mcontroller is installed.
 
 ``mock_group(Worker, layout, ...)`` makes mocked worker groups as ``mcontroller.testing.mock_worker_group`` does, and
-shuts them down after the test. ``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout.
+shuts them down after the test; ``simulated_group`` makes groups of simulated ranks, which communicate.
+``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import pytest
 
 if TYPE_CHECKING:
     from mcontroller.testing.mocked_groups import InjectedFailure, MockWorkerGroup
+    from mcontroller.testing.simulated_groups import SimulatedWorkerGroup
     from mcontroller.worker import ClassWithInitArgs
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
 
-__all__ = ["MockGroup", "MockRank", "mock_group", "mock_rank"]
+__all__ = ["MockGroup", "MockRank", "SimulatedGroupMaker", "mock_group", "mock_rank", "simulated_group"]
 
 W = TypeVar("W")
 
@@ -39,6 +41,15 @@ class MockGroup(Protocol):
         """Make a mocked worker group; the arguments are those of ``mcontroller.testing.mock_worker_group``."""
 
 
+class SimulatedGroupMaker(Protocol):
+    """The type of the fixture ``simulated_group``, for annotations of tests."""
+
+    def __call__(
+        self, worker: type[W] | ClassWithInitArgs[W], layout: int | ParallelLayout, *args: Any, **kwargs: Any
+    ) -> SimulatedWorkerGroup[W]:
+        """Make a simulated worker group; see ``mcontroller.testing.simulated_worker_group``."""
+
+
 class MockRank(Protocol):
     """The type of the fixture ``mock_rank``, for annotations of tests."""
 
@@ -57,6 +68,21 @@ def mock_group() -> Iterator[MockGroup]:
 
         def make(*args: Any, **kwargs: Any) -> MockWorkerGroup[Any]:
             return stack.enter_context(mock_worker_group(*args, **kwargs))
+
+        yield make
+
+
+@pytest.fixture
+def simulated_group() -> Iterator[SimulatedGroupMaker]:
+    """Make simulated worker groups that end with the test; see ``SimulatedGroupMaker``."""
+    from mcontroller.testing.simulated_groups import (
+        simulated_worker_group,  # imported by the tests that need it: it loads torch and Megatron
+    )
+
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: Any, **kwargs: Any) -> SimulatedWorkerGroup[Any]:
+            return stack.enter_context(simulated_worker_group(*args, **kwargs))
 
         yield make
 

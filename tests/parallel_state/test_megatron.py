@@ -170,11 +170,9 @@ def test_the_random_numbers_of_a_context_do_not_depend_on_others() -> None:
 
 
 def test_a_new_context_starts_with_the_globals_of_a_new_process() -> None:
-    fresh = [
-        {name: getattr(module, name) for name in names} for module, names in parallel_state.megatron._LAYOUT_GLOBALS
-    ]
-    assert parallel_state.megatron._Globals()._values == fresh
-    assert len(fresh[0]) > 40
+    parts = parallel_state.megatron.layout_parts()[:-1]
+    assert [part.fresh() for part in parts] == [part.read() for part in parts]
+    assert len(parts[0].fresh()) > 40
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -163,7 +163,7 @@ def assert_parity(name: str, dtype: str) -> None:
 
 def assert_decisive(name: str, dtype: str) -> None:
     """Assert that each router of every rank, and of one process, uses all experts, and that no choice is close."""
-    for process in (_in_one_process(LAYOUTS[name].model, dtype), *_of_every_rank(name, dtype)):
+    for process in (_in_one_process(LAYOUTS[name].model, dtype), *of_every_rank(name, dtype)):
         assert process["routing"]
         for margin, experts in process["routing"]:
             assert experts == EXPERTS
@@ -176,7 +176,7 @@ def differences(name: str, dtype: str) -> dict[str, float]:
 
     Differences of gradient norms above 1 are divided by the norm.
     """
-    expected, ranks = _in_one_process(LAYOUTS[name].model, dtype), _of_every_rank(name, dtype)
+    expected, ranks = _in_one_process(LAYOUTS[name].model, dtype), of_every_rank(name, dtype)
     shards = 1 + max(rank["dp"] for rank in ranks)
     found = dict.fromkeys(QUANTITIES, 0.0)
     for rank in ranks:
@@ -191,16 +191,16 @@ def differences(name: str, dtype: str) -> dict[str, float]:
 
 
 @functools.cache
-def _of_every_rank(name: str, dtype: str) -> list[dict[str, Any]]:
-    return run_ranks(_computed, LAYOUTS[name].ranks, LAYOUTS[name], dtype)
+def of_every_rank(name: str, dtype: str) -> list[dict[str, Any]]:
+    return run_ranks(computed, LAYOUTS[name].ranks, LAYOUTS[name], dtype)
 
 
 @functools.cache
 def _in_one_process(model: str, dtype: str) -> dict[str, Any]:
-    return run_ranks(_computed, 1, Layout(1, {}, model), dtype)[0]
+    return run_ranks(computed, 1, Layout(1, {}, model), dtype)[0]
 
 
-def _computed(layout: Layout, dtype: str) -> dict[str, Any]:
+def computed(layout: Layout, dtype: str) -> dict[str, Any]:
     """Score and train on this rank: scores are None except on the last stage, weights except on rank 0."""
     model = dict(_MODELS[layout.model], dtype=dtype)
     model["transformer"] = dict(model.get("transformer", {}), **layout.transformer)

@@ -25,7 +25,7 @@ from parallel_state.megatron import initialize_distributed
 from workers.gpucheck.course import UPDATES, Case
 from workers.gpucheck.policy import Policy, ppo_columns
 
-__all__ = ["layouts_of", "run_rank", "run_ranks"]
+__all__ = ["layouts_of", "run_processes", "run_rank"]
 
 _TIMEOUT_S = 240.0
 
@@ -37,7 +37,7 @@ def layouts_of(world_size: int) -> dict[str, dict[str, int]]:
     return {"tp 2": {"tp": 2}, "pp 2": {"pp": 2}, "dp 2": {}}
 
 
-def run_ranks(folder: Path, task: str, device_type: str, world_size: int) -> list[Any]:
+def run_processes(folder: Path, task: str, device_type: str, world_size: int) -> list[Any]:
     """Run a task on new processes, one for each rank, and return their results by rank.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.gpucheck.course import UPDATES, Case, Outcome
 from workers.gpucheck.policy import MODELS, actor_config, ppo_columns
-from workers.gpucheck.ranks import layouts_of, run_ranks
+from workers.gpucheck.ranks import layouts_of, run_processes
 from workers.gpucheck.rows import Result, Row, at_most, compared
 from workers.gpucheck.session import CHECKS, Session
 from workers.gpucheck.tolerances import TOLERANCES, largest_difference
@@ -28,7 +28,7 @@ def collectives(session: Session) -> Iterator[Row]:
     if session.ranks < 2:
         yield Row("collectives", "", result=Result.SKIPPED, note="there is one GPU")
         return
-    results = run_ranks(session.folder / "ranks", "collectives", session.device.type, session.ranks)
+    results = run_processes(session.folder / "ranks", "collectives", session.device.type, session.ranks)
     yield from bandwidth_rows(results)
 
 
@@ -59,7 +59,7 @@ def layouts(session: Session) -> Iterator[Row]:
         yield Row("layouts", "", result=Result.SKIPPED, note="there is one GPU")
         return
     world_size = 4 if session.ranks >= 4 else 2
-    results = run_ranks(session.folder / "ranks", "layouts", session.device.type, world_size)
+    results = run_processes(session.folder / "ranks", "layouts", session.device.type, world_size)
     for name in layouts_of(world_size):
         yield from layout_rows(name, [result[name] for result in results], session.reference(_DENSE))
 

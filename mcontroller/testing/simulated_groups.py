@@ -1,0 +1,132 @@
+"""Simulated worker groups: real Megatron workers that communicate, in one process, without Ray or a GPU.
+
+``simulated_worker_group`` returns a real group, with the real dispatch and collect, whose ranks are threads of the
+calling process, one of which runs at a time. Workers initialize torch.distributed and Megatron as on a cluster::
+
+    group = simulated_worker_group(ActorRolloutRefWorker, ParallelLayout(64, tp=4, pp=4), config)
+    group.init_model()
+    group.update_actor(batch)
+
+A hang is an error that begins with its cause; see ``parallel_state.simulated``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mcontroller.errors import DispatchError
+from mcontroller.group import WorkerGroup
+from mcontroller.local.executor import LocalExecutor
+from mcontroller.testing.mocked_groups import as_topology
+from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
+from parallel_state.layout import ParallelLayout
+from parallel_state.simulated.errors import SimulationError
+from parallel_state.simulated.simulation import Simulation
+from parallel_state.simulated.trace import CommunicationTrace
+
+__all__ = ["SimulatedExecutor", "SimulatedWorkerGroup", "simulated_worker_group"]
+
+T = TypeVar("T")
+
+
+class SimulatedExecutor(LocalExecutor):
+    """A LocalExecutor whose ranks run a call together, and communicate.
+
+    Args:
+        cls_with_init: the worker class with its arguments.
+        simulation: runs the ranks.
+        role: name of the role in error messages.
+    """
+
+    def __init__(self, cls_with_init: ClassWithInitArgs[Any], simulation: Simulation, role: str) -> None:
+        self._simulation = simulation
+        super().__init__(cls_with_init, simulation.world_size, role)
+
+    def on_ranks(self, method: str, functions: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+        """Run a function on each rank, and return the values by rank.
+
+        Raises:
+            SimulationError: ranks communicate wrongly.
+            WorkerError: what the first rank that failed raised; its traceback has the positions of the others.
+        """
+        try:
+            return self._simulation.run(functions)
+        except SimulationError:
+            raise
+        except Exception as error:
+            rank = self._simulation.failed_rank
+            if rank is None:  # no rank raised it
+                raise
+            raise self.error_of(rank, method, error) from error
+
+    def shutdown(self) -> None:
+        """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers and groups."""
+        super().shutdown()
+        self._simulation.close()
+
+
+class SimulatedWorkerGroup(WorkerGroup[W_co]):
+    """A group of simulated ranks; see ``simulated_worker_group``."""
+
+    executor: SimulatedExecutor
+
+    @property
+    def workers(self) -> list[W_co]:
+        """The worker objects, by rank. Their methods communicate only in a call of the group."""
+        return self.executor.workers
+
+
+def simulated_worker_group(
+    worker: type[W_co] | ClassWithInitArgs[W_co],
+    layout: int | ParallelLayout,
+    *args: Any,
+    name: str = "simulated",
+    timeout: float | None = None,
+    schedule: str = "round_robin",
+    seed: int | None = None,
+    trace: CommunicationTrace | None = None,
+    modules: Sequence[str] = (),
+    **kwargs: Any,
+) -> SimulatedWorkerGroup[W_co]:
+    """Make a group of ``worker`` objects on simulated ranks, one per rank of ``layout``.
+
+    Args:
+        worker: the worker class, or a ClassWithInitArgs, which allows no further arguments.
+        layout: a ParallelLayout, or a number of ranks, which are then data-parallel.
+        args: positional arguments of the worker's ``__init__``.
+        name: the role, as error messages name it.
+        timeout: accepted for the interface of other groups; a simulated call has no deadline.
+        schedule: ``"round_robin"``, or ``"random"`` with a ``seed``; see ``parallel_state.simulated.run_ranks``.
+        seed: the seed of the random schedule.
+        trace: records what the ranks communicate.
+        modules: packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
+        kwargs: keyword arguments of the worker's ``__init__``.
+
+    Raises:
+        DispatchError: there are arguments next to a ClassWithInitArgs.
+        WorkerError: a worker's constructor raised.
+        SimulationError: the constructors communicate wrongly.
+    """
+    if isinstance(worker, ClassWithInitArgs) and (args or kwargs):
+        raise DispatchError(
+            f"{worker!r} has its arguments; remove the others: {', '.join([*map(repr, args), *kwargs])}",
+            arguments=(*args, *kwargs),
+        )
+    init = worker if isinstance(worker, ClassWithInitArgs) else ClassWithInitArgs(worker, *args, **kwargs)
+    topology = as_topology(layout)
+    size = topology.world_size
+    simulation = Simulation(
+        topology,
+        schedule=schedule,
+        seed=seed,
+        trace=trace,
+        modules=("mcontroller.transport", *modules),  # which has the event loop of async methods
+        variables=lambda rank: RankEnvironment(rank, size, rank, size, master_port=1).variables(),
+    )
+    reports = hasattr(init.cls, "get_megatron_rank_info")
+    declared = layout if isinstance(layout, ParallelLayout) else None
+    executor = SimulatedExecutor(init, simulation, name)
+    return SimulatedWorkerGroup(
+        init.cls, executor, name, timeout=timeout, topology=None if reports else topology, declared=declared
+    )

@@ -1,0 +1,63 @@
+"""Megatron's writers of distributed checkpoints without the processes that they fork, which a simulated rank cannot.
+
+An asynchronous checkpoint is written when it is scheduled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["in_process_writers"]
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+
+
+def in_process_writers() -> dict[Any, dict[str, Any]]:
+    """Return what each rank replaces in Megatron: object -> attribute -> value."""
+    writer = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
+    caller = importlib.import_module(f"{_STRATEGIES}.async_utils")
+    return {
+        writer.FileSystemWriterAsync: {"write_preloaded_data_multiproc": staticmethod(_write_all)},
+        writer: {"_get_write_results_queue": queue.SimpleQueue},
+        caller.TemporalAsyncCaller: {"schedule_async_call": _write_now},
+    }
+
+
+class _Counter:
+    """Counts for one writer what Megatron counts for several processes."""
+
+    def get(self) -> None:
+        """Do nothing."""
+
+    def task_done(self) -> None:
+        """Do nothing."""
+
+
+def _write_all(transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
+    """Write every bucket; the arguments are those of ``FileSystemWriterAsync.write_preloaded_data_multiproc``."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    written: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    by_index: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        options = {"use_msc": True} if use_msc else {}
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, written, _Counter(), True, **options)
+        _, result = written.get()
+        if isinstance(result, Exception):
+            results.put(result)
+            return
+        by_index[index] = result
+    results.put(by_index)
+
+
+def _write_now(caller: Any, request: Any) -> None:
+    """Write a checkpoint at once; the arguments are those of ``TemporalAsyncCaller.schedule_async_call``."""
+    if request.async_fn is None:
+        return
+    args = list(request.async_fn_args)
+    if request.preload_fn:
+        args[1] = request.preload_fn()
+    request.async_fn(*args, **request.async_fn_kwargs)

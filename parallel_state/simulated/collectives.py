@@ -1,0 +1,249 @@
+"""The computation of each collective on the tensors of all its members, and the rules that their calls must keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from parallel_state.simulated.calls import Call
+
+__all__ = ["compute", "contradiction", "mismatch", "reduction_name", "transfer"]
+
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def reduction_name(op: Any) -> str:
+    """Return the name of a ``ReduceOp``."""
+    kind = getattr(op, "op", op)
+    for name in _REDUCTIONS:
+        if kind == getattr(ReduceOp, name):
+            return name
+    return str(kind)
+
+
+def compute(calls: Sequence[Call]) -> None:
+    """Compute a collective.
+
+    Args:
+        calls: The calls of all members, by rank in the group.
+    """
+    tensors = [tensor for call in calls for tensor in (*call.inputs, *call.outputs)]
+    with torch.inference_mode(any(tensor.is_inference() for tensor in tensors)), torch.no_grad():
+        _COMPUTATIONS[calls[0].operation](calls)
+
+
+def transfer(send: Call, receive: Call) -> None:
+    """Copy what one rank sends into the tensor of the rank that receives it."""
+    with torch.inference_mode(receive.outputs[0].is_inference()), torch.no_grad():
+        _copy(receive.outputs[0], send.inputs[0])
+
+
+def mismatch(first: Call, other: Call) -> str | None:
+    """Return why two calls of one collective do not fit together; None if they do."""
+    if first.operation != other.operation:
+        return "different operations"
+    for name, a, b in zip(_KEY_NAMES, first.key, other.key, strict=False):
+        if a != b:
+            return f"different {name}"
+    if first.operation == "all_to_all":
+        return _split_mismatch(first, other, [part.numel() for part in first.inputs + other.inputs], "elements")
+    if first.operation == "all_to_all_single":
+        return _split_mismatch(first, other, [*first.options["sends"], *other.options["sends"]], "rows")
+    return None
+
+
+_KEY_NAMES = ("dtypes", "shapes", "reductions or roots")
+
+
+def _split_mismatch(first: Call, other: Call, sends: list[int], unit: str) -> str | None:
+    size = len(first.group.ranks)
+    for source, target, sent in ((first, other, sends[:size]), (other, first, sends[size:])):
+        expected = (
+            target.options["receives"][source.index]
+            if unit == "rows"
+            else target.outputs[source.index].numel()
+        )  # fmt: skip
+        if sent[target.index] != expected:
+            return (
+                f"different splits: rank {source.rank} sends {sent[target.index]} {unit} to rank {target.rank}, which "
+                f"expects {expected}"
+            )
+    return None
+
+
+def contradiction(call: Call) -> str | None:
+    """Return why the tensors of one rank's call do not fit together; None if they do."""
+    size = len(call.group.ranks)
+    reason: str | None = None
+    if call.operation in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        gathers = call.operation == "all_gather_into_tensor"
+        for source, output in zip(call.inputs, call.outputs, strict=True):
+            small, large = (source, output) if gathers else (output, source)
+            if large.numel() != size * small.numel():
+                reason = f"{large.numel()} elements are not {size} times {small.numel()}"
+    elif call.operation == "all_gather":
+        if len(call.outputs) != size or any(each.numel() != call.inputs[0].numel() for each in call.outputs):
+            reason = f"expected {size} outputs of {call.inputs[0].numel()} elements"
+    elif call.operation in ("gather", "scatter") and call.index == call.options["root"]:
+        parts = call.outputs if call.operation == "gather" else call.inputs
+        if len(parts) != size:
+            reason = f"the root has {len(parts)} parts for {size} ranks"
+    elif call.operation in ("all_to_all", "reduce_scatter") and len(call.inputs) != size:
+        reason = f"{len(call.inputs)} inputs for {size} ranks"
+    elif call.operation == "all_to_all_single":
+        for name, tensor in (("sends", call.inputs[0]), ("receives", call.outputs[0])):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if len(call.options[name]) != size or sum(call.options[name]) != rows:
+                reason = f"{name} {call.options[name]}, but the tensor has {rows} rows for {size} ranks"
+    return reason
+
+
+def _reduced(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Reduce in the order of gloo's ring, and round after every step as it does: the result has the same bits."""
+    reduce = torch.Tensor.logical_or_ if tensors[0].dtype == torch.bool and op in ("SUM", "AVG") else _REDUCE[op]
+    parts = _in_ring_order(tensors) if len(tensors) > 2 and tensors[0].is_floating_point() else list(tensors)
+    result = parts[0].detach().clone()
+    for part in parts[1:]:
+        reduce(result, part.detach().reshape(result.shape))
+    if op == "AVG":
+        result.div_(len(tensors))
+    return result.reshape(-1)[: tensors[0].numel()].reshape(tensors[0].shape)
+
+
+def _in_ring_order(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the terms of a sum in the order of gloo's ring, each ``[chunk, elements of a chunk]``.
+
+    Chunk ``i`` starts at rank ``i - 1`` and goes round the ring backwards (gloo/allreduce.cc, ``ring``).
+    """
+    size, elements = len(tensors), tensors[0].numel()
+    chunk = _ring_chunk(size, elements, tensors[0].element_size())
+    flat = torch.stack([tensor.detach().reshape(-1) for tensor in tensors])
+    chunks = torch.nn.functional.pad(flat, (0, size * chunk - elements)).reshape(size, size, chunk)
+    column = torch.arange(size)
+    return [chunks[(column - 1 - step) % size, column] for step in range(size)]
+
+
+def _ring_chunk(size: int, elements: int, element_size: int) -> int:
+    """Return the elements of a chunk: gloo cuts a buffer into at least two segments of at most 1 MiB for each rank."""
+    nbytes = elements * element_size
+    segments = max(math.ceil(nbytes / (1 << 20)), 2 * size)
+    per_rank = math.ceil(segments / size)
+    return per_rank * math.ceil(math.ceil(nbytes / (per_rank * size)) / element_size)
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "SUM": torch.Tensor.add_,
+    "AVG": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda result, other: result.copy_(torch.minimum(result, other)),
+    "MAX": lambda result, other: result.copy_(torch.maximum(result, other)),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.detach().copy_(source.detach().reshape(destination.shape))
+
+
+def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _all_reduce(calls: Sequence[Call]) -> None:
+    for index in range(len(calls[0].inputs)):
+        total = _reduced([call.inputs[index] for call in calls], calls[0].options["op"])
+        for call in calls:
+            _copy(call.inputs[index], total)
+
+
+def _reduce(calls: Sequence[Call]) -> None:
+    total = _reduced([call.inputs[0] for call in calls], calls[0].options["op"])
+    _copy(calls[calls[0].options["root"]].inputs[0], total)
+
+
+def _broadcast(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].options["root"]]
+    for call in calls:
+        if call is not root:
+            for destination, source in zip(call.inputs, root.inputs, strict=True):
+                _copy(destination, source)
+
+
+def _all_gather(calls: Sequence[Call]) -> None:
+    sources = _clones([call.inputs[0] for call in calls])
+    for call in calls:
+        for output, source in zip(call.outputs, sources, strict=True):
+            _copy(output, source)
+
+
+def _all_gather_into_tensor(calls: Sequence[Call]) -> None:
+    for index in range(len(calls[0].inputs)):
+        whole = torch.cat([call.inputs[index].detach().reshape(-1) for call in calls])
+        for call in calls:
+            _copy(call.outputs[index], whole)
+
+
+def _reduce_scatter_tensor(calls: Sequence[Call]) -> None:
+    for index in range(len(calls[0].inputs)):
+        total = _reduced([call.inputs[index] for call in calls], calls[0].options["op"]).reshape(len(calls), -1)
+        for call, part in zip(calls, total, strict=True):
+            _copy(call.outputs[index], part)
+
+
+def _reduce_scatter(calls: Sequence[Call]) -> None:
+    op = calls[0].options["op"]
+    totals = [_reduced([call.inputs[index] for call in calls], op) for index in range(len(calls))]
+    for call, total in zip(calls, totals, strict=True):
+        _copy(call.outputs[0], total)
+
+
+def _gather(calls: Sequence[Call]) -> None:
+    parts = _clones([call.inputs[0] for call in calls])
+    for output, part in zip(calls[calls[0].options["root"]].outputs, parts, strict=True):
+        _copy(output, part)
+
+
+def _scatter(calls: Sequence[Call]) -> None:
+    parts = _clones(calls[calls[0].options["root"]].inputs)
+    for call, part in zip(calls, parts, strict=True):
+        _copy(call.outputs[0], part)
+
+
+def _all_to_all(calls: Sequence[Call]) -> None:
+    sent = [_clones(call.inputs) for call in calls]
+    for call in calls:
+        for source, output in enumerate(call.outputs):
+            _copy(output, sent[source][call.index])
+
+
+def _all_to_all_single(calls: Sequence[Call]) -> None:
+    sent = [torch.split(call.inputs[0].detach().clone(), call.options["sends"]) for call in calls]
+    for call in calls:
+        for source, output in enumerate(torch.split(call.outputs[0].detach(), call.options["receives"])):
+            _copy(output, sent[source][call.index])
+
+
+def _nothing(calls: Sequence[Call]) -> None:
+    """Only wait for all members."""
+
+
+_COMPUTATIONS: dict[str, Callable[[Sequence[Call]], None]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "reduce_scatter": _reduce_scatter,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "barrier": _nothing,
+}

@@ -1,0 +1,146 @@
+"""The matching of calls: a collective by its number on its group, a transfer by source, destination and tag.
+
+Pure bookkeeping without threads. ``match`` returns the calls that a further call completes, and raises if calls do not
+fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from parallel_state.simulated.calls import Call, SharedGroup
+from parallel_state.simulated.collectives import compute, contradiction, mismatch, transfer
+from parallel_state.simulated.errors import AsyncAccessError, CollectiveMismatch, SimulationError
+
+__all__ = ["Exchange"]
+
+_Route = tuple[SharedGroup, int | None, int | None, int]
+
+
+class Exchange:
+    """The calls that wait for others.
+
+    Args:
+        describe: Returns the name of a rank in messages.
+        check_async: Whether to find tensors that change between an asynchronous call and its wait.
+    """
+
+    def __init__(self, describe: Callable[[int], str], check_async: bool = True) -> None:
+        self._describe = describe
+        self._check_async = check_async
+        self._collectives: dict[tuple[SharedGroup, int], dict[int, Call]] = {}
+        self._sends: dict[_Route, list[Call]] = {}
+        self._receives: dict[_Route, list[Call]] = {}
+
+    def match(self, call: Call) -> list[Call]:
+        """Match a call, compute what it completes, and return the completed calls.
+
+        Raises:
+            CollectiveMismatch: The call does not fit to those of other ranks.
+            AsyncAccessError: A tensor of a completed call has changed since the call.
+        """
+        if call.is_async and self._check_async:
+            call.guarded = _copies(call)
+        completed = self._transfer(call) if call.is_transfer else self._collective(call)
+        for each in completed:
+            each.done = True
+            if each.guarded:
+                each.guarded = _copies(each)
+        return completed
+
+    def check_unchanged(self, call: Call) -> None:
+        """Raise AsyncAccessError if a tensor of an asynchronous call has changed since the call."""
+        tensors = (*call.inputs, *call.outputs)
+        if call.guarded and not all(map(_equal, tensors, call.guarded)):
+            raise AsyncAccessError(
+                f"a tensor changed between an asynchronous call and its wait\n\n{self.story(call)}\n    wait for the "
+                "call before the tensor is used again",
+                ranks=(call.rank,),
+            )
+
+    def missing(self, call: Call) -> list[int]:
+        """Return the ranks that a call waits for."""
+        if call.is_transfer:
+            return [call.peer] if call.peer is not None else [rank for rank in call.group.ranks if rank != call.rank]
+        present = self._collectives.get((call.group, call.number), {})
+        return [rank for index, rank in enumerate(call.group.ranks) if index not in present]
+
+    def pending(self) -> list[Call]:
+        """Return the calls that are not complete, of each collective that of its first member."""
+        transfers = [call for waiting in (*self._sends.values(), *self._receives.values()) for call in waiting]
+        return [next(iter(meeting.values())) for meeting in self._collectives.values()] + transfers
+
+    def story(self, call: Call) -> str:
+        """Return a rank, its call and its line, as messages show them."""
+        return f"{self._describe(call.rank)}: {call}\n    at {call.line}"
+
+    def _collective(self, call: Call) -> list[Call]:
+        reason = contradiction(call)
+        if reason is not None:
+            raise self._mismatch(f"the tensors of one call do not fit together: {reason}", [call])
+        meeting = self._collectives.setdefault((call.group, call.number), {})
+        for other in meeting.values() if call.operation.startswith("all_to_all") else list(meeting.values())[:1]:
+            reason = mismatch(other, call)
+            if reason is not None:
+                raise self._mismatch(reason, [other, call])
+        meeting[call.index] = call
+        if len(meeting) < len(call.group.ranks):
+            return []
+        del self._collectives[call.group, call.number]
+        calls = [meeting[index] for index in range(len(call.group.ranks))]
+        for each in calls:
+            self.check_unchanged(each)
+        check = call.options.get("check")
+        if check is not None:
+            check(calls, self._describe)
+        else:
+            compute(calls)
+        return calls
+
+    def _transfer(self, call: Call) -> list[Call]:
+        tag = call.options.get("tag", 0)
+        sends = call.operation == "send"
+        own, others = (self._sends, self._receives) if sends else (self._receives, self._sends)
+        source, destination = (call.rank, call.peer) if sends else (call.peer, call.rank)
+        for route in _routes(call, source, destination, tag):
+            waiting = others.get(route)
+            if waiting:
+                other = waiting.pop(0)
+                if not waiting:
+                    del others[route]
+                break
+        else:
+            own.setdefault((call.group, source, destination, tag), []).append(call)
+            return []
+        sending, receiving = (call, other) if sends else (other, call)
+        if sending.key != receiving.key:
+            raise self._mismatch("what is sent is not what is received", [sending, receiving])
+        self.check_unchanged(sending)
+        self.check_unchanged(receiving)
+        transfer(sending, receiving)
+        receiving.peer = sending.rank
+        return [sending, receiving]
+
+    def _mismatch(self, reason: str, calls: list[Call]) -> SimulationError:
+        stories = "\n".join(map(self.story, calls))
+        return CollectiveMismatch(f"{reason}\n\n{stories}", ranks=tuple(call.rank for call in calls))
+
+
+def _routes(call: Call, source: int | None, destination: int | None, tag: int) -> Iterable[_Route]:
+    """Return the routes on which the other side of a transfer may wait: a receive may be from any rank."""
+    if call.operation == "send":
+        return [(call.group, source, destination, tag), (call.group, None, destination, tag)]
+    sources = [source] if source is not None else call.group.ranks
+    return [(call.group, each, destination, tag) for each in sources]
+
+
+def _copies(call: Call) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in (*call.inputs, *call.outputs)]
+
+
+def _equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether the values are the same, NaN included."""
+    now = tensor.detach()
+    return torch.equal(now, copy) or bool(((now == copy) | ((now != now) & (copy != copy))).all())

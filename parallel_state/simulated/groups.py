@@ -1,0 +1,174 @@
+"""The groups that ranks create, in which order, and the axes on which their members differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from parallel_state.simulated.calls import SharedGroup, calling_line, members_text
+from parallel_state.simulated.errors import CollectiveMismatch
+from parallel_state.simulated.process_group import SimulatedGroup
+from parallel_state.topology import Topology
+
+__all__ = ["AxesOfGroups", "GroupRegistry"]
+
+_numbers = itertools.count()
+
+
+class GroupRegistry:
+    """All groups of a simulation.
+
+    Every rank calls ``new_group`` for every group, members or not, in the same order. Only groups with
+    ``use_local_synchronization=True`` are created by their members alone.
+
+    Args:
+        world_size: The number of ranks.
+        describe: Returns a rank as messages show it.
+        axis_of: Returns the axes of a group from its ranks and description.
+    """
+
+    def __init__(
+        self, world_size: int, describe: Callable[[int], str], axis_of: Callable[[Sequence[int], str], str]
+    ) -> None:
+        self._world = tuple(range(world_size))
+        self._describe, self._axis_of = describe, axis_of
+        self._groups: list[SharedGroup] = []
+        self._local: dict[str, SharedGroup] = {}
+        self._created = [0] * world_size
+        self._members: list[list[SimulatedGroup]] = [[] for _ in range(world_size)]
+        self._prefix = f"simulation {next(_numbers)}"
+
+    def of_rank(self, rank: int) -> Iterable[SharedGroup]:
+        """Return the groups that a rank is a member of and has created."""
+        return [group.shared for group in self._members[rank]]
+
+    def create(self, rank: int, ranks: tuple[int, ...], name: str, description: str, tag: Any) -> SharedGroup:
+        """Return the group that a rank creates next.
+
+        Raises:
+            CollectiveMismatch: Another rank created another group at this point.
+        """
+        members = ranks or self._world
+        if not name.isdecimal():  # a hash: created by its members alone
+            group = self._local.setdefault(name, self._new(name, description, members, rank))
+        else:
+            number = self._created[rank]
+            self._created[rank] += 1
+            if number == len(self._groups):
+                self._groups.append(self._new(name, description, members, rank))
+            group = self._groups[number]
+            if group.ranks != members:
+                raise CollectiveMismatch(
+                    f"call {number} of new_group has different ranks: all ranks create all groups in the same order"
+                    f"\n\n{self._describe(group.creator)}: new_group({members_text(group.ranks)}) {group.description}"
+                    f"\n    at {group.line}\n{self._describe(rank)}: new_group({members_text(members)}) {description}"
+                    f"\n    at {calling_line()}",
+                    ranks=(group.creator, rank),
+                )
+        group.created_by.add(rank)
+        return group
+
+    def unique_name(self, rank: int) -> str:
+        """Return a name for the next group of a rank that no other group of this process has."""
+        return f"{self._prefix}, rank {rank}, group {len(self._members[rank])}"
+
+    def register(self, group: SimulatedGroup, backend: str, store: Any) -> None:
+        """Register a group in torch.distributed's state of the running rank, and for functional collectives."""
+        name = group.shared.name
+        self._members[group.global_rank].append(group)
+        c10d._world.pg_map[group] = (backend, store)
+        c10d._world.pg_names[group] = _group_name(name)
+        c10d._world.pg_backend_config[group] = f"cpu:{backend}"
+        c10d._world.tags_to_pg.setdefault("", []).append(group)
+        c10d._world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
+        c10d._world.pg_to_tag[group] = f"ptd:{name}"
+        c10d._register_process_group(_group_name(group.group_name), group)
+
+    def unregister(self, rank: int) -> None:
+        """Unregister the groups of one rank."""
+        for group in self._members[rank]:
+            c10d._unregister_process_group(_group_name(group.group_name))
+        self._members[rank].clear()
+
+    def close(self) -> None:
+        """Unregister all groups."""
+        for rank in self._world:
+            self.unregister(rank)
+
+    def unequal_counts(self) -> tuple[str, tuple[int, ...]] | None:
+        """Return a message and the ranks that it names, if ranks called ``new_group`` different numbers of times."""
+        most = max(self._created)
+        fewer = tuple(rank for rank, count in enumerate(self._created) if count < most)
+        if not fewer:
+            return None
+        group = self._groups[self._created[fewer[0]]]
+        return (
+            f"{self._describe(fewer[0])} called new_group {self._created[fewer[0]]} times, and rank {group.creator} "
+            f"{most} times: all ranks create all groups\n\n{self._describe(group.creator)}: new_group("
+            f"{members_text(group.ranks)}) {group.description}\n    at {group.line}\n    not called on ranks "
+            f"{members_text(fewer)}",
+            (*fewer, group.creator),
+        )
+
+    def _new(self, name: str, description: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
+        return SharedGroup(name, description, ranks, rank, calling_line(), self._axis_of(ranks, description))
+
+
+def _group_name(name: str) -> Any:
+    """Return a name in the type that torch 2.13 has for names of groups."""
+    return name
+
+
+# Megatron's description of a group -> the axis on which its members differ.
+_OF_DESCRIPTION = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "CONTEXT_PARALLEL_GROUP": "cp",
+    "DATA_PARALLEL_GROUP": "dp",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "EXPERT_DATA_PARALLEL_GROUP": "edp",
+}
+
+
+class AxesOfGroups:
+    """The axes of a topology; without one, those of Megatron's groups by their descriptions.
+
+    Args:
+        topology: The coordinates of the ranks; None, or a number of ranks, if they are not known.
+    """
+
+    def __init__(self, topology: Topology | int | None) -> None:
+        self._topology = topology if isinstance(topology, Topology) else None
+
+    def describe(self, rank: int, groups: Iterable[SharedGroup]) -> str:
+        """Return a rank with its index on every axis of more than one rank.
+
+        Args:
+            rank: The rank.
+            groups: The groups that it has created, for ranks without a topology.
+        """
+        if self._topology is not None:
+            axes = [axis for axis in self._topology.dense_axes if self._topology.size(axis) > 1]
+            coordinates = {axis: self._topology.coordinates(rank)[axis] for axis in axes}
+        else:
+            named = {_OF_DESCRIPTION[each.description]: each for each in groups if each.description in _OF_DESCRIPTION}
+            coordinates = {
+                axis: named[axis].ranks.index(rank)
+                for axis in ("tp", "cp", "dp", "pp")
+                if axis in named and len(named[axis].ranks) > 1
+            }
+        text = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
+        return f"rank {rank} ({text})" if text else f"rank {rank}"
+
+    def of_group(self, ranks: Sequence[int], description: str) -> str:
+        """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""
+        if self._topology is None or len(ranks) == 1:
+            return _OF_DESCRIPTION.get(description, "")
+        expert = description.startswith("EXPERT")
+        axes = self._topology.expert_axes if expert else self._topology.dense_axes
+        coordinates = [self._topology.coordinates(rank) for rank in ranks]
+        return "-".join(axis for axis in axes if len({each[axis] for each in coordinates}) > 1)

@@ -1,0 +1,295 @@
+"""The process group of a simulated rank: torch.distributed calls its methods, which announce the call."""
+
+# torch calls these methods with more forms of arguments than its type stubs have, and by older names.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from parallel_state.simulated.calls import Call, SharedGroup, calling_line
+from parallel_state.simulated.collectives import reduction_name
+
+__all__ = ["Announcements", "SimulatedGroup", "SimulatedWork"]
+
+_Tensors = Sequence[torch.Tensor]
+
+
+class Announcements(Protocol):
+    """What a group needs of a simulation."""
+
+    def announce(self, call: Call) -> None:
+        """Match a call with those of the other ranks; complete it if it is the last."""
+
+    def wait(self, call: Call) -> None:
+        """Let other ranks run until the call is complete."""
+
+    def poll(self, call: Call) -> bool:
+        """Let other ranks run, and return whether the call is complete."""
+
+
+class SimulatedWork(dist.Work):
+    """The handle of a call.
+
+    Args:
+        simulation: Runs the ranks.
+        call: The call.
+    """
+
+    def __init__(self, simulation: Announcements, call: Call) -> None:
+        super().__init__()
+        self._simulation, self._call = simulation, call
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait until all members have made their part; there is no timeout."""
+        self._simulation.wait(self._call)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait, as ``wait`` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all members have made their part; other ranks run first."""
+        return self._simulation.poll(self._call)
+
+    def is_success(self) -> bool:
+        """Whether all members have made their part."""
+        return self._call.done
+
+    def exception(self) -> None:
+        """Return None: a failure ends all ranks."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait, and return the tensors that were written."""
+        self.wait()
+        return self._call.outputs or self._call.inputs
+
+    def source_rank(self) -> int:
+        """Return the rank in the group of the sender."""
+        peer = self._call.peer
+        return -1 if peer is None else self._call.group.ranks.index(peer)
+
+    _source_rank = source_rank  # the name by which torch.distributed.recv calls it
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait, and return a completed future."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """One rank's membership in a group.
+
+    The methods have the names and signatures by which torch.distributed calls those of a process group.
+
+    Args:
+        simulation: Runs the ranks.
+        shared: What the members share.
+        rank: The global rank.
+        unique_name: The name by which functional collectives find the group, unique in this process.
+    """
+
+    def __init__(self, simulation: Announcements, shared: SharedGroup, rank: int, unique_name: str) -> None:
+        super().__init__(shared.ranks.index(rank), len(shared.ranks))  # type: ignore[call-arg]
+        self._simulation = simulation
+        self.shared = shared
+        self.global_rank = rank
+        self._index = shared.ranks.index(rank)
+        self._number = 0
+        self._unique_name = unique_name
+
+    @property
+    def group_name(self) -> str:
+        """The name by which functional collectives find the group; unique in this process."""
+        return self._unique_name
+
+    @property
+    def pg_name(self) -> str:
+        """As ``group_name``."""
+        return self._unique_name
+
+    @property
+    def group_desc(self) -> str:
+        """The description passed to ``new_group``."""
+        return self.shared.description
+
+    def getBackendName(self) -> str:
+        """Return the backend's name, as C++ asks for it."""
+        return "simulated"
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return "simulated"
+
+    def shutdown(self) -> None:
+        """Do nothing: there is no connection."""
+
+    def abort(self) -> None:
+        """Do nothing: there is no connection."""
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Do nothing: there is no timeout."""
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup({self.shared}, of rank {self.global_rank})"
+
+    def _collective(
+        self, operation: str, inputs: _Tensors, outputs: _Tensors, opts: Any = None, *, key: Any = None, **options: Any
+    ) -> SimulatedWork:
+        if hasattr(opts, "reduceOp"):
+            options["op"] = reduction_name(opts.reduceOp)
+        if hasattr(opts, "rootRank"):
+            options["root"] = opts.rootRank
+        if key is None:
+            sized = inputs if len(inputs) else outputs
+            key = tuple(each.dtype for each in sized), tuple(each.shape for each in sized)
+        call = Call(
+            operation,
+            self.global_rank,
+            self._index,
+            self.shared,
+            self._number,
+            (*key, (options.get("op"), options.get("root"))),
+            list(inputs),
+            list(outputs),
+            calling_line(),
+            options,
+            is_async=bool(getattr(opts, "asyncOp", False)),
+        )
+        self._number += 1
+        self._simulation.announce(call)
+        return SimulatedWork(self._simulation, call)
+
+    def compare(self, values: _Tensors, what: str, equal: bool, check: Any) -> None:
+        """Compare values with those of the other members; see ``parallel_state.simulated.require_equal``."""
+        operation = "require_equal" if equal else "require_different"
+        self._collective(operation, values, [], key=((), ()), what=repr(what), check=check).wait()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        """Reduce tensors in place."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        return self._collective("all_reduce", listed, [], opts if opts is not None else dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> SimulatedWork:
+        """Reduce several tensors in place."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: _Tensors, opts: Any) -> SimulatedWork:
+        """Reduce to the root."""
+        return self._collective("reduce", tensors, [], opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        """Send the root's tensors to all members."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        return self._collective("broadcast", listed, [], opts if opts is not None else dist.BroadcastOptions())
+
+    def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> SimulatedWork:
+        """Gather one tensor of each member on all members."""
+        return self._collective("all_gather", inputs, outputs[0], opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimulatedWork:
+        """Gather into one tensor."""
+        return self._collective("all_gather_into_tensor", [input], [output], opts)
+
+    def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> SimulatedWork:
+        """Gather several tensors, each into one tensor."""
+        return self._collective("all_gather_into_tensor", inputs, outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> SimulatedWork:
+        """Reduce one tensor, and keep a part of it on each member."""
+        return self._collective("reduce_scatter_tensor", [input], [output], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> SimulatedWork:
+        """Reduce several tensors, and keep a part of each on each member."""
+        return self._collective("reduce_scatter_tensor", inputs, outputs, opts)
+
+    def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any) -> SimulatedWork:
+        """Reduce a list of tensors, one for each member."""
+        return self._collective("reduce_scatter", inputs[0], outputs, opts)
+
+    def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any) -> SimulatedWork:
+        """Gather on the root."""
+        return self._collective("gather", inputs, outputs[0] if outputs else [], opts, key=_sized(inputs))
+
+    def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any) -> SimulatedWork:
+        """Send one tensor of the root to each member."""
+        return self._collective("scatter", inputs[0] if inputs else [], outputs, opts, key=_sized(outputs))
+
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> SimulatedWork:
+        """Send one tensor to each member."""
+        return self._collective("all_to_all", inputs, outputs, opts, key=(inputs[0].dtype if len(inputs) else None, ()))
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> SimulatedWork:
+        """Send rows of one tensor to each member; the splits may be lists, arrays or tensors."""
+        return self._collective(
+            "all_to_all_single",
+            [input],
+            [output],
+            opts,
+            key=(input.dtype, input.shape[1:]),
+            sends=self._splits(input_splits, input),
+            receives=self._splits(output_splits, output),
+        )
+
+    def _splits(self, splits: Any, tensor: torch.Tensor) -> list[int]:
+        if splits is not None and len(splits):
+            return [int(rows) for rows in splits]
+        return [tensor.shape[0] // len(self.shared.ranks)] * len(self.shared.ranks)
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:
+        """Wait for all members."""
+        return self._collective("barrier", [], [], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all members; the report of a deadlock names those who are missing."""
+        self.barrier().wait()
+
+    # The names of the same methods before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> SimulatedWork:
+        """Send to a member; complete when it has received."""
+        return self._transfer("send", tensors, dst, tag)
+
+    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> SimulatedWork:
+        """Receive from a member."""
+        return self._transfer("recv", tensors, src, tag)
+
+    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> SimulatedWork:
+        """Receive from any member."""
+        return self._transfer("recv", tensors, None, tag)
+
+    def _transfer(self, operation: str, tensors: _Tensors, peer: int | None, tag: int) -> SimulatedWork:
+        call = Call(
+            operation,
+            self.global_rank,
+            self._index,
+            self.shared,
+            -1,
+            tuple((tensor.dtype, tensor.numel()) for tensor in tensors),
+            list(tensors) if operation == "send" else [],
+            list(tensors) if operation == "recv" else [],
+            calling_line(),
+            {"tag": tag} if tag else {},
+            peer=None if peer is None else self.shared.ranks[peer],
+            is_async=True,
+        )
+        self._simulation.announce(call)
+        return SimulatedWork(self._simulation, call)
+
+
+def _sized(tensors: _Tensors) -> tuple[Any, Any]:
+    return tuple(each.dtype for each in tensors), tuple(each.shape for each in tensors)

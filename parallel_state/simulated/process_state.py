@@ -1,0 +1,182 @@
+"""Everything that a process has to itself, as the parts that are swapped when another simulated rank goes on."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.util
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallel_state.rank_state import Attributes, RankState, StatePart, StateValue, distributed_parts
+
+__all__ = ["ProcessState", "has_megatron"]
+
+# Containers and objects that are changed in place, so that no function rebinds the name.
+_CHANGED_IN_PLACE = {
+    "megatron.core.tensor_parallel.random": ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
+    "megatron.core.transformer.moe.moe_utils": ("_MOE_LAYER_WISE_LOGGING_TRACKER",),
+}
+# Class attributes that Megatron sets while it runs: module, class, attribute.
+_CLASS_ATTRIBUTES = (
+    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "main_loss_backward_scale"),
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler", "main_loss_backward_scale"),
+)
+_MODULES = ("megatron", "workers")
+
+
+class ProcessState:
+    """The parts of a process's state, and new ranks' sets of them.
+
+    Args:
+        functions: Object -> names of the attributes that each rank replaces, such as functions of torch.
+        modules: Further packages or modules whose globals each rank has to itself, if a function rebinds them.
+    """
+
+    def __init__(self, functions: Mapping[Any, tuple[str, ...]], modules: tuple[str, ...] = ()) -> None:
+        self._packages = (*_MODULES, *modules)
+        self._known: set[str] = set()
+        self._environment = Environment()
+        self._replaced = {id(owner): Attributes(owner, names, _same) for owner, names in functions.items()}
+        self.parts: list[StatePart] = [
+            *distributed_parts(),
+            *self._replaced.values(),
+            self._environment,
+            Attributes(sys, ("excepthook",), _same),
+            StateValue(random.getstate, random.setstate),
+            StateValue(np.random.get_state, np.random.set_state),
+            StateValue(torch.get_rng_state, torch.set_rng_state),
+            StateValue(torch.get_default_dtype, torch.set_default_dtype),
+            StateValue(os.getcwd, _change_directory),
+        ]
+        if has_megatron():
+            self._add_megatron()
+        self._count = 0
+        self.add_imported()
+
+    def _add_megatron(self) -> None:
+        """Import Megatron now, so that no rank has its own first values of it, and add the state of a layout."""
+        from parallel_state import megatron
+
+        self.parts += [
+            *megatron.layout_parts()[:-1],  # the device's generator is the CPU's
+            Attributes(megatron, ("context_switch",), lambda _: megatron.new_context_switch()),
+        ]
+
+    def new_rank(self, variables: Mapping[str, str], replacements: Mapping[Any, Mapping[str, Any]]) -> RankState:
+        """Return the state of a new rank.
+
+        Args:
+            variables: Environment variables in addition to those of this process.
+            replacements: Object -> name -> value of the attributes that were named to ``ProcessState``.
+        """
+        state = RankState(self.parts)
+        state.values[self.parts.index(self._environment)].update(
+            {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
+        )
+        for owner, values in replacements.items():
+            state.values[self.parts.index(self._replaced[id(owner)])].update(values)
+        return state
+
+    def add_imported(self) -> None:
+        """Add the globals of modules that were imported since the last call; other ranks start with their values."""
+        if len(sys.modules) == self._count:
+            return
+        self._count = len(sys.modules)
+        named = {(id(part.owner), name) for part in self.parts if isinstance(part, Attributes) for name in part.names}
+        for name, module in list(sys.modules.items()):
+            inside = any(name == package or name.startswith(f"{package}.") for package in self._packages)
+            if name in self._known or not inside or not isinstance(module, ModuleType):
+                continue
+            self._known.add(name)
+            names = [each for each in _rebound(module) if (id(module), each) not in named]
+            if names:
+                self.parts.append(Attributes(module, names, _own))
+            self.parts += [
+                Attributes(getattr(module, owner), (attribute,), _same)
+                for where, owner, attribute in _CLASS_ATTRIBUTES
+                if where == name and hasattr(module, owner)
+            ]
+
+
+def has_megatron() -> bool:
+    """Whether Megatron-Core is installed."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+
+
+class Environment:
+    """The environment variables."""
+
+    def fresh(self) -> dict[bytes, bytes]:
+        """Return those of this process."""
+        return self.read()
+
+    def read(self) -> dict[bytes, bytes]:
+        """Return a copy."""
+        return dict(_variables())
+
+    def write(self, value: dict[bytes, bytes]) -> None:
+        """Set and delete variables until they are ``value``."""
+        now = _variables()
+        if now == value:
+            return
+        for name in [name for name in now if name not in value]:
+            del os.environb[name]
+        for name, each in value.items():
+            if now.get(name) != each:
+                os.environb[name] = each
+
+
+def _variables() -> dict[bytes, bytes]:
+    variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+    return variables
+
+
+def _change_directory(path: str) -> None:
+    if os.getcwd() != path:
+        os.chdir(path)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _own(value: Any) -> Any:
+    """Return a new rank's value of a global: containers and locks are its own."""
+    if type(value) in (dict, list, set):
+        return value.copy()
+    return type(value)() if isinstance(value, type(threading.RLock())) else value
+
+
+@functools.cache
+def _rebound(module: ModuleType) -> list[str]:
+    """Return the names that functions of a module rebind with ``global``, and those that are changed in place."""
+    found = set(_CHANGED_IN_PLACE.get(module.__name__, ()))
+    for code in {code for function in _functions(module) for code in _codes(function.__code__)}:
+        found.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL")
+    return sorted(name for name in found if name in vars(module))
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    owners = [module, *(each for each in vars(module).values() if isinstance(each, type))]
+    for owner in owners:
+        for value in list(vars(owner).values()):
+            plain: Callable[..., Any] = getattr(value, "__func__", value)
+            plain = getattr(plain, "__wrapped__", plain)
+            if isinstance(plain, FunctionType) and plain.__module__ == module.__name__:
+                yield plain
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

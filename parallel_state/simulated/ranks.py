@@ -1,0 +1,88 @@
+"""``run_ranks``: a function on every rank of a layout, in this process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from parallel_state.layout import ParallelLayout
+from parallel_state.simulated.simulation import Simulation
+from parallel_state.simulated.trace import CommunicationTrace
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    layout: int | ParallelLayout,
+    function: Callable[..., T],
+    *args: Any,
+    schedule: str = "round_robin",
+    seed: int | None = None,
+    check_async: bool = True,
+    trace: CommunicationTrace | None = None,
+    modules: Sequence[str] = (),
+) -> list[T]:
+    """Run ``function(*args)`` on every simulated rank of a layout, and return the results by rank.
+
+    torch.distributed is initialized on each rank, and with a ``ParallelLayout``, ``megatron.core.parallel_state`` has
+    the groups of the layout. Each rank has a copy of the arguments, its own random states, environment variables and
+    module globals of Megatron, as a process has. Nothing of it is left afterwards.
+
+    Args:
+        layout: The layout; or a number of ranks, without Megatron's groups.
+        function: What each rank runs.
+        args: Its arguments.
+        schedule: ``"round_robin"``, or ``"random"``, which explores other legal orders: a race that depends on the
+            order is a ``seed`` that fails every time.
+        seed: The seed of the random schedule.
+        check_async: Whether to report tensors that change between an asynchronous call and its wait.
+        trace: Records what the ranks communicate, from when they are initialized.
+        modules: Packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
+
+    Raises:
+        Deadlock: No rank can go on; the message begins with the cause and has the position of every rank.
+        CollectiveMismatch: Ranks made calls that do not fit together.
+        SimulationError: Another error in how ranks communicate.
+        LayoutError: Megatron cannot have this layout.
+        BaseException: What the first rank that failed raised; a note has the positions of the others.
+    """
+    world_size = layout if isinstance(layout, int) else layout.world_size
+    recorded = CommunicationTrace() if trace is None else trace
+    simulation = Simulation(
+        layout,
+        schedule=schedule,
+        seed=seed,
+        check_async=check_async,
+        trace=None if trace is None else recorded,
+        modules=modules,
+    )
+    contexts: list[Any] = [None] * world_size
+
+    def initialize(rank: int) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        if isinstance(layout, ParallelLayout):
+            from parallel_state.megatron import MegatronContext  # a number of ranks does not need Megatron
+
+            contexts[rank] = MegatronContext(layout)
+
+    def run(rank: int, own: tuple[Any, ...]) -> T:
+        if contexts[rank] is None:
+            return function(*own)
+        with contexts[rank].activate():
+            return function(*own)
+
+    try:
+        simulation.run({rank: lambda rank=rank: initialize(rank) for rank in range(world_size)})  # type: ignore[misc]
+        recorded.clear()
+        copies = [copy.deepcopy(args) for _ in range(world_size)]
+        results = simulation.run(
+            {rank: lambda rank=rank: run(rank, copies[rank]) for rank in range(world_size)}  # type: ignore[misc]
+        )
+        return [results[rank] for rank in range(world_size)]
+    finally:
+        simulation.close()

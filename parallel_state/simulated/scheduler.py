@@ -1,0 +1,230 @@
+"""Threads of which one runs at a time: a thread that waits passes its baton to one that can go on."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from parallel_state.simulated.errors import RankStopped, SimulationError, UnsupportedError
+
+__all__ = ["RankThread", "Scheduler", "Waiting"]
+
+_STACK_BYTES = 16 << 20  # of address space; torch's backward pass needs more than Python's
+_IDLE_POLLS = 1000  # of ranks that poll while no call completes, until that is a deadlock
+_SIGNAL_SECONDS = 0.5  # between two checks for signals that another thread received
+_STOP_SECONDS = 5.0  # for the running rank to come to a call after KeyboardInterrupt
+
+
+class Waiting(Protocol):
+    """What a rank waits for: a call, or keys of the store."""
+
+    done: bool
+
+
+class RankThread:
+    """One rank of a scheduler.
+
+    Attributes:
+        rank: The rank.
+        ended: Whether it runs no function.
+        waits_for: What it waits for; None if it can go on.
+        result: What its function returned.
+        error: What its function raised.
+        thread: The thread of its function.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.ended = True
+        self.waits_for: Waiting | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+
+class Scheduler:
+    """Runs functions on ranks, one at a time.
+
+    Args:
+        world_size: The number of ranks.
+        seed: None for round robin; otherwise the next rank is drawn from this seed among those that can go on.
+        on_switch: Called with the rank that runs next, in the thread of the one before it.
+        deadlock: Returns the error to raise if no rank can go on.
+        on_error: Called with the rank that raised first and its error, before the others are ended.
+
+    Attributes:
+        ranks: The ranks.
+        current: The rank that runs; None outside of ``run``.
+        failure: What ended the ranks; None if nothing has.
+        switches: The number of times that another rank went on.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        seed: int | None,
+        on_switch: Callable[[int], None],
+        deadlock: Callable[[], SimulationError],
+        on_error: Callable[[int, BaseException], None],
+    ) -> None:
+        self.ranks = [RankThread(rank) for rank in range(world_size)]
+        self.current: RankThread | None = None
+        self.failure: BaseException | None = None
+        self.switches = 0
+        self._random = None if seed is None else random.Random(seed)
+        self._on_switch, self._deadlock, self._on_error = on_switch, deadlock, on_error
+        self._ready: deque[RankThread] = deque()
+        self._all_ended = threading.Event()
+        self._idle_polls = 0
+        self._interrupt: BaseException | None = None
+
+    def run(self, functions: Mapping[int, Callable[[], Any]]) -> None:
+        """Run each function on its rank until all have ended; the results are in ``ranks``.
+
+        If a rank fails, ``failure`` is set, and every other rank raises RankStopped at its next call.
+        """
+        taking_part = [self.ranks[rank] for rank in functions]
+        self._all_ended.clear()
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            for each in taking_part:
+                each.ended, each.waits_for, each.result, each.error = False, None, None, None
+                each.thread = threading.Thread(
+                    target=self._live, args=(each, functions[each.rank]), name=f"rank {each.rank}", daemon=True
+                )
+                each.thread.start()
+        finally:
+            threading.stack_size(before)
+        self._ready = deque(taking_part)
+        try:
+            self._pass_on()
+            while not self._all_ended.wait(_SIGNAL_SECONDS):
+                pass
+        except BaseException as error:  # KeyboardInterrupt arrives in this thread
+            self._stop(error)
+            raise
+        finally:
+            for each in taking_part:
+                if each.thread is not None and self._all_ended.is_set():
+                    each.thread.join()
+                each.thread = None
+            self.current = None
+
+    def fail(self, error: BaseException) -> None:
+        """End all ranks because of ``error``, unless they end because of another one."""
+        if self.failure is None:
+            self.failure = error
+            self._ready = deque(each for each in self.ranks if not each.ended and each is not self.current)
+
+    def check_running(self) -> None:
+        """Raise RankStopped if another rank has failed."""
+        self._check_interrupt()
+        if self.failure is not None:
+            raise RankStopped
+
+    def running(self) -> RankThread:
+        """Return the rank that runs; raise RankStopped if another one has failed."""
+        self.check_running()
+        if self.current is None:
+            raise UnsupportedError("a call of a simulated rank, while none runs", ranks=())
+        return self.current
+
+    def wait(self, waiting: Waiting) -> None:
+        """Let other ranks run until ``waiting`` is done."""
+        rank = self.running()
+        while not waiting.done:
+            rank.waits_for = waiting
+            self._park(rank)
+        rank.waits_for = None
+
+    def give_way(self, waiting: Waiting) -> None:
+        """Let other ranks run once; a deadlock if ranks do nothing else."""
+        rank = self.running()
+        self._idle_polls += 1
+        if self._idle_polls > _IDLE_POLLS * len(self.ranks):
+            rank.waits_for = waiting
+            self.fail(self._deadlock())
+            raise RankStopped
+        if self._ready:
+            self._ready.append(rank)
+            self._park(rank)
+
+    def wake(self, ranks: Mapping[int, Waiting]) -> None:
+        """Let ranks go on that wait for something that is done now."""
+        self._idle_polls = 0
+        for rank, done in ranks.items():
+            each = self.ranks[rank]
+            if each.waits_for is done and each is not self.current:
+                each.waits_for = None
+                self._ready.append(each)
+
+    def _live(self, rank: RankThread, function: Callable[[], Any]) -> None:
+        rank.baton.acquire()
+        try:
+            if self.failure is None:
+                rank.result = function()
+        except RankStopped:
+            pass
+        except BaseException as error:
+            rank.error = error
+            if self.failure is None:
+                self._on_error(rank.rank, error)
+            self.fail(error)
+        rank.ended = True
+        self._pass_on()
+
+    def _park(self, rank: RankThread) -> None:
+        self._pass_on(rank)
+        rank.baton.acquire()
+        if self.failure is not None:
+            raise RankStopped
+
+    def _pass_on(self, waiting: RankThread | None = None) -> None:
+        """Let the next rank go on; if there is none and some have not ended, that is a deadlock."""
+        if self._interrupt is not None:
+            self.current = None  # the waiting rank ends too
+            self._check_interrupt()
+        following = self._next()
+        if following is None and any(not each.ended for each in self.ranks):
+            self.current = None
+            self.fail(self._deadlock())
+            following = self._next()
+        if following is None:
+            self.current = None
+            self._all_ended.set()
+            return
+        if following is not waiting:
+            self.switches += 1
+            self._on_switch(following.rank)
+        self.current = following
+        following.baton.release()
+
+    def _next(self) -> RankThread | None:
+        while self._ready:
+            if self._random is not None:
+                self._ready.rotate(-self._random.randrange(len(self._ready)))
+            rank = self._ready.popleft()
+            if not rank.ended:
+                return rank
+        return None
+
+    def _stop(self, error: BaseException) -> None:
+        """End the ranks from another thread; a rank that computes without a call is interrupted."""
+        self._interrupt = error  # the rank that runs handles it, because no other thread may
+        if not self._all_ended.wait(_STOP_SECONDS):
+            running = self.current
+            if running is not None and running.thread is not None and running.thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(running.thread.ident), ctypes.py_object(RankStopped)
+                )
+            self._all_ended.wait(_STOP_SECONDS)
+
+    def _check_interrupt(self) -> None:
+        if self._interrupt is not None:
+            self.fail(self._interrupt)

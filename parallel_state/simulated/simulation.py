@@ -1,0 +1,345 @@
+"""A simulation: the ranks of a layout, their state, their groups and their calls."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from parallel_state.errors import ParallelStateError
+from parallel_state.layout import ParallelLayout
+from parallel_state.rank_state import StateSwitch
+from parallel_state.simulated.calls import Call, calling_line
+from parallel_state.simulated.checkpoint_writer import in_process_writers
+from parallel_state.simulated.errors import (
+    Deadlock,
+    NonMemberError,
+    RankStopped,
+    SimulationError,
+    UnfinishedCalls,
+    UnsupportedError,
+)
+from parallel_state.simulated.exchange import Exchange
+from parallel_state.simulated.groups import AxesOfGroups, GroupRegistry
+from parallel_state.simulated.process_group import SimulatedGroup
+from parallel_state.simulated.process_state import ProcessState, has_megatron
+from parallel_state.simulated.report import deadlock_text, positions
+from parallel_state.simulated.scheduler import RankThread, Scheduler
+from parallel_state.simulated.store import KeyWait, SimulatedStore
+from parallel_state.simulated.trace import CommunicationTrace, Transfer
+from parallel_state.topology import Topology
+
+__all__ = ["Simulation"]
+
+_SCHEDULES = ("round_robin", "random")
+
+
+class Simulation:
+    """The ranks of a layout in this process. They keep their state from one ``run`` to the next.
+
+    Args:
+        layout: A layout or a topology, whose coordinates messages and traces show; or a number of ranks.
+        schedule: ``"round_robin"``, or ``"random"``: which of the ranks that can go on is next.
+        seed: The seed of the random schedule.
+        check_async: Whether to report tensors that change between an asynchronous call and its wait, which copies
+            them.
+        trace: Records every call.
+        modules: Packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself, if
+            functions rebind them.
+        variables: Environment variables by rank; None for those of torchrun.
+
+    Attributes:
+        world_size: The number of ranks.
+        failed_rank: The rank that raised an error of its own; None if none has.
+
+    Raises:
+        ParallelStateError: An unknown schedule, or a random one without a seed.
+    """
+
+    def __init__(
+        self,
+        layout: int | ParallelLayout | Topology,
+        *,
+        schedule: str = "round_robin",
+        seed: int | None = None,
+        check_async: bool = True,
+        trace: CommunicationTrace | None = None,
+        modules: Sequence[str] = (),
+        variables: Callable[[int], Mapping[str, str]] | None = None,
+    ) -> None:
+        if schedule not in _SCHEDULES or (seed is None) != (schedule == "round_robin"):
+            raise ParallelStateError(
+                f"schedule={schedule!r} with seed={seed}; expected 'round_robin' without a seed, or 'random' with one"
+            )
+        self.world_size = layout if isinstance(layout, int) else layout.world_size
+        self.failed_rank: int | None = None
+        self.values: dict[str, bytes] = {}  # of the store
+        self._axes = AxesOfGroups(Topology.from_layout(layout) if isinstance(layout, ParallelLayout) else layout)
+        self._groups = GroupRegistry(self.world_size, self.describe, self._axes.of_group)
+        self._exchange = Exchange(self.describe, check_async)
+        self._trace = trace
+        self._key_waits: dict[int, KeyWait] = {}
+        self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
+        self._scheduler = Scheduler(self.world_size, seed, self._switch_to, self._deadlock, self._on_error)
+        replacements = [_same_on_every_rank() | self._replacements(rank) for rank in range(self.world_size)]
+        self._process = ProcessState({owner: tuple(names) for owner, names in replacements[0].items()}, tuple(modules))
+        self._switch = StateSwitch(self._process.parts)
+        self._states = [
+            self._process.new_rank((variables or self._torchrun)(rank), replacements[rank])
+            for rank in range(self.world_size)
+        ]
+
+    @property
+    def ranks(self) -> list[RankThread]:
+        """All ranks."""
+        return self._scheduler.ranks
+
+    @property
+    def switches(self) -> int:
+        """The number of times that another rank went on."""
+        return self._scheduler.switches
+
+    def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+        """Run each function on its rank, to the end of all; return the results by rank.
+
+        Raises:
+            SimulationError: Ranks communicate wrongly; or this simulation has failed before.
+            BaseException: What the first rank that failed raised; a note has the positions of the others.
+        """
+        if self._scheduler.failure is not None:
+            first = str(self._scheduler.failure).partition("\n")[0]
+            raise SimulationError(f"these ranks have failed before: {first}; make new ones", ranks=())
+        if self._scheduler.current is not None:
+            raise UnsupportedError("a rank cannot run simulated ranks", ranks=())
+        outside, threads = self._switch.active, torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._scheduler.run({rank: self._on_thread(rank, function) for rank, function in functions.items()})
+        finally:
+            self._switch.to(outside)
+            torch.set_num_threads(threads)
+            if self._scheduler.failure is not None:
+                self.close()
+        if self._scheduler.failure is not None:
+            raise self._scheduler.failure
+        if len(functions) == self.world_size:
+            self._check_all_finished()
+        return {rank: self.ranks[rank].result for rank in functions}
+
+    def close(self) -> None:
+        """Forget the groups of all ranks."""
+        self._groups.close()
+
+    def describe(self, rank: int) -> str:
+        """Return a rank with its coordinates, as messages show it."""
+        return self._axes.describe(rank, self._groups.of_rank(rank))
+
+    def missing(self, call: Call) -> list[int]:
+        """Return the ranks that a call waits for."""
+        return self._exchange.missing(call)
+
+    def announce(self, call: Call) -> None:
+        """Match a call of the running rank with those of others; see ``Announcements``."""
+        self._scheduler.check_running()
+        with _Failing(self._scheduler):
+            self._check_caller(call)
+            if self._trace is not None and "check" not in call.options:
+                self._trace.add(Transfer.of(call))
+            if not call.is_transfer:
+                call.group.last_calls[call.rank] = call
+            completed = self._exchange.match(call)
+        if completed:
+            self._scheduler.wake({each.rank: each for each in completed})
+
+    def wait(self, call: Call) -> None:
+        """Let other ranks run until a call is complete."""
+        self._scheduler.check_running()
+        with _Failing(self._scheduler):
+            self._check_thread(f"wait of {call.operation}")
+        self._scheduler.wait(call)
+        if not call.waited:
+            call.waited = True
+            with _Failing(self._scheduler):
+                self._exchange.check_unchanged(call)
+            call.guarded = []
+
+    def poll(self, call: Call) -> bool:
+        """Let other ranks run once, and return whether a call is complete."""
+        if not call.done:
+            self._scheduler.give_way(call)
+        return call.done
+
+    def wait_for_keys(self, keys: Sequence[str]) -> None:
+        """Let other ranks run until keys of the store are set."""
+        if not all(key in self.values for key in keys):
+            waiting = KeyWait(keys, calling_line())
+            rank = self._scheduler.running().rank
+            self._key_waits[rank] = waiting
+            self._scheduler.wait(waiting)
+            del self._key_waits[rank]
+
+    def keys_changed(self) -> None:
+        """Let ranks go on whose keys of the store are set."""
+        for waiting in self._key_waits.values():
+            waiting.done = all(key in self.values for key in waiting.keys)
+        self._scheduler.wake({rank: waiting for rank, waiting in self._key_waits.items() if waiting.done})
+
+    def _check_caller(self, call: Call) -> None:
+        self._check_thread(call.operation)
+        current = self._scheduler.running().rank
+        if current != call.rank:
+            raise NonMemberError(
+                f"{self.describe(current)} calls {call.operation} with a group object of rank {call.rank}: {call.group}"
+                f"\n    at {call.line}\n    each rank uses the object that its own new_group returned",
+                ranks=(current,),
+            )
+        for tensor in (*call.inputs, *call.outputs):
+            if tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"{self.describe(call.rank)}: {call.operation} of a tensor on {tensor.device}; simulated ranks "
+                    f"compute on the CPU and have no CUDA streams\n    at {call.line}",
+                    ranks=(call.rank,),
+                )
+
+    def _check_thread(self, what: str) -> None:
+        running = self._scheduler.running()
+        thread = threading.current_thread()
+        if thread is not running.thread:
+            raise UnsupportedError(
+                f"{what} in the thread {thread.name!r}, while {self.describe(running.rank)} runs; simulated ranks "
+                f"communicate in their own thread only\n    at {calling_line()}",
+                ranks=(running.rank,),
+            )
+
+    def _check_all_finished(self) -> None:
+        pending = self._exchange.pending()
+        if pending:
+            call = pending[0]
+            missing = self.missing(call)
+            more = f"\nand {len(pending) - 1} more calls" if len(pending) > 1 else ""
+            names = ", ".join(map(self.describe, missing[:4])) + (", ..." if len(missing) > 4 else "")
+            error = UnfinishedCalls(
+                f"all ranks have ended, and {names} did not make a call that others made\n\n"
+                f"{self._exchange.story(call)}{more}",
+                ranks=(*missing, call.rank),
+            )
+        else:
+            unequal = self._groups.unequal_counts()
+            if unequal is None:
+                return
+            error = UnfinishedCalls(unequal[0], ranks=unequal[1])
+        self._scheduler.fail(error)
+        self.close()
+        raise error
+
+    def _deadlock(self) -> SimulationError:
+        text, ranks = deadlock_text(self)
+        return Deadlock(text, ranks=ranks)
+
+    def _on_error(self, rank: int, error: BaseException) -> None:
+        if not isinstance(error, SimulationError):
+            self.failed_rank = rank
+            error.add_note(f"raised on {self.describe(rank)}; then:\n{positions(self)}")
+
+    def _switch_to(self, rank: int) -> None:
+        self._process.add_imported()
+        self._switch.to(self._states[rank])
+
+    def _on_thread(self, rank: int, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``function`` with the thread-local state of torch that the rank had at the end of its last run."""
+
+        def run() -> Any:
+            device, grad = self._thread_state[rank]
+            if device.type != "cpu":
+                torch.set_default_device(device)
+            torch.set_grad_enabled(grad)
+            value = function()
+            self._thread_state[rank] = torch.get_default_device(), torch.is_grad_enabled()
+            return value
+
+        return run
+
+    def _torchrun(self, rank: int) -> dict[str, str]:
+        size = str(self.world_size)
+        return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+
+    def _replacements(self, rank: int) -> dict[Any, dict[str, Any]]:
+        """Return the functions of torch and of ``os`` that this rank replaces."""
+
+        def rendezvous(url: str, given: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+            if (given, world_size) not in ((-1, -1), (rank, self.world_size)):
+                raise SimulationError(
+                    f"init_process_group with rank {given} of {world_size}; this is simulated rank {rank} of "
+                    f"{self.world_size}",
+                    ranks=(rank,),
+                )
+            yield SimulatedStore(self), rank, self.world_size
+
+        def new_group(size: int, index: Any, ranks: Sequence[int], backend: Any, store: Any, name: str, /,
+                      backend_options: Any = None, timeout: Any = None, pg_tag: Any = None, device_id: Any = None,
+                      group_desc: str | None = None) -> tuple[Any, Any]:  # fmt: skip
+            self._scheduler.check_running()
+            with _Failing(self._scheduler):
+                self._check_thread("new_group")
+                shared = self._groups.create(rank, tuple(ranks), name, group_desc or "", pg_tag)
+                if rank not in shared.ranks:
+                    return c10d.GroupMember.NON_GROUP_MEMBER, None
+                group = SimulatedGroup(self, shared, rank, self._groups.unique_name(rank))
+                self._groups.register(group, str(backend), store)
+                return group, store
+
+        def not_in_group(operation: str) -> None:
+            error = NonMemberError(
+                f"{self.describe(rank)} calls {operation} on a group that it is not a member of: new_group returned "
+                f"GroupMember.NON_GROUP_MEMBER to it\n    at {calling_line()}",
+                ranks=(rank,),
+            )
+            self._scheduler.fail(error)
+            raise error
+
+        def fork() -> int:
+            error = UnsupportedError(
+                f"{self.describe(rank)} forks this process; simulated ranks are threads of it, and a forked process "
+                f"would have no other rank\n    at {calling_line()}",
+                ranks=(rank,),
+            )
+            self._scheduler.fail(error)
+            raise error
+
+        def unregister_all() -> None:
+            self._groups.unregister(rank)
+
+        functions: dict[str, Any] = {
+            "_new_process_group_helper": new_group,
+            "rendezvous": rendezvous,
+            "_warn_not_in_group": not_in_group,
+            "_unregister_all_process_groups": unregister_all,
+        }
+        return {c10d: functions, os: {"fork": fork}}
+
+
+def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
+    if not has_megatron():
+        return {}
+    importlib.import_module("parallel_state.megatron")  # patches Megatron before its first import
+    return in_process_writers()
+
+
+class _Failing:
+    """A block whose errors end all ranks at once, even if the program catches them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, RankStopped):
+            self._scheduler.fail(error)

@@ -1,0 +1,135 @@
+"""What ranks communicated: every collective and transfer by axis, group, operation, bytes and line of code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from parallel_state.simulated.calls import Call, members_text
+
+__all__ = ["CommunicationTrace", "Transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One rank's part in a collective or a transfer.
+
+    Attributes:
+        rank: The global rank.
+        operation: The name in torch.distributed, such as ``"all_reduce"`` or ``"send"``.
+        axis: The axes that the members of the group differ on, such as ``"tp"`` or ``"dp-cp"``.
+        group: The description of the group, such as Megatron's name of it.
+        members: The global ranks of the group.
+        nbytes: The bytes that the rank passed to the operation: its inputs; of a receive, what it received.
+        line: The line of the program that made the call.
+        through: The line of Megatron that called torch for it; None if the program did.
+    """
+
+    rank: int
+    operation: str
+    axis: str
+    group: str
+    members: tuple[int, ...]
+    nbytes: int
+    line: str
+    through: str | None
+
+    @classmethod
+    def of(cls, call: Call) -> Transfer:
+        """Return the record of a call."""
+        return cls(
+            call.rank,
+            call.operation,
+            call.group.axis,
+            call.group.label,
+            call.group.ranks,
+            call.payload,
+            call.line.line,
+            call.line.through,
+        )
+
+
+class CommunicationTrace:
+    """A list of transfers, in the order in which they were made.
+
+    Pass one to ``run_ranks(..., trace=trace)``; then read it::
+
+        assert len(trace.select(operation="all_reduce", axis="tp", rank=0)) == 1
+        assert trace.select(axis="dp").nbytes <= 4 * parameters
+        print(trace.table())
+
+    Args:
+        transfers: The transfers.
+    """
+
+    def __init__(self, transfers: Iterable[Transfer] = ()) -> None:
+        self._transfers = list(transfers)
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        return iter(self._transfers)
+
+    def add(self, transfer: Transfer) -> None:
+        """Append a transfer."""
+        self._transfers.append(transfer)
+
+    def clear(self) -> None:
+        """Forget all transfers, to record the next part of a program alone."""
+        self._transfers.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all transfers."""
+        return sum(transfer.nbytes for transfer in self._transfers)
+
+    def select(
+        self,
+        *,
+        operation: str | None = None,
+        axis: str | None = None,
+        group: str | None = None,
+        rank: int | None = None,
+        line: str | None = None,
+    ) -> CommunicationTrace:
+        """Return the transfers that have all of these values.
+
+        Args:
+            operation: The operation.
+            axis: The axes, such as ``"tp"``.
+            group: The description of the group.
+            rank: The global rank.
+            line: A part of the line of the program or of Megatron's, such as a file or a function.
+        """
+        return CommunicationTrace(
+            each
+            for each in self._transfers
+            if operation in (None, each.operation)
+            and axis in (None, each.axis)
+            and group in (None, each.group)
+            and rank in (None, each.rank)
+            and (line is None or line in each.line or line in (each.through or ""))
+        )
+
+    def table(self) -> str:
+        """Return calls and bytes by axis, operation and group, the most bytes first."""
+        calls: Counter[tuple[str, str, str]] = Counter()
+        sizes: Counter[tuple[str, str, str]] = Counter()
+        for each in self._transfers:
+            row = (each.axis or "-", each.operation, each.group)
+            calls[row] += 1
+            sizes[row] += each.nbytes
+        lines = [f"{'axis':12}{'operation':24}{'calls':>8}{'bytes':>14}  group"]
+        for row in sorted(calls, key=lambda each: (-sizes[each], each)):
+            lines.append(f"{row[0]:12}{row[1]:24}{calls[row]:>8}{sizes[row]:>14}  {row[2]}")
+        return "\n".join(lines)
+
+    def lines(self) -> str:
+        """Return one line of text for each transfer."""
+        return "\n".join(
+            f"rank {each.rank}: {each.operation} {each.nbytes} bytes over {each.axis or '-'} {each.group} "
+            f"{members_text(each.members)} at {each.line}"
+            for each in self._transfers
+        )

@@ -1,0 +1,118 @@
+"""Simulated collectives against gloo's, on the same program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from parallel_state import simulated
+from tests.forking import run_ranks
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of this rank over many orders of magnitude, so that another order of a sum has other bits."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return (torch.randn(shape, generator=generator) * 10 ** torch.randint(-3, 3, shape, generator=generator)).to(dtype)
+
+
+def every_collective() -> list[Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        dist.all_reduce(total := values(77, dtype=dtype))
+        dist.all_reduce(largest := values(5, dtype=dtype), op=dist.ReduceOp.MAX)
+        found += [total, largest]
+    dist.broadcast(sent := values(3), src=1)
+    dist.reduce(reduced := values(40), dst=2)
+    found += [sent, reduced if rank == 2 else None]
+    dist.all_gather(parts := [torch.empty(2, 3) for _ in range(size)], values(2, 3))
+    dist.all_gather_into_tensor(whole := torch.empty(2 * size), values(2))
+    dist.reduce_scatter_tensor(part := torch.empty(6), values(6 * size))
+    dist.reduce_scatter(listed := torch.empty(3), list(values(size, 3)))
+    found += [parts, whole, part, listed]
+    dist.gather(values(2), gathered := [torch.empty(2) for _ in range(size)] if rank == 0 else None, dst=0)
+    dist.scatter(scattered := torch.empty(2), list(values(size, 2)) if rank == 3 else None, src=3)
+    found += [gathered, scattered]
+    dist.all_to_all_single(exchanged := torch.empty(size, 2), values(size, 2))
+    dist.all_to_all_single(uneven := torch.empty(size * rank, 2), values(6, 2), [rank] * size, list(range(size)))
+    found += [exchanged, uneven, *objects(rank, size), *transfers(rank, size)]
+    subgroups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    dist.all_reduce(half := values(4), group=subgroups[rank % 2])
+    dist.barrier()
+    dist.monitored_barrier()
+    return [*found, half]
+
+
+def objects(rank: int, size: int) -> list[Any]:
+    dist.all_gather_object(gathered := [None] * size, {"rank": rank})
+    dist.broadcast_object_list(listed := [rank, [rank] * rank], src=3)
+    dist.scatter_object_list(own := [None], [[index] for index in range(size)] if rank == 0 else None, src=0)
+    return [gathered, listed, own]
+
+
+def transfers(rank: int, size: int) -> list[torch.Tensor]:
+    received, sent = torch.empty(3), values(3)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, (rank + 1) % size), dist.P2POp(dist.irecv, received, (rank - 1) % size)]
+    ):
+        work.wait()
+    if rank == 0:
+        dist.send(sent, 1, tag=7)
+    elif rank == 1:
+        dist.recv(received, tag=7)
+    return [received]
+
+
+@pytest.fixture(scope="module")
+def of_gloo() -> list[list[Any]]:
+    return run_ranks(every_collective, 4)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"schedule": "random", "seed": 5}], ids=["round robin", "random"])
+def test_every_collective_has_the_bits_of_gloo(schedule: dict[str, Any], of_gloo: list[list[Any]]) -> None:
+    torch.testing.assert_close(simulated.run_ranks(4, every_collective, **schedule), of_gloo, rtol=0, atol=0)
+
+
+def test_split_sizes_may_be_arrays_and_tensors() -> None:
+    def exchange() -> torch.Tensor:
+        rank = dist.get_rank()
+        output = torch.empty(2 * rank)
+        dist.all_to_all_single(output, torch.full((1,), float(rank)), np.array([rank, rank]), torch.tensor([0, 1]))
+        return output
+
+    assert [each.tolist() for each in simulated.run_ranks(2, exchange)] == [[], [0.0, 1.0]]
+
+
+def test_functional_collectives_use_the_groups_of_their_rank() -> None:
+    def compute() -> list[Any]:
+        world, own = dist.group.WORLD, torch.full((2,), float(dist.get_rank()))
+        total = functional.all_reduce(own, "sum", world)
+        gathered = functional.all_gather_tensor(own, 0, world)
+        part = functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, world)
+        return [(each + 0).tolist() for each in (total, gathered, part)]
+
+    assert simulated.run_ranks(2, compute) == [
+        [[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0, 2.0]],
+        [[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [4.0, 6.0]],
+    ]
+
+
+def test_asynchronous_and_coalesced_calls_complete_at_their_wait() -> None:
+    def plain() -> tuple[list[float], list[float]]:
+        tensors = [torch.full((1,), float(dist.get_rank() + index)) for index in range(2)]
+        work = dist.all_reduce(total := torch.ones(2), async_op=True)
+        with dist._coalescing_manager(async_ops=True) as coalesced:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        coalesced.wait()
+        while not work.is_completed():
+            pass
+        work.wait()
+        return total.tolist(), [float(tensor) for tensor in tensors]
+
+    assert simulated.run_ranks(3, plain) == [([3.0, 3.0], [3.0, 6.0])] * 3

@@ -1,0 +1,292 @@
+"""Programs with a bug, and the reports of simulated ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_state.errors import LayoutError
+from parallel_state.layout import ParallelLayout
+from parallel_state.simulated import (
+    AsyncAccessError,
+    CollectiveMismatch,
+    Deadlock,
+    Disagreement,
+    NonMemberError,
+    SimulationError,
+    UnfinishedCalls,
+    UnsupportedError,
+    require_different,
+    require_equal,
+    run_ranks,
+)
+
+LAYOUT = ParallelLayout(8, tp=2, pp=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    before = state_of_this_process()
+    yield
+    assert not dist.is_initialized()
+    assert state_of_this_process() == before
+
+
+def state_of_this_process() -> list[Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return [threading.active_count(), environment, torch.get_rng_state().tolist(), os.fork, os.getcwd(), sys.excepthook]
+
+
+def report(kind: type[SimulationError], layout: Any, function: Callable[..., Any], **options: Any) -> SimulationError:
+    with pytest.raises(kind) as caught:
+        run_ranks(layout, function, **options)
+    assert type(caught.value) is kind
+    return caught.value
+
+
+def rank_in(*ranks: int) -> bool:
+    return dist.get_rank() in ranks
+
+
+def test_a_deadlock_begins_with_the_rank_that_ended_and_has_the_line_of_every_other() -> None:
+    from megatron.core import parallel_state as mpu
+
+    def skips() -> None:
+        loss = torch.full((4,), float(dist.get_rank()))
+        dist.all_reduce(loss, group=mpu.get_tensor_model_parallel_group())
+        if not (mpu.get_data_parallel_rank() == 1 and loss[0] > 10):
+            dist.all_reduce(loss, group=mpu.get_data_parallel_group())
+        dist.all_reduce(loss, group=mpu.get_pipeline_model_parallel_group())
+
+    error = report(Deadlock, LAYOUT, skips)
+    text = str(error)
+    assert text.startswith("rank 6 (tp=0 dp=1 pp=1) has ended, and rank 4 waits for it\n")
+    assert error.ranks == (6, 4)
+    assert (
+        "rank 4 (tp=0 dp=0 pp=1): all_reduce(float32[4], op=SUM), call 0 on group DATA_PARALLEL_GROUP [4, 6]\n"
+        "    at tests/parallel_state/simulated/test_reports.py:"
+    ) in text
+    assert "    waits for rank 6 (tp=0 dp=1 pp=1), which has ended\n        and has not called any collective" in text
+
+
+def test_a_cycle_is_named_as_the_cause() -> None:
+    def send_first() -> None:
+        dist.send(torch.zeros(1), 1 - dist.get_rank())
+        dist.recv(torch.zeros(1), 1 - dist.get_rank())
+
+    error = report(Deadlock, 2, send_first)
+    assert str(error).startswith("ranks wait for each other: 0 -> 1 -> 0\n")
+    assert set(error.ranks) == {0, 1}
+
+
+def test_ranks_with_the_same_story_are_one_entry() -> None:
+    error = report(Deadlock, 64, lambda: None if rank_in(9) else dist.barrier())
+    assert str(error).count("barrier()") == 1
+    assert "ranks [0, 1, 2, 3, ..., 63] (63 ranks): barrier()" in str(error)
+
+
+def test_polling_for_ever_is_a_deadlock() -> None:
+    def poll() -> None:
+        if rank_in(0):
+            work = dist.irecv(torch.zeros(1), 1)
+            while not work.is_completed():
+                pass
+
+    assert report(Deadlock, 2, poll).ranks == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda odd: dist.all_reduce(torch.zeros(7 if odd else 8)), "different shapes"),
+        (lambda odd: dist.all_reduce(torch.zeros(8, dtype=torch.float64 if odd else None)), "different dtypes"),
+        (
+            lambda odd: dist.all_reduce(torch.zeros(8), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+            "different reductions or roots",
+        ),
+        (lambda odd: dist.broadcast(torch.zeros(8), src=int(odd)), "different reductions or roots"),
+        (
+            lambda odd: dist.barrier() if odd else dist.all_reduce(torch.zeros(8)),
+            "different operations",
+        ),
+        (
+            lambda odd: dist.all_to_all_single(
+                torch.zeros(4), torch.zeros(4), [1, 1, 1, 1], [1, 1, 2, 0] if odd else [1, 1, 1, 1]
+            ),
+            "different splits",
+        ),
+        (
+            lambda odd: dist.all_gather_into_tensor(torch.zeros(9 if odd else 8), torch.zeros(2)),
+            "the tensors of one call do not fit together",
+        ),
+    ],
+)
+def test_a_mismatch_is_an_error_at_the_call_with_both_sides(call: Callable[[bool], Any], reason: str) -> None:
+    error = report(CollectiveMismatch, 4, lambda: call(rank_in(2)))
+    assert str(error).startswith(reason)
+    assert "rank 2: " in str(error)
+    assert 2 in error.ranks
+    assert f"at {os.path.relpath(__file__)}:" in str(error)
+
+
+def test_new_groups_in_another_order_are_reported() -> None:
+    def create() -> None:
+        for ranks in ([2, 3], [0, 1]) if rank_in(2) else ([0, 1], [2, 3]):
+            dist.new_group(ranks)
+
+    error = report(CollectiveMismatch, 4, create)
+    assert "different ranks" in str(error)
+    assert "rank 2: new_group([2, 3])" in str(error)
+
+
+def test_a_new_group_that_one_rank_does_not_call_is_reported() -> None:
+    error = report(UnfinishedCalls, 4, lambda: None if rank_in(3) else dist.new_group([0, 1]))
+    assert error.ranks == (3, 0)
+    assert str(error).startswith("rank 3 called new_group 1 times, and rank 0 2 times")
+
+
+def test_a_group_that_the_missing_rank_has_not_created_is_named_in_a_deadlock() -> None:
+    error = report(Deadlock, 2, lambda: None if rank_in(1) else dist.barrier(dist.new_group([0, 1])))
+    assert "and has not created this group (rank 0 did at" in str(error)
+
+
+def test_a_collective_of_a_non_member_is_reported() -> None:
+    def compute() -> None:
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.zeros(1), group=group)
+
+    error = report(NonMemberError, 3, compute)
+    assert error.ranks == (2,)
+    assert "rank 2 calls all_reduce on a group that it is not a member of" in str(error)
+
+
+def test_the_group_object_of_another_rank_is_rejected() -> None:
+    groups: dict[int, Any] = {}
+
+    def compute() -> None:
+        groups[dist.get_rank()] = dist.group.WORLD
+        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1), group=groups[0])
+
+    assert "with a group object of rank 0" in str(report(NonMemberError, 2, compute))
+
+
+def test_a_call_that_others_did_not_make_is_reported_at_the_end() -> None:
+    def compute() -> None:
+        if not rank_in(1):
+            dist.all_reduce(torch.zeros(1), async_op=True)
+
+    error = report(UnfinishedCalls, 3, compute)
+    assert error.ranks == (1, 0)
+    assert str(error).startswith("all ranks have ended, and rank 1 did not make a call that others made")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tensor_that_changes_before_the_wait_is_reported_in_every_order(seed: int) -> None:
+    def compute() -> None:
+        gradient = torch.ones(3)
+        work = dist.all_reduce(gradient, async_op=True)
+        gradient.div_(2)
+        work.wait()
+
+    assert "all_reduce(float32[3], op=SUM)" in str(report(AsyncAccessError, 3, compute, schedule="random", seed=seed))
+    run_ranks(3, compute, check_async=False)
+
+
+def test_values_that_must_agree_and_do_not_are_reported() -> None:
+    def parameters() -> None:
+        require_equal({"bias": torch.zeros(2), "weight": torch.full((2,), float(rank_in(2)))}, what="parameters")
+
+    error = report(Disagreement, 3, parameters)
+    assert str(error).startswith("parameters 'weight' differ; equal on ranks [0, 1] only")
+    assert error.ranks == (0, 2)
+
+    def random_states() -> None:
+        require_different(torch.tensor([0.0, 1.0, 0.0])[dist.get_rank()], what="seeds")
+
+    assert str(report(Disagreement, 3, random_states)).startswith("seeds are equal, and must differ")
+    run_ranks(3, lambda: require_equal(torch.ones(2) * torch.nan))
+    run_ranks(3, lambda: require_different(torch.tensor(dist.get_rank())))
+
+
+def test_an_exception_is_that_ranks_own_with_the_positions_of_the_others() -> None:
+    def compute() -> None:
+        if rank_in(1):
+            raise ValueError("loss is nan")
+        dist.all_reduce(torch.zeros(2))
+
+    with pytest.raises(ValueError, match="loss is nan") as caught:
+        run_ranks(3, compute)
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised on rank 1; then:")
+    assert "rank 0: all_reduce(float32[2], op=SUM)" in note
+
+
+def test_an_error_ends_the_ranks_even_if_the_program_catches_it() -> None:
+    def compute() -> None:
+        try:
+            dist.all_reduce(torch.zeros(2 + dist.get_rank()))
+        except SimulationError:
+            dist.barrier()
+
+    report(CollectiveMismatch, 2, compute)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_communicates_is_rejected() -> None:
+    def compute() -> None:
+        group = dist.group.WORLD
+        thread = threading.Thread(target=lambda: dist.all_reduce(torch.zeros(1), group=group), name="prefetch")
+        thread.start()
+        thread.join()
+
+    assert "all_reduce in the thread 'prefetch'" in str(report(UnsupportedError, 2, compute))
+
+
+def test_fork_is_rejected() -> None:
+    assert "rank 0 forks this process" in str(report(UnsupportedError, 2, lambda: os.fork()))
+
+
+def test_tensors_of_other_devices_are_rejected() -> None:
+    error = report(UnsupportedError, 2, lambda: dist.all_reduce(torch.zeros(1, device="meta")))
+    assert "all_reduce of a tensor on meta" in str(error)
+
+
+def test_a_layout_that_megatron_cannot_have_is_rejected() -> None:
+    with pytest.raises(LayoutError):
+        run_ranks(ParallelLayout(4, extra={"custom": 2}), lambda: None)
+
+
+def test_keyboard_interrupt_ends_all_ranks() -> None:
+    def compute() -> None:
+        if rank_in(1):
+            signal.raise_signal(signal.SIGINT)
+        dist.barrier()
+        while True:
+            dist.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(3, compute)
+
+
+def test_a_race_is_a_seed_that_fails_every_time() -> None:
+    def outcome(seed: int) -> list[int]:
+        finished: list[int] = []
+
+        def compute(shared: Any) -> None:
+            dist.barrier()
+            finished.append(dist.get_rank())
+
+        run_ranks(4, compute, None, schedule="random", seed=seed)
+        return finished
+
+    assert outcome(1) == outcome(1)
+    assert len({tuple(outcome(seed)) for seed in (1, 2, 3)}) > 1

@@ -1,0 +1,101 @@
+"""What each simulated rank has to itself, and the trace of what ranks communicate."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_state.errors import ParallelStateError
+from parallel_state.layout import ParallelLayout
+from parallel_state.simulated import CommunicationTrace, Simulation, run_ranks
+
+LAYOUT = ParallelLayout(8, tp=2, pp=2)
+
+
+def mpu() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state
+
+
+def test_random_states_variables_device_and_directory_are_each_ranks_own(tmp_path: Any) -> None:
+    def compute() -> tuple[Any, ...]:
+        rank = dist.get_rank()
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(rank)
+        os.environ["OWN"] = str(rank)
+        os.chdir(tmp_path) if rank else None
+        torch.set_default_dtype(torch.float64 if rank else torch.float32)
+        if rank:
+            torch.set_default_device("meta")
+        dist.barrier()
+        drawn = random.random(), float(np.random.rand()), float(torch.rand((), device="cpu", dtype=torch.float32))
+        here = os.environ["OWN"], os.environ["RANK"], os.getcwd() == str(tmp_path)
+        return drawn, here, torch.get_default_dtype(), torch.empty(1).device.type
+
+    found = run_ranks(2, compute)
+    for rank, (drawn, here, dtype, device) in enumerate(found):
+        random.seed(rank)
+        expected = random.random(), float(np.random.RandomState(rank).rand())
+        assert drawn == (*expected, float(torch.rand((), generator=torch.Generator().manual_seed(rank))))
+        assert here == (str(rank), str(rank), rank == 1)
+        assert (dtype, device) == ((torch.float32, "cpu"), (torch.float64, "meta"))[rank]
+    assert "OWN" not in os.environ
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_megatron_has_the_groups_of_the_layout_on_every_rank() -> None:
+    def coordinates() -> tuple[int, int, int]:
+        return (
+            mpu().get_tensor_model_parallel_rank(),
+            mpu().get_data_parallel_rank(),
+            mpu().get_pipeline_model_parallel_rank(),
+        )
+
+    found = run_ranks(LAYOUT, coordinates)
+    assert found == [(tp, dp, pp) for pp in range(2) for dp in range(2) for tp in range(2)]
+
+
+def test_ranks_keep_their_state_between_runs() -> None:
+    simulation = Simulation(2)
+
+    def initialize(rank: int) -> None:
+        dist.init_process_group("gloo")
+        os.environ["OWN"] = str(rank)
+
+    def total() -> tuple[str, float]:
+        dist.all_reduce(value := torch.ones(()))
+        return os.environ["OWN"], float(value)
+
+    simulation.run({0: lambda: initialize(0), 1: lambda: initialize(1)})
+    assert simulation.run({0: total, 1: total}) == {0: ("0", 2.0), 1: ("1", 2.0)}
+    simulation.close()
+
+
+def test_a_trace_has_every_transfer_by_axis_operation_bytes_and_line() -> None:
+    def layer() -> None:
+        dist.all_reduce(torch.zeros(4), group=mpu().get_tensor_model_parallel_group())
+        dist.all_reduce(torch.zeros(3, dtype=torch.bfloat16), group=mpu().get_data_parallel_group())
+        dist.all_reduce(torch.zeros(2), group=mpu().get_model_parallel_group())
+
+    trace = CommunicationTrace()
+    run_ranks(LAYOUT, layer, trace=trace)
+    assert len(trace) == 24
+    (one,) = trace.select(operation="all_reduce", axis="tp", rank=5)
+    assert (one.nbytes, one.members, one.group) == (16, (4, 5), "TENSOR_MODEL_PARALLEL_GROUP")
+    assert one.line.startswith("tests/parallel_state/simulated/test_state_and_trace.py:")
+    assert one.line.endswith(" in layer")
+    assert trace.select(axis="dp").nbytes == 8 * 6
+    assert len(trace.select(axis="tp-pp")) == 8
+    assert "tp          all_reduce                     8           128" in trace.table()
+
+
+def test_schedules_are_checked() -> None:
+    with pytest.raises(ParallelStateError, match="or 'random' with one"):
+        run_ranks(2, dist.barrier, schedule="random")

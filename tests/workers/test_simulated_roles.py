@@ -1,0 +1,55 @@
+"""Actor and critic on simulated ranks: the same as one process, checkpoints included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.testing import SimulatedGroupMaker
+from parallel_state.layout import ParallelLayout
+from parallel_state.simulated import run_ranks
+from tests.workers import parity
+from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, experience, prompts
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, load_config
+
+BASE = {"model": MODEL, "optim": OPTIM, "ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2, "ppo_epochs": 1}
+ROLLOUT = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
+
+
+def test_a_group_samples_and_trains_as_one_process_and_restores_a_checkpoint(
+    simulated_group: SimulatedGroupMaker, tmp_path: Path
+) -> None:
+    def computed(ranks: int, **axes: int) -> tuple[torch.Tensor, ...]:
+        config = load_config(ActorConfig, BASE | {"parallel": axes, "rollout": ROLLOUT}, {})
+        group: Any = simulated_group(ActorRolloutRefWorker, ParallelLayout(ranks, **axes), config, "actor_rollout_ref")
+        group.init_model()
+        batch = experience(16)
+        sampled = group.generate_sequences(prompts(16, SAMPLED)).batch["responses"]
+        group.update_actor(batch)
+        group.save_checkpoint(str(tmp_path / str(ranks)), 1)
+        trained = group.compute_log_prob(batch).batch["old_log_probs"]
+        group.update_actor(batch)
+        group.load_checkpoint(str(tmp_path / str(ranks)))
+        restored = group.compute_log_prob(batch).batch["old_log_probs"]
+        assert torch.equal(trained, restored)
+        return sampled, trained
+
+    (sampled, trained), (expected, expected_trained) = computed(8, tp=2, pp=2), computed(1)
+    assert torch.equal(sampled, expected)
+    torch.testing.assert_close(trained, expected_trained, rtol=0, atol=1e-5)
+
+
+@pytest.mark.processes
+def test_layouts_have_the_bits_of_forked_gloo_ranks() -> None:
+    for name in (
+        "TP2 x PP2 x DP2",
+        "PP2 x DP2, distributed optimizer with overlap",
+        "TP2 x PP2 x EP2 with SP, router losses",
+    ):
+        layout = parity.LAYOUTS[name]
+        simulated = run_ranks(layout.ranks, parity.computed, layout, "float32")
+        torch.testing.assert_close(simulated, parity.of_every_rank(name, "float32"), rtol=0, atol=0, msg=name)
