@@ -22,6 +22,7 @@ __all__ = [
     "JsonlTracker",
     "MlflowTracker",
     "Run",
+    "Samples",
     "TensorBoardTracker",
     "Tracker",
     "TrackioTracker",
@@ -53,15 +54,24 @@ class Run:
         return path.read_text(encoding="utf-8")
 
 
+Samples = Sequence[Mapping[str, Any]]
+"""Rows of a table, as mappings of texts and numbers by column."""
+
+
 class Tracker(Protocol):
     """A destination of metrics."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step, by names such as ``train/score``."""
 
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Record a table of samples of a step: all of them have the same columns, such as ``prompt`` and ``score``."""
+
     def close(self) -> None:
         """Flush and release resources."""
 
+
+_PRINTED_SAMPLES = 2
 
 TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")
 """Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
@@ -78,15 +88,25 @@ class JsonlTracker:
         path = run.directory / "metrics.jsonl"
         if run.resumed_at is not None and path.is_file():
             _remove_later_steps(path, run.resumed_at)
+        samples = run.directory / "samples.jsonl"
+        if run.resumed_at is not None and samples.is_file():
+            _remove_later_steps(samples, run.resumed_at)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._samples = samples.open("a", encoding="utf-8", buffering=1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
 
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Append a line for each sample to ``samples.jsonl``."""
+        for sample in samples:
+            self._samples.write(json.dumps({"step": step, **sample}, default=str) + "\n")
+
     def close(self) -> None:
         """Flush and release resources."""
         self._file.close()
+        self._samples.close()
 
 
 @TRACKERS.register("tensorboard")
@@ -103,6 +123,13 @@ class TensorBoardTracker:
         """Record metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Record a table as text."""
+        columns, rows = _table(samples)
+        lines = [columns, ["---"] * len(columns), *([str(cell) for cell in row] for row in rows)]
+        cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
 
     def close(self) -> None:
         """Flush and release resources."""
@@ -122,6 +149,13 @@ class ConsoleTracker:
         sys.stdout.write(f"{self._name} step {step}: {values}\n")
         sys.stdout.flush()
 
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Print the first samples, a line for each."""
+        for sample in samples[:_PRINTED_SAMPLES]:
+            values = " ".join(f"{name}={value!r}" for name, value in sample.items())
+            sys.stdout.write(f"{self._name} step {step} sample: {values}\n")
+        sys.stdout.flush()
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -132,6 +166,7 @@ class WandbTracker:
 
     def __init__(self, run: Run) -> None:
         wandb = _import_extra("wandb", "wandb")
+        self._wandb = wandb
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -144,6 +179,11 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""
         self._run.log({**metrics, "step": step})
+
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Record a table."""
+        columns, rows = _table(samples)
+        self._run.log({"samples": self._wandb.Table(columns=columns, data=rows), "step": step})
 
     def close(self) -> None:
         """Flush and release resources."""
@@ -162,6 +202,11 @@ class TrackioTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""
         self._trackio.log(dict(metrics), step=step)
+
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Record a table."""
+        frame = _import_extra("pandas", "trackio").DataFrame(list(samples))
+        self._trackio.log({"samples": self._trackio.Table(dataframe=frame)}, step=step)
 
     def close(self) -> None:
         """Flush and release resources."""
@@ -188,6 +233,12 @@ class MlflowTracker:
         """Record metrics of a step."""
         self._mlflow.log_metrics(dict(metrics), step=step)
 
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Record a table as ``samples/step_<step>.json``."""
+        columns, rows = _table(samples)
+        data = {name: [row[index] for row in rows] for index, name in enumerate(columns)}
+        self._mlflow.log_table(data, f"samples/step_{step}.json")
+
     def close(self) -> None:
         """Flush and release resources."""
         self._mlflow.end_run()
@@ -202,6 +253,12 @@ def make_trackers(names: Iterable[str], run: Run) -> Sequence[Tracker]:
     chosen = [TRACKERS.get_or_raise(name) for name in names]
     run.directory.mkdir(parents=True, exist_ok=True)
     return [tracker(run) for tracker in chosen]
+
+
+def _table(samples: Samples) -> tuple[list[str], list[list[Any]]]:
+    """Return the names of the columns, and the rows."""
+    columns = list(samples[0])
+    return columns, [[sample.get(name) for name in columns] for sample in samples]
 
 
 def _import_extra(module: str, extra: str) -> ModuleType:

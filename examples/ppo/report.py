@@ -1,4 +1,4 @@
-"""Report of a run: curves as a picture, accuracy, and a table of the time of each stage."""
+"""Report of a run: curves as a picture, and the held-out accuracy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 from rich.console import Console
-from rich.table import Table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -19,20 +18,19 @@ __all__ = ["accuracy_before_and_after", "read_metrics", "write_report"]
 Record = Mapping[str, float]
 
 
-def write_report(directory: Path, stages: Mapping[str, float], wall: float, console: Console) -> None:
-    """Write ``curves.png`` and ``summary.json`` into the run's directory, and print a summary."""
+def write_report(directory: Path, console: Console) -> None:
+    """Write ``curves.png`` into the run's directory, add the accuracy to ``summary.json``, and print it."""
     records = read_metrics(directory / "metrics.jsonl")
     draw_curves(records, directory / "curves.png")
     before, after = accuracy_before_and_after(records)
-    summary = {"accuracy_before": before, "accuracy_after": after, "wall_s": wall, "stages_s": dict(stages)}
-    (directory / "summary.json").write_text(json.dumps(summary, indent=1))
-    console.print(stage_table(stages, wall))
+    path = directory / "summary.json"
+    summary = {"accuracy_before": before, "accuracy_after": after, **json.loads(path.read_text())}
+    path.write_text(json.dumps(summary, indent=1))
     console.print(
         f"held-out accuracy, greedy: [bold]{before:.3f}[/bold] before PPO, [bold]{after:.3f}[/bold] after it "
-        f"({after - before:+.3f}) in {wall:.0f} s",
+        f"({after - before:+.3f}) in {summary['wall_s']:.0f} s",
         highlight=False,
     )
-    console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -44,15 +42,6 @@ def accuracy_before_and_after(records: Sequence[Record]) -> tuple[float, float]:
     """Return the held-out accuracy of the first and of the last record that has one."""
     measured = [record["held_out/accuracy"] for record in records if "held_out/accuracy" in record]
     return measured[0], measured[-1]
-
-
-def stage_table(stages: Mapping[str, float], wall: float) -> Table:
-    """Return a table of the seconds and share of every stage, the longest first; the rest is "other"."""
-    table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
-    rows = sorted(stages.items(), key=lambda row: -row[1])
-    for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
-        table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
-    return table
 
 
 def draw_curves(records: Sequence[Record], path: Path) -> None:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
 
 __all__ = ["CharTokenizer"]
 
@@ -42,6 +43,9 @@ class CharTokenizer:
         texts = [question.removeprefix(instruction) for question in questions] + list(answers)
         return cls(instruction, sorted({piece for text in texts for piece in PIECE.findall(text)}))
 
+    def render(self, messages: Sequence[Message]) -> str:
+        raise ConfigError("CharTokenizer has no chat template: use prompts that are texts", key="data.chat_template")
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
@@ -71,11 +75,19 @@ class CharTokenizer:
             texts.append(self._texts[index] if len(SPECIAL) <= index < self.vocab_size else UNKNOWN)
         return "".join(texts)
 
-    def save(self, path: Path) -> None:
-        """Write the vocabulary as JSON."""
-        path.write_text(json.dumps({"instruction": self.instruction, "pieces": self.pieces}, indent=1))
+    def save(self, directory: Path) -> None:
+        """Write the vocabulary as JSON into ``tokenizer.json``."""
+        text = json.dumps({"instruction": self.instruction, "pieces": self.pieces}, indent=1)
+        (directory / "tokenizer.json").write_text(text)
 
     @classmethod
-    def load(cls, path: Path) -> CharTokenizer:
+    def load(cls, directory: Path) -> CharTokenizer:
         """Return the tokenizer that ``save`` wrote."""
-        return cls(**json.loads(path.read_text()))
+        return cls(**json.loads((directory / "tokenizer.json").read_text()))
+
+
+@TOKENIZERS.register("characters")
+def characters(source: TokenizerSource) -> CharTokenizer:
+    """Return the tokenizer of all prompts and answers of the run."""
+    prompts, answers = source.texts()
+    return CharTokenizer.of(list(prompts), answers)

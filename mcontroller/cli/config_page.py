@@ -11,7 +11,7 @@ __all__ = ["config_page"]
 
 HEAD = """# Configuration
 
-<!-- Generated: python -m mcontroller help --markdown --config examples.ppo.config:Config > docs/configuration.md -->
+<!-- Generated: python -m mcontroller help --markdown > docs/configuration.md -->
 
 Every field of every configuration: its type, default, unit and meaning. `python -m mcontroller help KEY` prints the
 same for one key. A key is the path of fields to a value, joined by dots: `actor_rollout_ref.optim.lr=1e-6` on a command

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["nested_config", "strict_fields", "unknown_field"]
+__all__ = ["mapped_config", "nested_config", "strict_fields", "unknown_field"]
 
 C = TypeVar("C")
 
@@ -89,7 +90,17 @@ def unknown_field(cls: type, key: str, prefix: str = "") -> ConfigError:
 def nested_config(cls: type, name: str) -> type | None:
     """Return the dataclass that is the type of the field ``name``, optional or not; None for other types."""
     hint = _hints(cls)[name]
-    options = typing.get_args(hint) or (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return _dataclass_among(typing.get_args(hint) if is_union else (hint,))
+
+
+def mapped_config(cls: type, name: str) -> type | None:
+    """Return the dataclass of the values of the field ``name`` if it is a mapping of names to dataclasses, or None."""
+    hint = _hints(cls)[name]
+    return _dataclass_among(typing.get_args(hint)[1:]) if typing.get_origin(hint) is dict else None
+
+
+def _dataclass_among(options: Iterable[Any]) -> type | None:
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,10 +13,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mcontroller.config.fields import nested_config, unknown_field
-from mcontroller.errors import ConfigError
+from mcontroller.config.fields import mapped_config, nested_config, unknown_field
+from mcontroller.config.problems import Problems
+from mcontroller.errors import ConfigError, MControllerError
 
-__all__ = ["load_config"]
+__all__ = ["load_config", "read_yaml"]
 
 C = TypeVar("C")
 
@@ -34,16 +36,54 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
 
     Raises:
         ConfigError: a key that ``cls`` does not have (the message contains close matches), a value of another type,
-            or a field without a default and without a value; ``key`` is its dotted name.
+            or a field without a default and without a value; ``key`` is its dotted name. Several errors are reported
+            together, a line for each.
 
     Example:
         >>> load_config(ActorConfig, "actor.yaml", overrides=["optim.lr=1e-6"])
     """
+    problems = Problems()
     layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
     for layer in layers:
         values = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
-        for owner, name, prefix in _unknown_keys(cls, values, ""):
-            raise unknown_field(owner, name, prefix)
+        for owner, name, prefix in list(_unknown_keys(cls, values, "")):
+            problems.errors.append(unknown_field(owner, name, prefix))
+            _remove(layer, f"{prefix}{name}")
+    while (config := problems.attempt(lambda: _built(cls, layers))) is None:
+        before = [OmegaConf.create(layer) for layer in layers]
+        if not _without_value(layers, str(getattr(problems.errors[-1], "key", ""))) or _lacks_values(cls, layers):
+            problems.errors += _errors_of_sections(cls, before)
+            break
+    problems.raise_any()
+    assert config is not None
+    return config
+
+
+def _lacks_values(cls: type[Any], layers: Sequence[DictConfig]) -> bool:
+    """Return whether a value that was removed has no default."""
+    error = Problems()
+    error.attempt(lambda: _built(cls, layers))
+    return any(hasattr(each, "keys") or hasattr(each, "missing") for each in error.errors)
+
+
+def _errors_of_sections(cls: type[Any], layers: Sequence[DictConfig]) -> list[MControllerError]:
+    """Return the first error of each section, for a configuration that cannot be built as a whole."""
+    problems = Problems()
+    whole = typing.cast(DictConfig, OmegaConf.merge(*layers))
+    for item in dataclasses.fields(cls):
+        nested = nested_config(cls, item.name)
+        if nested is not None and isinstance(OmegaConf.select(whole, item.name), DictConfig):
+            problems.attempt(partial(_built, nested, [_resolved(whole[item.name])]))
+    return problems.errors
+
+
+def _resolved(section: DictConfig) -> DictConfig:
+    """Return a copy of a section whose values do not refer to other sections."""
+    return typing.cast(DictConfig, OmegaConf.create(OmegaConf.to_container(section, resolve=True)))
+
+
+def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
+    """Return the instance of ``cls`` with the values of all layers, whose keys are fields."""
     try:
         config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
         if found := _found_fields(cls, config, ""):
@@ -57,15 +97,57 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
         raise ConfigError(f"{cls.__name__}: {key}: {reason}", key=key, value=error.value) from error
 
 
+def _without_value(layers: Sequence[DictConfig], key: str) -> bool:
+    """Remove the values of a rejected key from the layers, so that further errors are found; False if there are none.
+
+    The key of a check may lack the first parts of the dotted name.
+    """
+    removed = False
+    for layer in layers:
+        for name in _leaves(typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False)), ""):
+            if key and (name == key or name.endswith(f".{key}")):
+                _remove(layer, name)
+                removed = True
+    return removed
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _remove(layer: DictConfig, key: str) -> None:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(layer, parent) if parent else layer
+    if isinstance(node, DictConfig) and name in node:
+        del node[name]
+
+
 def _layer(source: Any) -> DictConfig:
     if isinstance(source, str | Path):
-        path = Path(source)
-        if not path.is_file():
-            raise ConfigError(f"configuration file {str(path)!r} does not exist", key=str(path), value=None)
-        loaded = _read_yaml(path.read_bytes(), f"the configuration file {str(path)!r}", str(path))
-    else:
-        is_instance = dataclasses.is_dataclass(source) and not isinstance(source, type)
-        loaded = OmegaConf.create(dataclasses.asdict(source) if is_instance else source)
+        return read_yaml(source)
+    is_instance = dataclasses.is_dataclass(source) and not isinstance(source, type)
+    loaded = OmegaConf.create(dataclasses.asdict(source) if is_instance else source)
+    return _mapping(loaded, source)
+
+
+def read_yaml(path: str | Path) -> DictConfig:
+    """Return the content of a YAML file, whose values can refer to each other.
+
+    Raises:
+        ConfigError: there is no such file, or it is not YAML or not a mapping; with the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"configuration file {str(path)!r} does not exist", key=str(path), value=None)
+    loaded = _parsed(path.read_bytes(), f"the configuration file {str(path)!r}", str(path))
+    return _mapping(loaded, path)
+
+
+def _mapping(loaded: Any, source: Any) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"expected a mapping of keys to values; {source!r} contains a list", key="", value=source)
     return loaded
@@ -84,7 +166,7 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
         ) from error
 
 
-def _read_yaml(content: bytes, what: str, key: str) -> Any:
+def _parsed(content: bytes, what: str, key: str) -> Any:
     """Parse YAML, with its errors, and those of the values that it makes, as errors of this project."""
     try:
         text = content.decode()
@@ -121,3 +203,7 @@ def _unknown_keys(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Ite
             yield cls, key, prefix
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
             yield from _unknown_keys(nested, value, f"{prefix}{key}.")
+        elif (mapped := mapped_config(cls, key)) is not None and isinstance(value, Mapping):
+            for name, each in value.items():
+                if isinstance(each, Mapping):
+                    yield from _unknown_keys(mapped, each, f"{prefix}{key}.{name}.")

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import collate as collate
+    from mcontroller.ppo.datasets.config import DatasetConfig as DatasetConfig
+    from mcontroller.ppo.datasets.config import ProblemsConfig as ProblemsConfig
+    from mcontroller.ppo.datasets.loading import load_records as load_records
+    from mcontroller.ppo.datasets.prompts import Demonstrations as Demonstrations
+    from mcontroller.ppo.datasets.prompts import PromptRows as PromptRows
+    from mcontroller.ppo.datasets.records import DATASET_SOURCES as DATASET_SOURCES
+    from mcontroller.ppo.datasets.records import Records as Records
+    from mcontroller.ppo.datasets.tokenizers import TOKENIZERS as TOKENIZERS
+    from mcontroller.ppo.datasets.tokenizers import TokenizerSource as TokenizerSource
     from mcontroller.ppo.display import Display as Display
     from mcontroller.ppo.estimators.gae import GAEOptions as GAEOptions
     from mcontroller.ppo.estimators.gae import compute_gae as compute_gae
@@ -49,6 +58,9 @@ if TYPE_CHECKING:
     from mcontroller.ppo.rewards import rule_only as rule_only
     from mcontroller.ppo.rewards import sum_of_rewards as sum_of_rewards
     from mcontroller.ppo.rewards import weighted_sum as weighted_sum
+    from mcontroller.ppo.scoring.config import RewardFunctionConfig as RewardFunctionConfig
+    from mcontroller.ppo.scoring.config import RewardsConfig as RewardsConfig
+    from mcontroller.ppo.scoring.reward import FunctionRewards as FunctionRewards
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
 else:

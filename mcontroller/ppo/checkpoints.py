@@ -15,16 +15,17 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from mcontroller.errors import DataError, MControllerError
 from mcontroller.files import sync_directory
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.devices import SharedDevices
-from mcontroller.ppo.run_record import RECORD, RunRecord, SavedStep, read_record, write_record
+from mcontroller.ppo.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
 
-__all__ = ["RunCheckpoints", "RunState", "load_run"]
+__all__ = ["RunCheckpoints", "RunState", "Stateful", "load_run"]
 
 _STAGED = ".saving-"
 _logger = logging.getLogger(__name__)
@@ -41,6 +42,18 @@ class RunState:
 
     global_steps: int
     kl_coef: float
+    program: Mapping[str, Any] = field(default_factory=dict)
+    """The state of the program that runs the trainer, as JSON."""
+
+
+class Stateful(Protocol):
+    """An object of a program whose state belongs to a run, such as its own data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, of values that JSON can represent."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Continue from a state."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,7 @@ class RunCheckpoints:
         kept = earlier if self.max_to_keep is None else earlier[: self.max_to_keep - 1]
         needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
         record = RunRecord(
-            last=SavedStep(state.global_steps, state.kl_coef, places),
+            last=SavedStep(state.global_steps, state.kl_coef, places, checked_program(state.program)),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
             obsolete=tuple(
@@ -238,7 +251,7 @@ def load_run(directory: str, groups: Mapping[str, WorkerGroup], devices: SharedD
             for name, group in groups.items():
                 devices.make_room(group.load_checkpoint)
                 group.load_checkpoint(paths[name])
-            return RunState(save.global_steps, save.kl_coef)
+            return RunState(save.global_steps, save.kl_coef, save.program)
         problems.append(f"step {save.global_steps}: {damage}")
         _logger.warning(
             "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 
-__all__ = ["BatchStream", "Dataset", "collate", "columns", "in_order"]
+__all__ = ["BatchStream", "Dataset", "check_rows", "collate", "columns", "in_order"]
 
 
 class Dataset(Protocol):
@@ -30,6 +30,23 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> DataProto:
     tensors = {name: torch.stack([row[name] for row in rows]) for name in first if isinstance(first[name], Tensor)}
     others = {name: [row[name] for row in rows] for name in first if name not in tensors}
     return DataProto.from_dict(tensors, others)
+
+
+def check_rows(**datasets: Dataset | None) -> None:
+    """Raise DataError if the first row of a data set, given by name, lacks the tensors that prompts need."""
+    expected = (
+        "expected a mapping with input_ids and attention_mask [prompt], such as a row of mcontroller.ppo.PromptRows"
+    )
+    for name, dataset in datasets.items():
+        if dataset is None or len(dataset) == 0:
+            continue
+        row: object = dataset[0]
+        if not isinstance(row, Mapping):
+            raise DataError(f"{name}: row 0 is {repr(row)[:60]} of type {type(row).__name__}; {expected}", row=0)
+        for column in ("input_ids", "attention_mask"):
+            if not isinstance(row.get(column), Tensor):
+                has = ", ".join(row) or "no columns"
+                raise DataError(f"{name}: row 0 has {has}, and no tensor {column!r}; {expected}", column=column)
 
 
 def columns(batch: DataProto, *names: str) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mcontroller.group import WorkerGroup
 
@@ -23,6 +24,9 @@ class Display:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step of the phase."""
+
+    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show samples of a finished step, each with its ``prompt``, ``response`` and ``score``."""
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of the held-out problems after ``step`` steps of PPO."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -21,6 +22,9 @@ WIDE = 100
 """Width in characters from which the bar shows the elapsed time too."""
 LINES_PER_PHASE = 8
 """Lines that replace the bar if the output is not a terminal."""
+SHOWN_SAMPLES = 2
+SHOWN_CHARACTERS = 100
+"""Longest part of a text that a line of a sample shows: its end."""
 SHOWN: Mapping[str, tuple[str, str]] = {
     "warm_up/loss": ("loss", ".3f"),
     "train/score": ("reward", ".3f"),
@@ -75,6 +79,12 @@ class ProgressDisplay(Display):
         if self._progress.disable and (task.completed % every == 0 or task.finished):
             line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {metrics_text(metrics)}"
             self.console.print(line, highlight=False)
+
+    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Print the first samples of a step."""
+        for sample in samples[:SHOWN_SAMPLES]:
+            texts = " -> ".join(_shortened(sample[name]) for name in ("prompt", "response"))
+            self.console.print(f"  {texts}  ({sample['score']:.3g})", markup=False, highlight=False, soft_wrap=True)
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of the held-out problems."""
@@ -132,3 +142,9 @@ def _coordinates_text(topology: Topology, rank: int) -> str:
         return ""
     coordinates = topology.coordinates(rank)
     return "  ".join(f"{axis} {coordinates[axis]}" for axis in _shown_axes(topology))
+
+
+def _shortened(text: str) -> str:
+    """Return the end of a text, on one line."""
+    line = repr(text)[1:-1]
+    return line if len(line) <= SHOWN_CHARACTERS else f"...{line[3 - SHOWN_CHARACTERS :]}"

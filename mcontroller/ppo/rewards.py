@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "RewardFunction",
     "RewardSources",
     "Scores",
+    "StartableReward",
     "joined",
     "outcome_scores",
     "rewarded",
@@ -39,10 +40,13 @@ class Reward:
         token_level_scores: float32 ``[rows, response]``; ``outcome_scores`` makes it from one score per response.
         columns: further values of every row, such as its ``accuracy``; their means and standard deviations are
             reported. NaN: the value does not apply to the row.
+        samples: what people look at: a mapping for each row with its ``prompt``, ``response`` and further texts and
+            numbers; empty if the function does not decode.
     """
 
     token_level_scores: Tensor
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 Scores = Reward | Tensor | Sequence[float | None]
@@ -63,6 +67,14 @@ class RewardFunction(Protocol):
             batch: the result of ``generate_sequences``, the non-tensor columns of the data set, and ``rm_scores``
                 ``[rows, response]`` if there is a reward model.
         """
+
+
+@runtime_checkable
+class StartableReward(Protocol):
+    """A reward function that can score a batch while the groups work on it."""
+
+    def start(self, batch: DataProto) -> None:
+        """Start to score a batch; the next call with it returns its scores. ``rm_scores`` are not in it yet."""
 
 
 CombineRewards = Callable[[Tensor, Tensor], Tensor]
@@ -122,8 +134,10 @@ def sum_of_rewards(
 def joined(rewards: Sequence[Reward]) -> Reward:
     """Return one Reward of the rows of several, with one score per row, ``[rows, 1]``: responses differ in width."""
     scores = torch.cat([reward.token_level_scores.sum(1, keepdim=True) for reward in rewards])
-    names = rewards[0].columns
-    return Reward(scores, {name: [value for reward in rewards for value in reward.columns[name]] for name in names})
+    names = dict.fromkeys(name for reward in rewards for name in reward.columns)
+    absent = [[math.nan] * len(reward.token_level_scores) for reward in rewards]
+    parts = list(zip(rewards, absent, strict=True))
+    return Reward(scores, {name: [each for one, nan in parts for each in one.columns.get(name, nan)] for name in names})
 
 
 class RewardSources:
@@ -159,6 +173,11 @@ class RewardSources:
         self.held_out = val_reward_fn or reward_fn
         self.combine = combine
 
+    def start(self, batch: DataProto) -> None:
+        """Start to score a batch of responses to train on, if the reward function can."""
+        if isinstance(self.training, StartableReward):
+            self.training.start(batch)
+
     def of(self, batch: DataProto, *, held_out: bool = False) -> Reward:
         """Return the Reward of a batch.
 
@@ -180,7 +199,9 @@ class RewardSources:
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
         combined = self.combine(rule.token_level_scores, model)
-        return rewarded(lambda batch: Reward(combined, {**rule.columns, **sums}), batch, "combine_rewards")
+        return rewarded(
+            lambda batch: Reward(combined, {**rule.columns, **sums}, rule.samples), batch, "combine_rewards"
+        )
 
 
 APPLIES = "applies"

@@ -16,7 +16,7 @@ from typing import Any
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text
 
-__all__ = ["RECORD", "RunRecord", "SavedStep", "read_record", "write_record"]
+__all__ = ["RECORD", "RunRecord", "SavedStep", "checked_program", "read_record", "write_record"]
 
 RECORD = "trainer.json"
 
@@ -29,11 +29,13 @@ class SavedStep:
         global_steps: steps of PPO done.
         kl_coef: weight of the KL penalty.
         groups: the directory of each group's checkpoint, relative to that of the run.
+        program: the state of the program that runs the trainer, as JSON.
     """
 
     global_steps: int
     kl_coef: float
     groups: Mapping[str, str]
+    program: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,21 @@ class RunRecord:
             staged = directory / self.staged[group] / place.name
             return staged if staged.exists() else place
         return place
+
+
+def checked_program(program: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of the program if JSON can represent it.
+
+    Raises:
+        DataError: it cannot; with the key of the object whose state it is.
+    """
+    for key, value in program.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            text = f"the state_dict() of stateful[{key!r}] cannot be saved as JSON: {error}"
+            raise DataError(text, key=key) from error
+    return program
 
 
 def write_record(directory: Path, record: RunRecord) -> None:
@@ -108,7 +125,10 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
         raise _damaged(path, f"global_steps is {steps!r:.100}, expected a number of steps")
     if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not math.isfinite(kl_coef):
         raise _damaged(path, f"kl_coef is {kl_coef!r:.100}, expected a finite number")
-    return SavedStep(steps, float(kl_coef), _directories(path, "groups", content.get("groups")))
+    program = content.get("program", {})
+    if not isinstance(program, dict):
+        raise _damaged(path, f"program is {program!r:.100}, expected an object")
+    return SavedStep(steps, float(kl_coef), _directories(path, "groups", content.get("groups")), program)
 
 
 def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:

@@ -13,9 +13,9 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
-from mcontroller.ppo.checkpoints import RunCheckpoints, RunState, load_run
+from mcontroller.ppo.checkpoints import RunCheckpoints, RunState, Stateful, load_run
 from mcontroller.ppo.config import PPOConfig
-from mcontroller.ppo.data import BatchStream, Dataset, columns, in_order
+from mcontroller.ppo.data import BatchStream, Dataset, check_rows, columns, in_order
 from mcontroller.ppo.devices import SharedDevices
 from mcontroller.ppo.display import Display
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
@@ -34,13 +34,16 @@ from mcontroller.trackers import Tracker
 
 __all__ = ["RayPPOTrainer"]
 
+SAMPLES_PER_STEP = 16
+"""Rows of the table of samples that trackers log at every step."""
+
 
 class Tokenizer(Protocol):
     """The attributes of a tokenizer that the trainer reads."""
 
     @property
-    def eos_token_id(self) -> int:
-        """Token that ends a response."""
+    def eos_token_id(self) -> int | list[int]:
+        """Token that ends a response, or several."""
 
     @property
     def pad_token_id(self) -> int:
@@ -66,6 +69,8 @@ class RayPPOTrainer:
             ``loss_mask`` ``[seq]``.
         combine_rewards: makes one score of those of ``reward_fn`` and of the reward model, if there are both, such as
             ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
+        stateful: objects of your program by name, such as a data loader of your own: their ``state_dict()`` is saved
+            with every checkpoint, and passed to ``load_state_dict`` by a run that resumes.
         trackers: the trackers that log the metrics.
         display: shows the events of the run; by default nothing is shown.
 
@@ -93,6 +98,7 @@ class RayPPOTrainer:
         *,
         warm_up_dataset: Dataset | None = None,
         combine_rewards: CombineRewards | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
         trackers: Sequence[Tracker] = (),
         display: Display | None = None,
     ) -> None:
@@ -104,6 +110,7 @@ class RayPPOTrainer:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:
             read_record(Path(config.trainer.default_local_dir))
+        check_rows(train_dataset=train_dataset, val_dataset=val_dataset)
         self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
@@ -112,6 +119,7 @@ class RayPPOTrainer:
         self.ray_worker_group_cls = ray_worker_group_cls
         self.val_dataset = val_dataset
         self.warm_up_dataset = warm_up_dataset
+        self.stateful = dict(stateful or {})
         self.trackers = trackers
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
@@ -211,6 +219,7 @@ class RayPPOTrainer:
         problems.non_tensor_batch["uid"] = np.arange(len(problems)).astype(object)
         with stage("generate", self.actor.generate_sequences):
             batch, asked = self.generate(problems)
+        self.rewards.start(batch.union(asked))
         generation = mean_of_parts(batch) if "metrics" in batch.meta_info else {}
         with stage("old log-probs", self.actor.compute_log_prob):
             batch = batch.union(self.actor.compute_log_prob(batch))
@@ -233,6 +242,7 @@ class RayPPOTrainer:
         if self.global_steps >= self.config.trainer.critic_warmup:
             with stage("update actor", self.actor.update_actor):
                 metrics |= mean_of_parts(self.actor.update_actor(batch))
+        self.show_samples(reward)
         metrics |= generation | signal | mismatch | reward_metrics("train", reward)
         metrics |= experience_metrics(batch, self._stop_tokens())
         return metrics | self._timing(batch, time.perf_counter() - started) | stage.take_memory()
@@ -348,6 +358,14 @@ class RayPPOTrainer:
         for tracker in self.trackers:
             tracker.log(metrics, self.global_steps)
 
+    def show_samples(self, reward: Reward) -> None:
+        """Show decoded samples of this step, and log a table of them with every tracker."""
+        if not reward.samples:
+            return
+        self.display.samples(reward.samples)
+        for tracker in self.trackers:
+            tracker.log_samples(reward.samples[:SAMPLES_PER_STEP], self.global_steps + 1)
+
     def save_checkpoint(self, *, wait: bool = True) -> None:
         """Save the state of every trained role and of this trainer under ``trainer.default_local_dir``.
 
@@ -357,7 +375,9 @@ class RayPPOTrainer:
         """
         self._saved_at = time.monotonic()
         with self.stages("checkpoint"):
-            self.checkpoints.begin(self._trained_groups(), RunState(self.global_steps, self.kl_ctrl.value))
+            program = {name: each.state_dict() for name, each in self.stateful.items()}
+            state = RunState(self.global_steps, self.kl_ctrl.value, program)
+            self.checkpoints.begin(self._trained_groups(), state)
             if wait:
                 self.checkpoints.finish()
 
@@ -372,6 +392,9 @@ class RayPPOTrainer:
         self.checkpoints.recover(groups)
         self.global_steps = state.global_steps
         self.kl_ctrl.resume(state.kl_coef)
+        for name, each in self.stateful.items():
+            if name in state.program:
+                each.load_state_dict(state.program[name])
         return self.global_steps
 
     def _trained_groups(self) -> dict[str, WorkerGroup]:

@@ -7,27 +7,33 @@ import pytest
 import ray
 from rich.console import Console
 
-from examples.ppo.config import check_vocabulary, read_config
-from examples.ppo.main import main
-from mcontroller.errors import ConfigError
+from examples.ppo.main import CONFIG, main
+from workers.run.config import read_run_config
 
 
 def test_one_seed_and_one_model_reach_every_part():
-    config = read_config(["seed=7", "model.hidden_size=32"])
+    config = read_run_config(CONFIG, ["seed=7", "model.hidden_size=32"])
     seeds = [
-        config.problems.seed,
+        config.data.train.seed,
+        config.data.val.seed,
         config.data.seed,
         config.actor_rollout_ref.seed,
         config.actor_rollout_ref.rollout.seed,
     ]
-    assert seeds == [7] * 4 and config.critic.seed == 7
+    assert seeds == [7] * 5 and config.critic.seed == 7
     assert config.actor_rollout_ref.model == config.critic.model == config.model
     assert config.model.hidden_size == 32 and config.model.seed == 7
 
 
+def test_the_held_out_questions_come_before_those_to_train_on():
+    data = read_run_config(CONFIG, ["data.val.size=100"]).data
+    assert (data.val.skip, data.val.size, data.train.skip) == (0, 100, 100)
+    assert (data.val.task, data.val.options, data.val.seed) == (data.train.task, data.train.options, data.train.seed)
+
+
 @pytest.mark.parametrize(("layout", "bundles"), [(4, [4]), (8, [8])])
 def test_the_layout_switch_is_the_number_of_bundles_in_the_pool(layout, bundles):
-    config = read_config([f"layout={layout}"])
+    config = read_run_config(CONFIG, [f"layout={layout}"])
     assert config.pool.process_on_nodes == bundles and config.pool.max_colocate_count == 2
     assert (config.actor_rollout_ref.parallel.tp, config.actor_rollout_ref.parallel.pp) == (2, 2)
     assert (config.critic.parallel.tp, config.critic.parallel.pp) == (1, 1)
@@ -41,14 +47,14 @@ def test_the_layout_switch_is_the_number_of_bundles_in_the_pool(layout, bundles)
             "ConfigError: .*total_trainings_steps.*did you mean trainer.total_training_steps",
         ),
         ("layout=6", "LayoutError: actor_rollout_ref on a pool of 6 bundles: tp 2 x pp 2 x cp 1 = 4 does not divide"),
-        ("model.vocab_size=18", "ConfigError: .*vocab_size is 18; the tokenizer of chain_sum has 17 tokens"),
+        ("model.vocab_size=16", "ConfigError: .*vocab_size is 16; the tokenizer has 17 tokens"),
         (
             "algorithm.adv_estimator=gea",
             "ConfigError: algorithm.adv_estimator is 'gea', and .*did you mean gae.*registered are gae, grpo, rloo",
         ),
         ("trackers=[jsonlines]", "ConfigError: trackers is 'jsonlines', and there is no such tracker"),
-        ("data.train_batch_size=4000", "DataError: train_dataset has 3600 rows, less than one batch of 4000"),
-        ("problems.task=chain_sums", "ConfigError: reasoning-gym has no task 'chain_sums'"),
+        ("data.train_batch_size=4000", "DataError: data.train has 3600 rows, less than one batch of 4000"),
+        ("data.val.task=chain_sums", "ConfigError: reasoning-gym has no task 'chain_sums'"),
     ],
 )
 def test_bad_input_is_reported_before_any_process_starts(override, message, tmp_path):
@@ -58,14 +64,9 @@ def test_bad_input_is_reported_before_any_process_starts(override, message, tmp_
     assert re.search(message, out.getvalue()), out.getvalue()
 
 
-def test_a_vocabulary_of_another_size_is_rejected_with_the_fix():
-    with pytest.raises(ConfigError, match=r"set model.vocab_size=33"):
-        check_vocabulary(read_config(), 33)
-
-
 def test_a_run_does_not_overwrite_another_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     out = io.StringIO()
     assert main([f"run_dir={tmp_path}"], Console(file=out, width=400, color_system=None)) == 1
-    assert "contains a run already: set another one, or resume it with trainer.resume=true" in out.getvalue()
+    assert "contains a run already: set another one, or resume it with mcontroller resume" in out.getvalue()
     assert not ray.is_initialized()

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "problems.train_size=300",
-    "problems.held_out_size=32",
+    "data.train.size=300",
+    "data.val.size=32",
     "data.train_batch_size=64",
     "warm_up.steps=2",
     "warm_up.batch_size=64",

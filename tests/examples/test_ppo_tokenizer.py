@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from examples.ppo.gym import reasoning_gym
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import DataError
+from mcontroller.ppo.datasets.gym_package import import_reasoning_gym
 
 QUESTIONS = ["Add these: 12 + 3 =", "Add these: 7 - 45 =", "Add these: 80 + 96 ="]
 ANSWERS = ["15", "-38", "176"]
@@ -12,7 +12,7 @@ ANSWERS = ["15", "-38", "176"]
 
 @pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "basic_arithmetic", "gcd"])
 def test_texts_of_a_task_come_back_from_their_ids_unchanged(task):
-    entries = list(reasoning_gym.create_dataset(task, size=50, seed=1))
+    entries = list(import_reasoning_gym().create_dataset(task, size=50, seed=1))
     questions, answers = ([entry[part] for entry in entries] for part in ("question", "answer"))
     tokenizer = CharTokenizer.of(questions, answers)
     assert [tokenizer.decode(tokenizer.encode(text)) for text in questions + answers] == questions + answers
@@ -39,6 +39,6 @@ def test_a_text_with_something_unknown_is_rejected_with_its_name():
 
 def test_a_saved_vocabulary_has_the_same_ids(tmp_path):
     tokenizer = CharTokenizer.of(QUESTIONS, ANSWERS)
-    tokenizer.save(tmp_path / "tokenizer.json")
-    loaded = CharTokenizer.load(tmp_path / "tokenizer.json")
+    tokenizer.save(tmp_path)
+    loaded = CharTokenizer.load(tmp_path)
     assert [loaded.encode(text) for text in QUESTIONS] == [tokenizer.encode(text) for text in QUESTIONS]

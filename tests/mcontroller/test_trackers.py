@@ -39,6 +39,28 @@ def test_the_console_tracker_prints_a_line_a_step(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1] == "try step 2: train/score=0.5 actor/lr=0.002"
 
 
+SAMPLES = [{"prompt": "1 | 1\n=", "response": "2", "score": 1.0}, {"prompt": "2", "response": "?", "score": None}]
+
+
+def test_samples_are_a_table_in_the_run_directory_and_in_every_tracker(tmp_path, monkeypatch, capsys):
+    logged = []
+    wandb_run = SimpleNamespace(log=logged.append)
+    wandb = SimpleNamespace(init=lambda **given: wandb_run, Table=lambda columns, data: (columns, data))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for tracker in make_trackers(["jsonl", "tensorboard", "console", "wandb"], Run(tmp_path, name="try")):
+        tracker.log_samples(SAMPLES, 3)
+        if not hasattr(tracker, "_wandb"):
+            tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 3, **sample} for sample in SAMPLES]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("samples/text_summary")
+    assert event.step == 3 and b"| 1 \\| 1<br>= | 2 | 1.0 |" in event.tensor_proto.string_val[0]
+    assert capsys.readouterr().out.splitlines()[1] == "try step 3 sample: prompt='2' response='?' score=None"
+    columns, rows = logged[0]["samples"]
+    assert columns == ["prompt", "response", "score"] and rows[1] == ["2", "?", None] and logged[0]["step"] == 3
+
+
 def test_a_resumed_run_has_no_step_twice(tmp_path):
     lines = [{"step": 7, "warm_up/loss": 1.0}, {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}]
     text = "".join(json.dumps(line) + "\n" for line in lines)

@@ -5,7 +5,7 @@ import torch
 
 from mcontroller.errors import DataError
 from mcontroller.ppo import BatchStream, collate
-from mcontroller.ppo.data import in_order
+from mcontroller.ppo.data import check_rows, in_order
 
 
 def rows(count: int) -> list[dict]:
@@ -44,3 +44,17 @@ def test_a_data_set_of_less_than_a_batch_is_rejected_with_both_numbers():
 def test_in_order_yields_all_rows_once_and_the_rest_as_last_batch():
     assert [names(batch) for batch in in_order(rows(5), 2)] == [["row 0", "row 1"], ["row 2", "row 3"], ["row 4"]]
     assert [len(batch) for batch in in_order(rows(5))] == [5]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("a plain string", "val_dataset: row 0 is 'a plain string' of type str; expected a mapping with input_ids"),
+        ({"question": "1 + 1"}, "val_dataset: row 0 has question, and no tensor 'input_ids'"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "and no tensor 'input_ids'"),
+    ],
+)
+def test_rows_that_are_no_prompts_are_rejected_with_what_they_are(row, message):
+    prompt = {"input_ids": torch.tensor([1]), "attention_mask": torch.tensor([1])}
+    with pytest.raises(DataError, match=message):
+        check_rows(train_dataset=[prompt], val_dataset=[row])

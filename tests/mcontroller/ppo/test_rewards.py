@@ -9,7 +9,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import Reward, outcome_scores, rule_only, sum_of_rewards, weighted_sum
-from mcontroller.ppo.rewards import RewardSources, rewarded
+from mcontroller.ppo.rewards import RewardSources, joined, rewarded
 from mcontroller.ppo.summary import reward_metrics
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
@@ -52,6 +52,13 @@ def test_an_async_reward_function_is_awaited():
 def test_scores_that_do_not_fit_are_rejected_with_the_response(result, message):
     with pytest.raises(DataError, match=message):
         rewarded(lambda batch: result, BATCH)
+
+
+def test_a_column_that_a_batch_lacks_does_not_apply_to_its_rows():
+    whole = joined([Reward(torch.ones(2, 3), {"a": [1.0, 2.0]}), Reward(torch.ones(1, 2), {"b": [3.0]})])
+    assert whole.token_level_scores.tolist() == [[3.0], [3.0], [2.0]]
+    metrics = reward_metrics("held_out", whole)
+    assert (metrics["held_out/a"], metrics["held_out/b"]) == (1.5, 3.0)
 
 
 def test_several_rewards_are_added_with_weights_and_have_their_own_columns():

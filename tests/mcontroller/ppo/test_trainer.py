@@ -27,6 +27,7 @@ from tests.mcontroller.ppo.toy import (
     ToyActor,
     ToyCritic,
     demonstrations,
+    next_letter,
     problems,
     toy_config,
     toy_trainer,
@@ -154,6 +155,45 @@ def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
     torch.testing.assert_close(table(second), table(whole), rtol=0, atol=0)
     torch.testing.assert_close(table(second, "critic"), table(whole, "critic"), rtol=0, atol=0)
     assert second.kl_ctrl.value == whole.kl_ctrl.value != 0.1
+
+
+def test_the_state_of_a_program_is_saved_and_loaded_with_the_run(tmp_path):
+    class Loader:
+        position = 0
+
+        def state_dict(self):
+            return {"position": self.position}
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+
+    def with_loader(loader, **trainer):
+        config = toy_config(1, save_freq=0, default_local_dir=str(tmp_path), **trainer)
+        return started(toy_trainer(config, val_dataset=None, stateful={"loader": loader}))
+
+    first, second = Loader(), Loader()
+    first.position = 7
+    with_loader(first).fit()
+    with_loader(second, resume=True).fit()
+    assert second.position == 7
+    first.position = object()
+    with pytest.raises(DataError, match=r"the state_dict\(\) of stateful\['loader'\] cannot be saved as JSON"):
+        with_loader(first).save_checkpoint()
+
+
+def test_a_reward_that_can_start_early_starts_before_the_other_stages():
+    class Early:
+        def start(self, batch):
+            CALLS.append("reward starts")
+
+        def __call__(self, batch):
+            CALLS.append("reward")
+            return next_letter(batch)
+
+    with started(toy_trainer(toy_config(1), reward_fn=Early(), val_dataset=None)) as trainer:
+        trainer.fit()
+    stages = [call for call in CALLS if call in ("generate_sequences", "reward starts", "compute_log_prob", "reward")]
+    assert stages[:2] == ["generate_sequences", "reward starts"] and stages[-1] == "reward"
 
 
 def test_resuming_without_a_checkpoint_or_with_one_of_other_roles_is_rejected(tmp_path):

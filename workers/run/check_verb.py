@@ -1,8 +1,8 @@
-"""Check a configuration, and print its layouts and the estimated memory of each role; nothing is started.
+"""Check a configuration with its data, and print layouts, locality, resources and estimated memory; start nothing.
 
-examples: mcontroller check run.yaml --world-size 8
+examples: mcontroller check run.yaml
           mcontroller check actor.yaml --role actor_rollout_ref --world-size 8 optim.distributed_optimizer=true
-          mcontroller check examples/ppo/config.yaml --config examples.ppo.config:Config
+          mcontroller check run.yaml --world-size 8 --config my_program.config:Config
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from parallel_state.topology import Topology
 from workers.config import ActorConfig
 from workers.memory.estimate import Memory
 from workers.memory.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
+from workers.run.config import RunConfig, read_run_config
+from workers.run.parts import make_parts
+from workers.run.resources import locality_lines, resource_lines
 
 __all__ = ["add_arguments", "memory_table", "run"]
 
@@ -46,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     config, roles = _read(arguments)
     world_size = arguments.world_size or _pool_size(config)
-    lines = [f"{key}: {_layout(role, world_size)}" for key, role in roles.items()]
+    lines = [*_problems(config), *(f"{key}: {_layout(role, world_size)}" for key, role in roles.items())]
+    if isinstance(config, RunConfig):
+        lines += [*locality_lines(config), *resource_lines(config)]
     calls = calls_of_run(roles, world_size, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
     sys.stdout.write("\n".join([*lines, "", memory_table(calls), ""]))
     return 0
@@ -60,13 +65,21 @@ def _read(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
             raise ConfigError(text, key="--role", value=arguments.role)
         role: Any = load_config(parts[arguments.role], arguments.file, overrides=arguments.overrides)
         return None, {arguments.role: role}
-    config: Any = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
+    if classes[-1] is RunConfig:
+        config: Any = read_run_config(arguments.file, arguments.overrides)
+    else:
+        config = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
     sections = {key: getattr(config, key, None) for key in parts}
     roles: dict[str, Any] = {key: section for key, section in sections.items() if section is not None}
     for key, section in roles.items():
         if not dataclasses.is_dataclass(section):
             roles[key] = load_config(parts[key], section)
     return config, roles
+
+
+def _problems(config: Any) -> list[str]:
+    """Return a line for each data set of a run, after everything that a run reads has been read and checked."""
+    return make_parts(config).problem_lines() if isinstance(config, RunConfig) else []
 
 
 def _pool_size(config: Any) -> int:

@@ -31,7 +31,7 @@ def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: py
 
 
 def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ["examples/ppo/config.yaml", "--config", "examples.ppo.config:Config"]
+    config = ["examples/ppo/config.yaml"]
     assert main(["check", *config]) == 0
     printed = capsys.readouterr().out
     assert "critic: 4 ranks" in printed and "trainer.offload=never" in printed

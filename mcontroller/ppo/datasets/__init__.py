@@ -1,0 +1,1 @@
+"""Problems from files and tasks: records with their locations, as rows of tokens for the trainer."""

@@ -1,0 +1,165 @@
+"""Records as rows of tokens: prompts for generation, and demonstrations for the supervised phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcontroller.errors import DataError
+from mcontroller.ppo.datasets.config import ProblemsConfig
+from mcontroller.ppo.datasets.records import Records
+from mcontroller.ppo.datasets.tokenizers import Message, TextTokenizer
+
+__all__ = ["Demonstrations", "PromptRows", "prompt_text"]
+
+
+class PromptRows:
+    """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and further objects.
+
+    The further objects are ``prompt``, the text, ``answer``, None if the record lacks it, and ``record``, all columns.
+    All prompts are encoded once. Those that are longer than ``prompt_length`` are dropped.
+
+    Args:
+        records: the problems.
+        config: the columns, and the use of the chat template.
+        tokenizer: the tokenizer.
+        prompt_length: [tokens] longest prompt.
+
+    Attributes:
+        dropped: the number of prompts that were too long.
+
+    Raises:
+        DataError: a record lacks the prompt, has one of another type, or all prompts are too long.
+        ConfigError: there are chat messages, and the tokenizer has no chat template.
+    """
+
+    def __init__(self, records: Records, config: ProblemsConfig, tokenizer: TextTokenizer, prompt_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.prompt_length = prompt_length
+        self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
+        _check_prompt_column(records, config)
+        shortest = 0
+        for index, record in enumerate(records.rows):
+            text = prompt_text(record[config.prompt_key], records.location(index), config, tokenizer)
+            ids = tokenizer.encode(text)
+            if not ids:
+                raise DataError(f"{records.location(index)}: the prompt is empty", location=records.location(index))
+            if len(ids) <= prompt_length:
+                self.kept.append((text, torch.tensor(ids), record.get(config.answer_key), record))
+            else:
+                shortest = min(shortest or len(ids), len(ids))
+        self.dropped = len(records) - len(self.kept)
+        if not self.kept:
+            raise DataError(
+                f"all {len(records)} prompts of {records.name} are longer than rollout.prompt_length {prompt_length}; "
+                f"the shortest has {shortest} tokens: increase rollout.prompt_length",
+                prompt_length=prompt_length,
+            )
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        text, ids, answer, record = self.kept[index]
+        row, mask = _padded(ids, self.prompt_length, self.tokenizer.pad_token_id, left=True)
+        return {"input_ids": row, "attention_mask": mask, "prompt": text, "answer": answer, "record": record}
+
+
+class Demonstrations:
+    """Rows for the supervised phase: each prompt and its answer; ``loss_mask`` is 1 for the answer.
+
+    Args:
+        prompts: the prompts.
+        response_length: [tokens] longest answer, with the token that ends it.
+    """
+
+    def __init__(self, prompts: PromptRows, response_length: int) -> None:
+        self.prompts = prompts
+        self.response_length = response_length
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        prompt = self.prompts[index]
+        tokenizer, answer = self.prompts.tokenizer, prompt["answer"]
+        if not isinstance(answer, str):
+            raise DataError(
+                f"the warm-up needs answers that are texts; that of the prompt {prompt['prompt'][:60]!r} is "
+                f"{answer!r}: set warm_up.steps=0, or data.answer_key",
+                prompt=prompt["prompt"],
+            )
+        stop = tokenizer.eos_token_id
+        ids = [*tokenizer.encode(answer), stop if isinstance(stop, int) else stop[0]]
+        if len(ids) > self.response_length:
+            raise DataError(
+                f"the answer {answer!r} is {len(ids)} tokens; rollout.response_length is {self.response_length}",
+                length=len(ids),
+                most=self.response_length,
+            )
+        row, mask = _padded(torch.tensor(ids), self.response_length, tokenizer.pad_token_id, left=False)
+        return {
+            "input_ids": torch.cat((prompt["input_ids"], row)),
+            "attention_mask": torch.cat((prompt["attention_mask"], mask)),
+            "loss_mask": torch.cat((torch.zeros_like(prompt["input_ids"]), mask)),
+        }
+
+
+def _check_prompt_column(records: Records, config: ProblemsConfig) -> None:
+    """Raise DataError with the location of the first record that lacks the column of the prompt."""
+    for index, record in enumerate(records.rows):
+        if config.prompt_key not in record:
+            raise DataError(
+                f"{records.location(index)} has no column {config.prompt_key!r}; it has {', '.join(record)}: set "
+                "data.prompt_key to the column of the prompts",
+                location=records.location(index),
+            )
+
+
+def prompt_text(prompt: Any, location: str, config: ProblemsConfig, tokenizer: TextTokenizer) -> str:
+    """Return the text of a prompt, which is a text or a list of chat messages.
+
+    Raises:
+        DataError: it is neither; with its location.
+        ConfigError: it needs a chat template, and the tokenizer has none.
+    """
+    if isinstance(prompt, str):
+        if not config.chat_template:
+            return prompt
+        messages: Sequence[Message] = [{"role": "user", "content": prompt}]
+    elif config.chat_template is False or not _are_messages(prompt):
+        raise DataError(
+            f"{location}: the prompt is {repr(prompt)[:80]} of type {type(prompt).__name__}; expected a text"
+            + (
+                ""
+                if config.chat_template is False
+                else ', or chat messages such as [{"role": "user", "content": "..."}]'
+            ),
+            location=location,
+        )
+    else:
+        messages = prompt
+    if config.system_prompt is not None:
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return tokenizer.render(messages)
+
+
+def _are_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in prompt)
+    )
+
+
+def _padded(ids: Tensor, length: int, pad: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Return the padded ids and their mask, int64 ``[length]``."""
+    row = torch.full((length,), pad, dtype=torch.long)
+    mask = torch.zeros(length, dtype=torch.long)
+    filled = slice(length - len(ids), length) if left else slice(0, len(ids))
+    row[filled] = ids
+    mask[filled] = 1
+    return row, mask

@@ -1,0 +1,76 @@
+"""The interface of tokenizers, and those that a configuration chooses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from mcontroller.config.fields import strict_fields
+from mcontroller.config.registry import Registry
+
+__all__ = ["TOKENIZERS", "Message", "TextTokenizer", "TokenizerConfig", "TokenizerSource"]
+
+Message = Mapping[str, str]
+"""A chat message: ``{"role": "user", "content": "..."}``."""
+
+
+class TextTokenizer(Protocol):
+    """Texts to ids and back."""
+
+    @property
+    def eos_token_id(self) -> int | list[int]:
+        """Token that ends a response, or several."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """Token that pads prompts and responses."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens that the text does not contain."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without special tokens."""
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return chat messages as the text that the model's answer follows.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or rejects the messages.
+        """
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer into a directory."""
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """The tokenizer."""
+
+    kind: str = "huggingface"
+    """Name of the implementation: huggingface, or one that you registered."""
+    path: str | None = None
+    """Directory of its files. None: the model's ``hf_path``."""
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """What a tokenizer can be made from.
+
+    Attributes:
+        path: the directory of its files, if there is one.
+        texts: prompts and answers of the problems, for a tokenizer that is made from them.
+    """
+
+    path: str | None
+    texts: Callable[[], tuple[Iterable[str], Iterable[str]]]
+
+
+TOKENIZERS: Registry[Callable[[TokenizerSource], TextTokenizer]] = Registry("tokenizer", key="tokenizer.kind")
+"""Tokenizers by the name that a configuration uses; ``TOKENIZERS.register`` adds one."""

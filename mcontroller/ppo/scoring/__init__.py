@@ -1,0 +1,1 @@
+"""Reward functions of users in separate processes, with a deadline for every sample."""

@@ -1,0 +1,198 @@
+"""The reward of a run: configured functions on decoded texts, in processes, with weights, failures and samples."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.data import columns
+from mcontroller.ppo.rewards import Reward, outcome_scores
+from mcontroller.ppo.scoring.config import RewardsConfig
+from mcontroller.ppo.scoring.processes import ScoringProcesses, Task
+from mcontroller.ppo.scoring.server import LoadedFunction, Sample, ScoreOutcome
+
+__all__ = ["FunctionRewards", "check_functions"]
+
+logger = logging.getLogger(__name__)
+
+SHOWN_FAILURES = 3
+"""Failures of a function that are reported with their sample, for each batch."""
+SHOWN_CHARACTERS = 200
+SHOWN = ("prompt", "response", "answer")
+"""Columns of a sample in messages and tables."""
+ASYNC_MARGIN_S = 5.0
+"""Time after the deadline in which a process returns the outcomes of async functions that it cancelled."""
+
+
+class Decoder(Protocol):
+    """The method of a tokenizer that is used here."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+
+
+class FunctionRewards:
+    """A reward function that calls those of a configuration for every response.
+
+    A function is called with the arguments that its signature names, of: ``prompt`` and ``response``, the texts;
+    ``answer``; and the columns of the data set. It returns a number, None if it does not apply, or a mapping with a
+    ``score`` and further numbers, which are reported.
+
+    Reads ``responses`` and ``response_mask`` ``[rows, response]``, and the columns ``prompt``, ``answer`` and
+    ``record``.
+
+    Args:
+        config: the functions.
+        tokenizer: decodes the responses.
+
+    Raises:
+        ConfigError: there is no function, or one cannot be imported.
+    """
+
+    def __init__(self, config: RewardsConfig, tokenizer: Decoder) -> None:
+        check_functions(config)
+        self.config = config
+        self.tokenizer = tokenizer
+        self.functions = {
+            name: LoadedFunction(function, f"rewards.functions.{name}") for name, function in config.functions.items()
+        }
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+        self._started: tuple[Tensor, Future[Reward]] | None = None
+        self.pool = ScoringProcesses(config.functions, config.processes, config.timeout_s)
+
+    def start(self, batch: DataProto) -> None:
+        """Start to score a batch, while the caller does other work; the next call with the batch returns its scores."""
+        responses, mask = columns(batch, "responses", "response_mask")
+        self._started = responses, self._thread.submit(self._reward, self.samples(batch), mask)
+
+    def __call__(self, batch: DataProto) -> Reward:
+        """Return the scores of a batch.
+
+        Raises:
+            DataError: a function failed for all samples.
+        """
+        started, self._started = self._started, None
+        responses, mask = columns(batch, "responses", "response_mask")
+        if started is not None:
+            scored, future = started
+            reward = future.result()
+            if torch.equal(scored, responses):
+                return reward
+        return self._reward(self.samples(batch), mask)
+
+    def samples(self, batch: DataProto) -> list[Sample]:
+        """Return the arguments of the functions for every response of a batch."""
+        responses, mask = columns(batch, "responses", "response_mask")
+        lengths = mask.shape[1] - mask.flip(1).argmax(1)
+        others = batch.non_tensor_batch
+        samples: list[Sample] = []
+        for row, (ids, length) in enumerate(zip(responses.tolist(), lengths.tolist(), strict=True)):
+            text = self.tokenizer.decode(ids[:length])
+            known = {"prompt": others["prompt"][row], "response": text, "answer": others["answer"][row]}
+            samples.append({**others["record"][row], **known})
+        return samples
+
+    def check(self, sample: Sample) -> None:
+        """Call every function with one sample, such as the first problem with the right answer as its response.
+
+        Raises:
+            ConfigError: a function cannot be imported.
+            DataError: a function fails; the message has the reason and the sample.
+        """
+        for name in self.functions:
+            [[outcome]] = self.pool.run([Task(name, [sample], [0])])
+            if outcome.error is not None:
+                raise DataError(
+                    f"the reward function {name!r} ({self.config.functions[name].function}) failed in a trial before "
+                    f"the start: {outcome.error}. {self._described(name, sample)}",
+                    function=name,
+                )
+
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.close()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _reward(self, samples: Sequence[Sample], mask: Any) -> Reward:
+        tasks = [task for name, function in self.functions.items() for task in self._tasks(name, function, samples)]
+        outcomes: dict[str, dict[int, ScoreOutcome]] = {name: {} for name in self.functions}
+        for task, results in zip(tasks, self.pool.run(tasks), strict=True):
+            outcomes[task.name].update(zip(task.indices, results, strict=True))
+        total = [0.0] * len(samples)
+        reported: dict[str, Sequence[float]] = {}
+        failed = [0.0] * len(samples)
+        for name, found in outcomes.items():
+            each = [found[row] for row in range(len(samples))]
+            self._report(name, each, samples)
+            scores = [self.config.failed_score if one.error is not None else one.score for one in each]
+            weight = self.config.functions[name].weight
+            total = [sum_ + weight * (score or 0.0) for sum_, score in zip(total, scores, strict=True)]
+            failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, each, strict=True)]
+            reported[name] = [math.nan if score is None else score for score in scores]
+            reported |= self._further_values(name, each)
+        reported["reward_failed"] = failed
+        shown = [
+            {name: sample[name] for name in SHOWN} | {"score": total[row]} | _values_of(row, reported)
+            for row, sample in enumerate(samples)
+        ]
+        return Reward(outcome_scores(total, mask), reported, shown)
+
+    def _tasks(self, name: str, function: LoadedFunction, samples: Sequence[Sample]) -> list[Task]:
+        """Return the tasks of a function: one for a batch, one per process for async functions, else one per sample."""
+        parts = 1 if function.config.batch else self.config.processes if function.is_async else len(samples)
+        rows = [range(part, len(samples), parts) for part in range(min(parts, len(samples)))]
+        margin = ASYNC_MARGIN_S if function.is_async and not function.config.batch else 0.0
+        return [Task(name, [self._sent(function, samples[row]) for row in part], list(part), margin) for part in rows]
+
+    def _sent(self, function: LoadedFunction, sample: Sample) -> Sample:
+        return sample if function.takes_all else {key: value for key, value in sample.items() if key in function.names}
+
+    def _further_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
+        prefix = "" if len(self.functions) == 1 else f"{name}/"
+        keys = dict.fromkeys(key for outcome in outcomes for key in outcome.values or {})
+        return {f"{prefix}{key}": [(outcome.values or {}).get(key, math.nan) for outcome in outcomes] for key in keys}
+
+    def _report(self, name: str, outcomes: Sequence[ScoreOutcome], samples: Sequence[Sample]) -> None:
+        """Log the failures of a function with their samples.
+
+        Raises:
+            DataError: it failed for all samples.
+        """
+        rows = [row for row, outcome in enumerate(outcomes) if outcome.error is not None]
+        if rows and len(rows) == len(samples):
+            raise DataError(
+                f"the reward function {name!r} failed for all {len(rows)} samples of a batch: "
+                f"{outcomes[0].error}. {self._described(name, samples[0])}",
+                function=name,
+            )
+        gets = "it does not apply to them" if self.config.failed_score is None else f"score {self.config.failed_score}"
+        for row in rows[:SHOWN_FAILURES]:
+            logger.warning(
+                "reward function %r failed for %d of %d samples (%s). Sample %d: %s. %s",
+                *(name, len(rows), len(samples), gets, row, outcomes[row].error, self._described(name, samples[row])),
+            )
+
+    def _described(self, name: str, sample: Sample) -> str:
+        shown = {key: sample.get(key) for key in SHOWN}
+        return ", ".join(f"{key} {repr(value)[:SHOWN_CHARACTERS]}" for key, value in shown.items())
+
+
+def check_functions(config: RewardsConfig) -> None:
+    """Raise ConfigError if there is no reward function."""
+    if not config.functions:
+        raise ConfigError(
+            "rewards.functions is empty: add one, such as rewards.functions.mine.function=rewards.py:score",
+            key="rewards.functions",
+        )
+
+
+def _values_of(row: int, columns: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    return {name: None if math.isnan(values[row]) else values[row] for name, values in columns.items()}

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.datasets.config import ProblemsConfig
+from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
+from mcontroller.ppo.datasets.records import Records
+
+
+class Letters:
+    """One token per character; chat messages become ``<role>content``."""
+
+    eos_token_id, pad_token_id, vocab_size = 1, 0, 256
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def render(self, messages):
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def records(*rows):
+    return Records("rows.jsonl", rows, [f"line {number + 1}" for number in range(len(rows))])
+
+
+def test_prompts_are_padded_on_the_left_and_keep_their_record():
+    row = {"question": "1+1", "answer": "2", "level": 3}
+    prompt = PromptRows(records(row), ProblemsConfig(prompt_key="question"), Letters(), 5)[0]
+    assert prompt["input_ids"].tolist() == [0, 0, 49, 43, 49]
+    assert prompt["attention_mask"].tolist() == [0, 0, 1, 1, 1]
+    assert (prompt["prompt"], prompt["answer"], prompt["record"]) == ("1+1", "2", row)
+
+
+def test_prompts_that_are_too_long_are_dropped_and_counted():
+    prompts = PromptRows(
+        records({"prompt": "abc"}, {"prompt": "abcd"}, {"prompt": "ab"}), ProblemsConfig(), Letters(), 3
+    )
+    assert [prompts[index]["prompt"] for index in range(len(prompts))] == ["abc", "ab"] and prompts.dropped == 1
+    with pytest.raises(DataError, match=r"all 1 prompts .* longer than rollout.prompt_length 2; the shortest has 4"):
+        PromptRows(records({"prompt": "abcd"}), ProblemsConfig(), Letters(), 2)
+
+
+def test_chat_messages_and_system_prompt_go_through_the_chat_template():
+    chat = [{"role": "user", "content": "hi"}]
+    config = ProblemsConfig(system_prompt="be brief")
+    assert PromptRows(records({"prompt": chat}), config, Letters(), 99)[0]["prompt"] == "<system>be brief<user>hi"
+    wrapped = PromptRows(records({"prompt": "hi"}), ProblemsConfig(chat_template=True), Letters(), 99)
+    assert wrapped[0]["prompt"] == "<user>hi"
+    assert PromptRows(records({"prompt": "hi"}), ProblemsConfig(), Letters(), 99)[0]["prompt"] == "hi"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a"}, "rows.jsonl, line 2 has no column 'prompt'; it has question: set data.prompt_key"),
+        ({"prompt": 7}, "rows.jsonl, line 2: the prompt is 7 of type int; expected a text, or chat messages"),
+        ({"prompt": ["hi"]}, r"rows.jsonl, line 2: the prompt is \['hi'\] of type list"),
+        ({"prompt": ""}, "rows.jsonl, line 2: the prompt is empty"),
+    ],
+)
+def test_a_record_without_a_usable_prompt_is_rejected_with_its_line(row, message):
+    with pytest.raises(DataError, match=message):
+        PromptRows(records({"prompt": "a"}, row), ProblemsConfig(), Letters(), 9)
+
+
+def test_demonstrations_teach_the_answer_and_the_end_alone():
+    prompts = PromptRows(records({"prompt": "1+1", "answer": "2"}), ProblemsConfig(), Letters(), 4)
+    shown = Demonstrations(prompts, 3)[0]
+    assert shown["input_ids"].tolist() == [0, 49, 43, 49, 50, 1, 0]
+    assert shown["attention_mask"].tolist() == [0, 1, 1, 1, 1, 1, 0]
+    assert shown["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1, 0]
+    with pytest.raises(DataError, match=r"the answer '2' is 2 tokens; rollout.response_length is 1"):
+        Demonstrations(prompts, 1)[0]
+
+
+def test_the_tokenizer_of_hugging_face_without_a_chat_template_is_rejected_for_chat_messages(tmp_path):
+    pytest.importorskip("transformers", reason="the extra hf: no transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TokenizerSource
+    from workers.run import hf_tokenizer  # noqa: F401  # registers it
+
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "hi": 1, "user": 2, "<unk>": 3}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    saved = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    saved.save_pretrained(tmp_path / "plain")
+    saved.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}"
+    saved.save_pretrained(tmp_path / "chat")
+    chat = records({"prompt": [{"role": "user", "content": "hi"}]})
+    plain, templated = (
+        TOKENIZERS["huggingface"](TokenizerSource(str(tmp_path / name), lambda: ([], []))) for name in ("plain", "chat")
+    )
+    row = PromptRows(chat, ProblemsConfig(), templated, 3)[0]
+    assert row["prompt"] == "user hi" and row["input_ids"].tolist() == [0, 2, 1]
+    assert templated.pad_token_id == 0 and templated.decode([2, 1, 0]) == "user hi"
+    with pytest.raises(ConfigError, match=r"prompts are chat messages, and the tokenizer in .* has no chat template"):
+        PromptRows(chat, ProblemsConfig(), plain, 3)
+    assert plain.encode("hi") == [1]

@@ -1,0 +1,49 @@
+"""Reward functions of the tests, which processes import from this file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+NOT_CALLABLE = 3
+
+
+def right(response, answer):
+    return float(response == answer)
+
+
+def with_values(response, answer, level):
+    return {"score": 2.0 * level, "length": len(response)}
+
+
+def sometimes(response):
+    """Fail in the way that the response names."""
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response == "hang":
+        time.sleep(60)
+    if response == "die":
+        os._exit(7)
+    if response == "text":
+        return "good"
+    if response == "nan":
+        return float("nan")
+    return None if response == "none" else 1.0
+
+
+def lengths(response, offset=0):
+    return [len(each) + offset for each in response]
+
+
+def too_few(response):
+    return [1.0]
+
+
+def returns_text(response):
+    return "good"
+
+
+async def slow(response):
+    await asyncio.sleep(60 if response == "hang" else 0.3)
+    return 1.0

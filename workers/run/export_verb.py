@@ -1,0 +1,47 @@
+"""Write the actor of a run as a Hugging Face directory, with its tokenizer.
+
+examples: mcontroller export runs/20260101-120000 --hf model
+          mcontroller export runs/20260101-120000 --hf model --tp 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from mcontroller.group import WorkerGroup
+from mcontroller.ppo.run_record import read_record
+from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers
+from workers.run.resume_verb import config_of_run
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("directory", metavar="RUN_DIR", help="the directory of the run")
+    parser.add_argument("--hf", metavar="DIR", required=True, help="the directory to write, which is new or empty")
+    add_layout_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the last checkpoint of the actor, and return the exit status."""
+    check_new_directory(arguments.hf)
+    config = config_of_run(arguments.directory, [])
+    checkpoints = config.trainer.default_local_dir
+    record = read_record(Path(checkpoints))
+    target = str(Path(arguments.hf).resolve())
+
+    def export(group: WorkerGroup) -> None:
+        group.load_checkpoint(str(record.locate(Path(checkpoints), record.last, "actor")))
+        group.export_hf(target)
+
+    on_workers(config.actor_rollout_ref.model, arguments, export)
+    tokenizer = Path(arguments.directory) / "tokenizer"
+    for file in tokenizer.iterdir() if tokenizer.is_dir() else ():
+        if not (Path(target) / file.name).exists():
+            shutil.copy(file, target)
+    sys.stdout.write(f"step {record.last.global_steps} of {arguments.directory} is in {target}\n")
+    return 0

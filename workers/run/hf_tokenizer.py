@@ -1,0 +1,100 @@
+"""Tokenizers of Hugging Face, with their chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcontroller.config.extras import import_extra
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
+
+__all__ = ["HuggingFaceTokenizer"]
+
+
+@TOKENIZERS.register("huggingface")
+class HuggingFaceTokenizer:
+    """The tokenizer of a directory of Hugging Face. Needs the extra ``hf``.
+
+    Without a pad token, the token that ends a text pads as well: attention masks cover the padding.
+
+    Args:
+        source: its directory.
+
+    Raises:
+        ConfigError: there is no tokenizer in the directory, or it has no token that ends a text.
+    """
+
+    def __init__(self, source: TokenizerSource) -> None:
+        if source.path is None:
+            raise ConfigError(
+                "there is no tokenizer: set tokenizer.path to a directory of Hugging Face, or the model's hf_path, or "
+                "register one and set tokenizer.kind",
+                key="tokenizer.path",
+            )
+        if not Path(source.path).is_dir():
+            raise ConfigError(f"tokenizer.path {source.path!r} is not a directory", key="tokenizer.path")
+        transformers = import_extra("transformers", "hf", "tokenizer.kind")
+        try:
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"transformers cannot load the tokenizer in {source.path!r}: {str(error).splitlines()[0]}",
+                key="tokenizer.path",
+                value=source.path,
+            ) from error
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer in {source.path!r} has no eos_token: set it in its tokenizer_config.json",
+                key="tokenizer.path",
+            )
+        self.path = source.path
+
+    @property
+    def eos_token_id(self) -> int:
+        """Token that ends a response."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Token that pads prompts and responses."""
+        pad = self.tokenizer.pad_token_id
+        return self.eos_token_id if pad is None else int(pad)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, with added tokens."""
+        return len(self.tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens that the text does not contain."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return chat messages as the text that the model's answer follows.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or the template rejects the messages.
+        """
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"the prompts are chat messages, and the tokenizer in {self.path!r} has no chat template: use one of "
+                "an instruction-tuned model, or prompts that are texts with data.chat_template=false",
+                key="tokenizer.path",
+                value=self.path,
+            )
+        try:
+            rendered = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template can raise anything
+            shown = repr(list(messages))[:200]
+            raise ConfigError(f"the chat template in {self.path!r} rejects {shown}: {error}", key="data") from error
+        return str(rendered)
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer into ``<directory>/tokenizer``."""
+        self.tokenizer.save_pretrained(str(directory / "tokenizer"))

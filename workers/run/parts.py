@@ -1,0 +1,169 @@
+"""The parts of a run that exist before any process starts: data sets, tokenizer, rewards and roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mcontroller.config.problems import Problems
+from mcontroller.errors import ConfigError, LayoutError
+from mcontroller.ppo.data import BatchStream
+from mcontroller.ppo.datasets.loading import load_records
+from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
+from mcontroller.ppo.datasets.records import Records
+from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
+from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
+from mcontroller.ppo.rewards import CombineRewards, weighted_sum
+from mcontroller.ppo.roles import check_roles, role_workers
+from mcontroller.ppo.scoring.reward import FunctionRewards, check_functions
+from mcontroller.ppo.scoring.server import LoadedFunction
+from mcontroller.ray.resource_pool import Role
+from mcontroller.trackers import TRACKERS
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ParallelConfig
+from workers.critic import CriticWorker
+from workers.reward import RewardModelWorker
+from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
+from workers.run.config import ROLES, RunConfig
+
+__all__ = ["RunParts", "make_parts", "role_layouts", "roles_of"]
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What ``RayPPOTrainer`` is made from.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        train: problems to train on.
+        val: held-out problems, if there are any.
+        warm_up: demonstrations, if there is a supervised phase.
+        rewards: the reward functions, if there are any.
+        combine: makes one score of those of the functions and of the reward model, if there are both.
+        roles: the worker class of every role.
+    """
+
+    tokenizer: TextTokenizer
+    train: PromptRows
+    val: PromptRows | None
+    warm_up: Demonstrations | None
+    rewards: FunctionRewards | None
+    combine: CombineRewards | None
+    roles: dict[Role, Any]
+
+    def problem_lines(self) -> list[str]:
+        """Return a line for each data set, with the number of prompts that were dropped."""
+        lines = []
+        for name, prompts in (("data.train", self.train), ("data.val", self.val)):
+            if prompts is not None:
+                dropped = f", {prompts.dropped} dropped: longer than {prompts.prompt_length} tokens"
+                lines.append(f"{name}: {len(prompts)} prompts{dropped if prompts.dropped else ''}")
+        return lines
+
+
+def make_parts(config: RunConfig) -> RunParts:
+    """Return the parts of a run: files are read, prompts encoded, and reward functions imported.
+
+    All errors are reported together.
+
+    Raises:
+        ConfigError: the configuration does not fit the data, the tokenizer or the reward functions.
+        LayoutError: the axes of a role do not divide the pool.
+        DataError: a file cannot be used; with the file and the line or row.
+    """
+    problems = Problems()
+    attempt = problems.attempt
+    for role, parallel in role_layouts(config):
+        attempt(partial(check_layout, config, role, parallel))
+    roles = roles_of(config)
+    attempt(lambda: check_roles(config, roles))
+    attempt(lambda: role_workers(config, roles))
+    for name in config.trackers:
+        attempt(partial(TRACKERS.get_or_raise, name))
+    for name, function in config.rewards.functions.items():
+        attempt(partial(LoadedFunction, function, f"rewards.functions.{name}"))
+    train = attempt(lambda: load_records(config.data.train, "data.train"))
+    val = attempt(lambda: None if config.data.val is None else load_records(config.data.val, "data.val"))
+    tokenizer = None if train is None else attempt(lambda: make_tokenizer(config, train, val))
+    rollout = config.actor_rollout_ref.rollout
+
+    def prompts(records: Records | None) -> PromptRows | None:
+        if records is None or tokenizer is None:
+            return None
+        return attempt(lambda: PromptRows(records, config.data, tokenizer, rollout.prompt_length))
+
+    problem_rows, held_out = prompts(train), prompts(val)
+    if tokenizer is not None:
+        attempt(partial(check_vocabulary, config, tokenizer))
+    if problem_rows is not None:
+        attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, "data.train"))
+    if config.reward_model is None:
+        attempt(lambda: check_functions(config.rewards))
+    problems.raise_any()
+    assert tokenizer is not None and problem_rows is not None
+    rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
+    demonstrations = Demonstrations(problem_rows, rollout.response_length) if config.warm_up.steps else None
+    combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
+    return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, combine, roles)
+
+
+def roles_of(config: RunConfig) -> dict[Role, Any]:
+    """Return the worker class of every role of the run: a critic if the estimator needs one."""
+    roles: dict[Role, Any] = {}
+    if config.ref is None:
+        roles[Role.ActorRolloutRef] = ActorRolloutRefWorker
+    else:
+        roles |= {Role.ActorRollout: ActorRolloutRefWorker, Role.RefPolicy: ActorRolloutRefWorker}
+    if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic:
+        roles[Role.Critic] = CriticWorker
+    if config.reward_model is not None:
+        roles[Role.RewardModel] = RewardModelWorker
+    return roles
+
+
+def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:
+    """Return the tokenizer of the configuration."""
+    path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
+    keys = config.data.prompt_key, config.data.answer_key
+    rows = [*train.rows, *(val.rows if val is not None else [])]
+
+    def texts() -> tuple[list[str], list[str]]:
+        prompts, answers = ([row[key] for row in rows if isinstance(row.get(key), str)] for key in keys)
+        return prompts, answers
+
+    return TOKENIZERS.get_or_raise(config.tokenizer.kind)(TokenizerSource(path, texts))
+
+
+def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:
+    """Raise ConfigError if a model has fewer token ids than the tokenizer."""
+    sections = (("actor_rollout_ref", config.actor_rollout_ref), ("critic", config.critic), ("ref", config.ref))
+    for role, section in sections:
+        if section is not None and section.model.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"{role}.model.vocab_size is {section.model.vocab_size}; the tokenizer has {tokenizer.vocab_size} "
+                f"tokens: set {role}.model.vocab_size={tokenizer.vocab_size}, or the model that it refers to",
+                key=f"{role}.model.vocab_size",
+                value=section.model.vocab_size,
+            )
+
+
+def check_layout(config: RunConfig, role: str, parallel: ParallelConfig) -> None:
+    """Raise LayoutError if the axes of a role do not divide the pool."""
+    bundles = sum(config.pool.process_on_nodes)
+    try:
+        parallel.layout(bundles)
+    except LayoutError as error:
+        raise LayoutError(f"{role} on a pool of {bundles} bundles: {error}", **error.fields) from error
+
+
+def role_layouts(config: RunConfig) -> Iterator[tuple[str, ParallelConfig]]:
+    """Yield the key and the layout of every role, and that of generation if it has its own."""
+    for role in ROLES:
+        section = getattr(config, role)
+        if section is not None:
+            yield role, section.parallel
+    rollout = config.actor_rollout_ref.rollout.parallel
+    if rollout is not None:
+        yield "actor_rollout_ref.rollout", rollout

@@ -1,0 +1,45 @@
+"""Continue a run from its last checkpoint, with the configuration in its directory.
+
+examples: mcontroller resume runs/20260101-120000
+          mcontroller resume runs/20260101-120000 trainer.total_training_steps=400
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from mcontroller.errors import DataError
+from workers.run.config import RunConfig, read_run_config
+from workers.run.train_verb import until_interrupted
+from workers.run.training import CONFIG_FILE, train
+
+__all__ = ["add_arguments", "config_of_run", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("directory", metavar="RUN_DIR", help="the directory of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Continue the run, and return the exit status."""
+    overrides = [*arguments.overrides, "trainer.resume=true"]
+    return until_interrupted(lambda: train(config_of_run(arguments.directory, overrides), Console()))
+
+
+def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
+    """Return the configuration of a run, for the place where its directory is now.
+
+    Raises:
+        DataError: the directory contains no run.
+    """
+    path = Path(directory).resolve()
+    if not (path / CONFIG_FILE).is_file():
+        raise DataError(f"{directory} contains no run: there is no {path / CONFIG_FILE}", path=str(path))
+    checkpoints = Path(read_run_config(path / CONFIG_FILE, overrides).trainer.default_local_dir).name
+    here = [f"run_dir={path}", f"trainer.default_local_dir={path / checkpoints}"]
+    return read_run_config(path / CONFIG_FILE, [*here, *overrides])

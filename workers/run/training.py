@@ -1,0 +1,161 @@
+"""A run from its configuration: the run directory, the trainer, Ray, and a report at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import ray
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.progress import ProgressDisplay
+from mcontroller.ppo.run_record import read_record
+from mcontroller.ppo.trainer import RayPPOTrainer
+from mcontroller.ray.resource_pool import ResourcePoolManager
+from mcontroller.trackers import Run, make_trackers
+from workers.run.config import RunConfig
+from workers.run.parts import RunParts, make_parts
+
+__all__ = ["CONFIG_FILE", "interruptible", "make_trainer", "start_ray", "train"]
+
+CONFIG_FILE = "config.yaml"
+"""Name of the configuration in the run's directory."""
+
+
+def train(config: RunConfig, console: Console) -> Path:
+    """Run a configuration and return the run's directory.
+
+    Everything that can be checked is checked before a process of a worker starts: files, prompts, and every reward
+    function on the first problem.
+
+    Raises:
+        ConfigError: see ``make_parts``, or the directory contains another run.
+        DataError: see ``make_parts``, or a reward function fails in the trial.
+    """
+    started = time.perf_counter()
+    directory = Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    _check_unused(directory, config)
+    config = config.within(directory)
+    parts = make_parts(config)
+    for line in parts.problem_lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        if parts.rewards is not None:
+            parts.rewards.check(trial_sample(parts))
+        trainer = make_trainer(config, parts, directory, console)
+        if not config.trainer.resume:
+            (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+            parts.tokenizer.save(directory)
+        with trainer:
+            with trainer.stages("start"):
+                start_ray(config)
+            trainer.init_workers()
+            trainer.fit()
+    finally:
+        if parts.rewards is not None:
+            parts.rewards.close()
+        ray.shutdown()
+    write_summary(directory, trainer.stages.totals, time.perf_counter() - started, console)
+    return directory
+
+
+def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: Console) -> RayPPOTrainer:
+    """Return the trainer of a run; every role's group has a slot in each bundle of one pool."""
+    pool = config.pool
+    return RayPPOTrainer(
+        config=config,
+        tokenizer=parts.tokenizer,
+        role_worker_mapping=parts.roles,
+        resource_pool_manager=ResourcePoolManager(
+            resource_pool_spec={"pool": pool.process_on_nodes},
+            mapping=dict.fromkeys(parts.roles, "pool"),
+            use_gpu=pool.use_gpu,
+            max_colocate_count=pool.max_colocate_count,
+            isolate_gpus=pool.isolate_gpus,
+        ),
+        reward_fn=parts.rewards,
+        train_dataset=parts.train,
+        val_dataset=parts.val,
+        warm_up_dataset=parts.warm_up,
+        combine_rewards=parts.combine,
+        trackers=make_trackers(config.trackers, _run_of_trackers(config, directory)),
+        display=ProgressDisplay(console),
+    )
+
+
+def trial_sample(parts: RunParts) -> dict[str, object]:
+    """Return the first problem with its right answer as the response, for the trial of reward functions."""
+    row = parts.train[0]
+    answer = row["answer"]
+    response = answer if isinstance(answer, str) else ""
+    return {**row["record"], "prompt": row["prompt"], "answer": answer, "response": response}
+
+
+def start_ray(config: RunConfig) -> None:
+    """Connect to the cluster of the configuration, or start one on this machine for this run only."""
+    cluster, pool = config.cluster, config.pool
+    if cluster.address is not None:
+        ray.init(address=cluster.address, log_to_driver=False)
+        return
+    ray.init(
+        address="local",
+        num_cpus=cluster.num_cpus or sum(pool.process_on_nodes) * pool.max_colocate_count,
+        object_store_memory=cluster.object_store_memory,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+
+
+def write_summary(directory: Path, stages: Mapping[str, float], wall: float, console: Console) -> None:
+    """Write ``summary.json`` with the seconds of every stage, and print them as a table."""
+    (directory / "summary.json").write_text(json.dumps({"wall_s": wall, "stages_s": dict(stages)}, indent=1))
+    table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
+    rows = sorted(stages.items(), key=lambda row: -row[1])
+    for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
+        table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
+    console.print(table)
+    console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Handle SIGTERM and SIGINT like Ctrl-C, even if the parent process made this one ignore SIGINT."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_of_trackers(config: RunConfig, directory: Path) -> Run:
+    trainer = config.trainer
+    resumed_at = read_record(Path(trainer.default_local_dir)).last.global_steps if trainer.resume else None
+    return Run(directory, name=directory.name, config=dataclasses.asdict(config), resumed_at=resumed_at)
+
+
+def _check_unused(directory: Path, config: RunConfig) -> None:
+    """Raise ConfigError if the directory contains another run and this one does not resume it."""
+    if (directory / "metrics.jsonl").exists() and not config.trainer.resume:
+        raise ConfigError(
+            f"run_dir {directory} contains a run already: set another one, or resume it with mcontroller resume "
+            f"{directory}",
+            key="run_dir",
+            value=str(directory),
+        )
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
