@@ -334,6 +334,7 @@ class ModelWorker(MegatronWorker):
         return grad_norm | {
             "lr": float(self.scheduler.get_lr({})),
             "skipped_steps": float(len(norms) - len(made)),
+            "optimizer_steps": float(len(made)),
         }
 
     def _step(

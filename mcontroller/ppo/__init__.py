@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import collate as collate
+    from mcontroller.ppo.display import Callback as Callback
     from mcontroller.ppo.display import Display as Display
     from mcontroller.ppo.estimators.gae import GAEOptions as GAEOptions
     from mcontroller.ppo.estimators.gae import compute_gae as compute_gae
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from mcontroller.ppo.rewards import rule_only as rule_only
     from mcontroller.ppo.rewards import sum_of_rewards as sum_of_rewards
     from mcontroller.ppo.rewards import weighted_sum as weighted_sum
+    from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig as FilterGroupsConfig
+    from mcontroller.ppo.selection.overlong import OverlongConfig as OverlongConfig
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,10 +39,13 @@ class Reward:
         token_level_scores: float32 ``[rows, response]``; ``outcome_scores`` makes it from one score per response.
         columns: further values of every row, such as its ``accuracy``; their means and standard deviations are
             reported. NaN: the value does not apply to the row.
+        answers: the answer of every row, such as the number that was extracted from it. Validation with several
+            responses takes a majority vote over equal answers.
     """
 
     token_level_scores: Tensor
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    answers: Sequence[Hashable] | None = None
 
 
 Scores = Reward | Tensor | Sequence[float | None]
@@ -123,7 +126,11 @@ def joined(rewards: Sequence[Reward]) -> Reward:
     """Return one Reward of the rows of several, with one score per row, ``[rows, 1]``: responses differ in width."""
     scores = torch.cat([reward.token_level_scores.sum(1, keepdim=True) for reward in rewards])
     names = rewards[0].columns
-    return Reward(scores, {name: [value for reward in rewards for value in reward.columns[name]] for name in names})
+    columns = {name: [value for reward in rewards for value in reward.columns[name]] for name in names}
+    answers = None
+    if all(reward.answers is not None for reward in rewards):
+        answers = [answer for reward in rewards for answer in reward.answers or ()]
+    return Reward(scores, columns, answers)
 
 
 class RewardSources:
@@ -180,7 +187,8 @@ class RewardSources:
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
         combined = self.combine(rule.token_level_scores, model)
-        return rewarded(lambda batch: Reward(combined, {**rule.columns, **sums}), batch, "combine_rewards")
+        whole = Reward(combined, {**rule.columns, **sums}, rule.answers)
+        return rewarded(lambda batch: whole, batch, "combine_rewards")
 
 
 APPLIES = "applies"
@@ -216,7 +224,8 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
             "finite numbers, or None for a response that it does not apply to",
             row=row,
         )
-    for column, values in reward.columns.items():
+    answers = {} if reward.answers is None else {"answers": reward.answers}
+    for column, values in {**reward.columns, **answers}.items():
         if len(values) != expected[0]:
             raise DataError(
                 f"{name} returned {len(values)} values of {column!r} for {expected[0]} responses",

@@ -29,11 +29,15 @@ class SavedStep:
         global_steps: steps of PPO done.
         kl_coef: weight of the KL penalty.
         groups: the directory of each group's checkpoint, relative to that of the run.
+        drawn_batches: batches of problems that were drawn; None: one for each step, as earlier versions did.
+        num_tokens: tokens of prompts and responses so far.
     """
 
     global_steps: int
     kl_coef: float
     groups: Mapping[str, str]
+    drawn_batches: int | None = None
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,11 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
         raise _damaged(path, f"global_steps is {steps!r:.100}, expected a number of steps")
     if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not math.isfinite(kl_coef):
         raise _damaged(path, f"kl_coef is {kl_coef!r:.100}, expected a finite number")
-    return SavedStep(steps, float(kl_coef), _directories(path, "groups", content.get("groups")))
+    drawn, tokens = content.get("drawn_batches"), content.get("num_tokens", 0)
+    for name, number in (("drawn_batches", drawn), ("num_tokens", tokens)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise _damaged(path, f"{name} is {number!r:.100}, expected a count")
+    return SavedStep(steps, float(kl_coef), _directories(path, "groups", content.get("groups")), drawn, tokens or 0)
 
 
 def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:
