@@ -68,7 +68,8 @@ def with_and_without_old_log_probs(parallel: dict[str, Any]) -> list[Any]:
     for kept in (True, False):
         worker = actor(parallel, "actor", ppo_micro_batch_size=3, ppo_mini_batch_size=ROWS, ppo_epochs=1)
         data = own_shard(experience(ROWS), worker)
-        data = data.union(worker.compute_log_prob(data)) if kept else data.select(exclude("old_log_probs", data))
+        data = data.select(exclude("old_log_probs", data))
+        data = data.union(worker.compute_log_prob(data)) if kept else data
         metrics = worker.update_actor(data).meta_info["metrics"]
         results.append((weights(worker), metrics))
     with pytest.raises(DataError, match="old_log_probs"):
