@@ -34,7 +34,7 @@ from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
-from workers.train.policy_objective import columns_of_update, policy_metrics, policy_objective
+from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective
 from workers.weights.offload import Sleepable
 
 __all__ = ["ActorRolloutRefWorker"]
@@ -148,6 +148,22 @@ class ActorRolloutRefWorker(ModelWorker):
         total, count = masked_sum(-log_probs, mask), mask.sum()
         return total, count, {"loss": total.detach(), "entropy": masked_sum(entropy.detach(), mask), TOKENS: count}
 
+    @classmethod
+    def updates_once(cls, config: ActorConfig, rows: int, n: int) -> bool:
+        """Return whether ``update_actor`` can do without ``old_log_probs``: it makes one optimizer step of a batch.
+
+        The log-probabilities before this step are those that the step computes. A class with a loss of its own needs
+        them in any case.
+
+        Args:
+            config: the configuration of the worker.
+            rows: responses of the batch.
+            n: responses to each prompt.
+        """
+        mini_batch = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
+        own_loss = cls.loss is not ActorRolloutRefWorker.loss
+        return not own_loss and config.ppo_epochs == 1 and rows <= mini_batch
+
     # ---- called through the group ------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -258,7 +274,8 @@ class ActorRolloutRefWorker(ModelWorker):
         ``mini_batch_rows``.
 
         Args:
-            data: the result of ``generate_sequences``, with ``old_log_probs`` and ``advantages`` ``[rows, response]``,
+            data: the result of ``generate_sequences``, with ``advantages`` ``[rows, response]``, ``old_log_probs``
+                unless the update makes one optimizer step of the batch (see ``updates_once``),
                 ``ref_log_prob`` under ``use_kl_loss``, and the columns that the policy loss names.
                 ``importance_weights`` ``[rows, response]``, if there, multiply the policy loss of every token.
                 ``meta_info["n"]`` is the number of responses to a prompt, under ``ppo_mini_batch_prompts``.
@@ -276,13 +293,13 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         self._require_role("actor", "update_actor")
         config = self.config
-        rows = self._response_rows(data, "update_actor", columns_of_update(config, set(data.tensors())))
+        rows = self._response_rows(data, "update_actor", self._columns_of_update(data))
         self.use_phase("ppo")
         metrics = self.train(
             "update_actor",
             rows,
             loss=self.loss,
-            rules=self.metrics(),
+            rules=self.metrics() | (dict(MISMATCH) if self._reports_mismatch(rows) else {}),
             mini_batch_size=responses_of_mini_batch(config, data, "update_actor"),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
@@ -331,8 +348,12 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @torch.no_grad()
-    def sync_reference(self) -> None:
-        """Copy the actor's weights to the reference, for instance after a supervised phase.
+    def sync_reference(self, mix: float = 1.0) -> None:
+        """Move the reference towards the actor: ``mix * actor + (1 - mix) * reference``.
+
+        Args:
+            mix: share of the actor, 1 for a copy, as after a supervised phase (Gorbatovski et al., 2024,
+                arXiv:2404.09656, soft and hard updates).
 
         Raises:
             ConfigError: the role does not include both ``actor`` and ``ref``.
@@ -340,7 +361,11 @@ class ActorRolloutRefWorker(ModelWorker):
         self._require_role("actor", "sync_reference")
         self._require_role("ref", "sync_reference")
         for frozen, chunk in zip(self.reference, self.model, strict=True):
-            frozen.load_state_dict(unwrap_model(chunk).state_dict())
+            if mix == 1.0:
+                frozen.load_state_dict(unwrap_model(chunk).state_dict())
+                continue
+            for target, source in zip(frozen.parameters(), unwrap_model(chunk).parameters(), strict=True):
+                target.lerp_(source.to(target.dtype), mix)
 
     def models(self) -> dict[str, list[Any]]:
         """Return the chunks of the policy and of the reference, as far as they are built."""
@@ -415,6 +440,19 @@ class ActorRolloutRefWorker(ModelWorker):
                 key="role",
                 value="_".join(sorted(self.roles)),
             )
+
+    def _columns_of_update(self, data: DataProto) -> list[str]:
+        """Return the columns that the loss reads; ``old_log_probs`` only if there are any, or they are needed."""
+        tensors = data.tensors()
+        needed = columns_of_update(self.config, set(tensors))
+        if "old_log_probs" in tensors:
+            return needed
+        counted = int((tensors["response_mask"] != 0).any(1).sum()) if "response_mask" in tensors else len(data)
+        once = self.updates_once(self.config, sum(self._of_every_shard(counted)), data.meta_info.get("n", 1))
+        return needed if once else [*needed, "old_log_probs"]
+
+    def _reports_mismatch(self, rows: TokenBatch) -> bool:
+        return "rollout_log_probs" in rows.columns and type(self).loss is ActorRolloutRefWorker.loss
 
     def _response_rows(self, data: DataProto, method: str, columns: list[str]) -> TokenBatch:
         temperature = data.meta_info.get("temperature", self.config.rollout.temperature)

@@ -330,7 +330,11 @@ class ModelWorker(MegatronWorker):
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
         grad_norm = {"grad_norm": sum(made) / len(made)} if made else {}
-        return grad_norm | {"lr": float(self.scheduler.get_lr({})), "skipped_steps": float(len(norms) - len(made))}
+        return grad_norm | {
+            "lr": float(self.scheduler.get_lr({})),
+            "skipped_steps": float(len(norms) - len(made)),
+            "optimizer_steps": float(len(made)),
+        }
 
     def _step(
         self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses

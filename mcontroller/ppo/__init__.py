@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.datasets.records import Records as Records
     from mcontroller.ppo.datasets.tokenizers import TOKENIZERS as TOKENIZERS
     from mcontroller.ppo.datasets.tokenizers import TokenizerSource as TokenizerSource
+    from mcontroller.ppo.display import Callback as Callback
     from mcontroller.ppo.display import Display as Display
     from mcontroller.ppo.estimators.gae import GAEOptions as GAEOptions
     from mcontroller.ppo.estimators.gae import compute_gae as compute_gae
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from mcontroller.ppo.scoring.config import RewardFunctionConfig as RewardFunctionConfig
     from mcontroller.ppo.scoring.config import RewardsConfig as RewardsConfig
     from mcontroller.ppo.scoring.reward import FunctionRewards as FunctionRewards
+    from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig as FilterGroupsConfig
+    from mcontroller.ppo.selection.overlong import OverlongConfig as OverlongConfig
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
 else:

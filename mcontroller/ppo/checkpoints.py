@@ -38,10 +38,14 @@ class RunState:
     Attributes:
         global_steps: steps of PPO done.
         kl_coef: weight of the KL penalty.
+        drawn_batches: batches of problems that were drawn; more than the steps with dynamic sampling.
+        num_tokens: tokens of prompts and responses so far.
     """
 
     global_steps: int
     kl_coef: float
+    drawn_batches: int
+    num_tokens: int = 0
     program: Mapping[str, Any] = field(default_factory=dict)
     """The state of the program that runs the trainer, as JSON."""
 
@@ -179,7 +183,14 @@ class RunCheckpoints:
         kept = earlier if self.max_to_keep is None else earlier[: self.max_to_keep - 1]
         needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
         record = RunRecord(
-            last=SavedStep(state.global_steps, state.kl_coef, places, checked_program(state.program)),
+            last=SavedStep(
+                state.global_steps,
+                state.kl_coef,
+                places,
+                checked_program(state.program),
+                state.drawn_batches,
+                state.num_tokens,
+            ),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
             obsolete=tuple(
@@ -251,7 +262,8 @@ def load_run(directory: str, groups: Mapping[str, WorkerGroup], devices: SharedD
             for name, group in groups.items():
                 devices.make_room(group.load_checkpoint)
                 group.load_checkpoint(paths[name])
-            return RunState(save.global_steps, save.kl_coef, save.program)
+            drawn = save.global_steps if save.drawn_batches is None else save.drawn_batches
+            return RunState(save.global_steps, save.kl_coef, drawn, save.num_tokens, save.program)
         problems.append(f"step {save.global_steps}: {damage}")
         _logger.warning(
             "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage

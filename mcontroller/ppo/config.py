@@ -19,8 +19,12 @@ from mcontroller.ppo.estimators.reinforce import ReinforcePlusPlusBaselineOption
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.kl_control import KLControlConfig
 from mcontroller.ppo.mismatch import ImportanceConfig
+from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig
+from mcontroller.ppo.selection.overlong import OverlongConfig
 
 __all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "ValidationConfig", "WarmUpConfig"]
+
+OLD_LOG_PROBS = ("auto", "policy", "rollout")
 
 
 @strict_fields
@@ -66,6 +70,19 @@ class AlgorithmConfig:
     """Weight of the KL penalty."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
     """Correction of the mismatch between the policy that generated and the one that trains."""
+    old_log_probs: str = "auto"
+    """Log-probabilities in the denominator of the ratio: policy, rollout or auto.
+
+    policy: those of the policy before the update, computed in a pass of their own. rollout: those with which the
+    responses were sampled. auto: policy, without the pass if the update makes one optimizer step and nothing else reads
+    them.
+    """
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Penalty of responses that are almost as long as the longest possible one."""
+    mask_truncated: bool = False
+    """Leave responses without a stop token out of the losses. Their scores still count in the group."""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
@@ -79,6 +96,14 @@ class AlgorithmConfig:
                 "actor_rollout_ref.use_kl_loss=true",
                 key="algorithm.use_kl_in_reward",
                 value=True,
+            )
+        check_one_of("algorithm.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
+        if self.old_log_probs == "rollout" and self.importance.level != "none":
+            raise ConfigError(
+                f"algorithm.importance.level is {self.importance.level!r} with algorithm.old_log_probs='rollout': "
+                "every weight would be 1. Set algorithm.old_log_probs=policy, or algorithm.importance.level=none",
+                key="algorithm.old_log_probs",
+                value="rollout",
             )
         self.options()
 
@@ -206,6 +231,12 @@ class TrainerConfig:
     """Continue from the last checkpoint in default_local_dir."""
     max_seconds: float = 0.0
     """[s] Save and end with exit code 75 before the run has taken so long. 0: no limit."""
+    ref_sync_steps: int = 0
+    """[steps] Move the reference towards the policy every so many steps. 0: the reference does not change."""
+    ref_sync_mix: float = 1.0
+    """Share of the policy in the new reference, above 0, at most 1: ``mix * policy + (1 - mix) * reference``."""
+    export_hf: str | None = None
+    """Directory for the trained policy in the format of Hugging Face, written after the last step. None: none."""
     offload: str = "auto"
     """Hand over memory around stages: auto (groups that share GPUs), always (all groups, on CPUs too), or never.
 
@@ -227,6 +258,9 @@ class TrainerConfig:
         check_at_least("trainer.save_freq", self.save_freq, -1)
         check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
         check_at_least("trainer.max_seconds", self.max_seconds, 0.0)
+        check_at_least("trainer.ref_sync_steps", self.ref_sync_steps, 0)
+        check_above("trainer.ref_sync_mix", self.ref_sync_mix, 0.0)
+        check_between("trainer.ref_sync_mix", self.ref_sync_mix, 0.0, 1.0)
         if self.max_to_keep is not None:
             check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,11 +42,14 @@ class Reward:
             reported. NaN: the value does not apply to the row.
         samples: what people look at: a mapping for each row with its ``prompt``, ``response`` and further texts and
             numbers; empty if the function does not decode.
+        answers: the answer of every row, such as the number that was extracted from it. Validation with several
+            responses takes a majority vote over equal answers.
     """
 
     token_level_scores: Tensor
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
+    answers: Sequence[Hashable] | None = None
 
 
 Scores = Reward | Tensor | Sequence[float | None]
@@ -137,7 +140,12 @@ def joined(rewards: Sequence[Reward]) -> Reward:
     names = dict.fromkeys(name for reward in rewards for name in reward.columns)
     absent = [[math.nan] * len(reward.token_level_scores) for reward in rewards]
     parts = list(zip(rewards, absent, strict=True))
-    return Reward(scores, {name: [each for one, nan in parts for each in one.columns.get(name, nan)] for name in names})
+    columns = {name: [each for one, nan in parts for each in one.columns.get(name, nan)] for name in names}
+    samples = [sample for reward in rewards for sample in reward.samples]
+    answers = None
+    if all(reward.answers is not None for reward in rewards):
+        answers = [answer for reward in rewards for answer in reward.answers or ()]
+    return Reward(scores, columns, samples, answers)
 
 
 class RewardSources:
@@ -199,9 +207,8 @@ class RewardSources:
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
         combined = self.combine(rule.token_level_scores, model)
-        return rewarded(
-            lambda batch: Reward(combined, {**rule.columns, **sums}, rule.samples), batch, "combine_rewards"
-        )
+        whole = Reward(combined, {**rule.columns, **sums}, rule.samples, rule.answers)
+        return rewarded(lambda batch: whole, batch, "combine_rewards")
 
 
 APPLIES = "applies"
@@ -237,7 +244,8 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
             "finite numbers, or None for a response that it does not apply to",
             row=row,
         )
-    for column, values in reward.columns.items():
+    answers = {} if reward.answers is None else {"answers": reward.answers}
+    for column, values in {**reward.columns, **answers}.items():
         if len(values) != expected[0]:
             raise DataError(
                 f"{name} returned {len(values)} values of {column!r} for {expected[0]} responses",

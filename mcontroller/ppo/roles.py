@@ -13,7 +13,7 @@ from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import Role
 
-__all__ = ["RoleWorker", "check_roles", "has_reference", "needs_reference", "role_workers"]
+__all__ = ["RoleWorker", "check_reference_sync", "check_roles", "has_reference", "needs_reference", "role_workers"]
 
 CONFIG_KEYS = {
     Role.ActorRolloutRef: "actor_rollout_ref",
@@ -86,6 +86,16 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
             mapping,
             f"warm_up.steps={config.warm_up.steps} changes the policy that the reference starts from: map "
             "Role.ActorRolloutRef, whose reference is replaced by the actor after the warm-up, or set warm_up.steps=0",
+        )
+
+
+def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
+    """Raise ConfigError if the reference is to follow the policy and is not in the same workers."""
+    if config.trainer.ref_sync_steps and Role.ActorRolloutRef not in mapping:
+        raise _misfit(
+            mapping,
+            f"trainer.ref_sync_steps={config.trainer.ref_sync_steps} copies the policy to the reference of the same "
+            "workers: map Role.ActorRolloutRef, or set trainer.ref_sync_steps=0",
         )
 
 

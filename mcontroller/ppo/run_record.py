@@ -30,12 +30,16 @@ class SavedStep:
         kl_coef: weight of the KL penalty.
         groups: the directory of each group's checkpoint, relative to that of the run.
         program: the state of the program that runs the trainer, as JSON.
+        drawn_batches: batches of problems that were drawn; None: one for each step, as earlier versions did.
+        num_tokens: tokens of prompts and responses so far.
     """
 
     global_steps: int
     kl_coef: float
     groups: Mapping[str, str]
     program: Mapping[str, Any] = field(default_factory=dict)
+    drawn_batches: int | None = None
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,12 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
     program = content.get("program", {})
     if not isinstance(program, dict):
         raise _damaged(path, f"program is {program!r:.100}, expected an object")
-    return SavedStep(steps, float(kl_coef), _directories(path, "groups", content.get("groups")), program)
+    drawn, tokens = content.get("drawn_batches"), content.get("num_tokens", 0)
+    for name, number in (("drawn_batches", drawn), ("num_tokens", tokens)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise _damaged(path, f"{name} is {number!r:.100}, expected a count")
+    groups = _directories(path, "groups", content.get("groups"))
+    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0)
 
 
 def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:

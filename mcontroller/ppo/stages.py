@@ -55,9 +55,17 @@ class Stages:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - started
-            self.totals[name] = self.totals.get(name, 0.0) + seconds
-            self._step[name] = self._step.get(name, 0.0) + seconds
+            self.add(name, time.perf_counter() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to a stage."""
+        self.totals[name] = self.totals.get(name, 0.0) + seconds
+        self._step[name] = self._step.get(name, 0.0) + seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds in stages since the last call of ``take_step``."""
+        return sum(self._step.values())
 
     def take_step(self) -> dict[str, float]:
         """Return the seconds by stage since the last call of this method."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -11,8 +12,17 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.outcomes import groups_of, outcomes
 from mcontroller.ppo.rewards import Reward
+from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
+from mcontroller.ppo.selection.overlong import truncated_rows
 
-__all__ = ["experience_metrics", "mean_of_parts", "reward_metrics", "signal_metrics"]
+__all__ = [
+    "experience_metrics",
+    "group_metrics",
+    "mean_of_parts",
+    "reward_metrics",
+    "signal_metrics",
+    "validation_metrics",
+]
 
 
 def mean_of_parts(update: DataProto) -> dict[str, float]:
@@ -64,9 +74,7 @@ def experience_metrics(batch: DataProto, eos_token_ids: Collection[int] = ()) ->
         "response/length_max": float(lengths.max()),
     }
     if "responses" in batch.tensors():
-        last = batch.tensors()["responses"][:, -1]
-        stopped = torch.isin(last, torch.tensor(list(eos_token_ids), dtype=last.dtype))
-        metrics["response/truncated"] = float((mask[:, -1] & ~stopped).float().mean())
+        metrics["response/truncated"] = float(truncated_rows(batch, eos_token_ids).float().mean())
     if "values" in batch.tensors():
         returns, values = (column[mask] for column in columns(batch, "returns", "values"))
         variance = float(returns.var(correction=0)) if len(returns) else 0.0
@@ -76,23 +84,53 @@ def experience_metrics(batch: DataProto, eos_token_ids: Collection[int] = ()) ->
 
 
 def signal_metrics(batch: DataProto) -> dict[str, float]:
-    """Return the size of the advantages, and how many groups of responses to one prompt have a signal.
+    """Return the size of the advantages, overall and in groups of equal scores.
 
-    ``advantages/groups_equal`` is the share of groups with equal scores, and ``advantages/abs_mean_equal`` the mean
-    ``|advantage|`` in them, which is 0 unless something else than the scores is trained on.
+    ``advantages/abs_mean_equal`` is the mean ``|advantage|`` in groups of equal scores, which is 0 unless something
+    else than the scores is trained on.
 
     Args:
         batch: ``advantages``, ``token_level_scores`` and ``response_mask`` ``[rows, response]``, and the non-tensor
             column ``uid`` if responses are grouped.
     """
     advantages, mask = columns(batch, "advantages", "response_mask")
-    kept = mask.bool()
-    metrics = {"advantages/abs_mean": _mean(advantages.abs()[kept])}
+    kept, sizes = mask.bool(), advantages.abs()
+    metrics = {"advantages/abs_mean": _mean(sizes[kept])}
     if "uid" in batch.non_tensor_batch:
-        groups = groups_of(batch)
-        equal = groups.equal(outcomes(batch, 1.0).scores)
-        metrics["advantages/groups_equal"] = float((equal / groups.sizes).sum() / (1 / groups.sizes).sum())
-        metrics["advantages/abs_mean_equal"] = _mean(advantages.abs()[kept & equal[:, None]])
+        equal = groups_of(batch).equal(outcomes(batch, 1.0).scores)
+        metrics["advantages/abs_mean_equal"] = _mean(sizes[kept & equal[:, None]])
+    return metrics
+
+
+def group_metrics(groups: GroupFilter) -> dict[str, float]:
+    """Return ``train/frac_reward_zero_std``, the share of prompts whose responses have equal scores, of all drawn."""
+    equal = groups.without_signal()
+    return {"train/frac_reward_zero_std": _mean(equal.float())}
+
+
+def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
+    """Return statistics of the scores of ``n`` responses to each problem, under ``held_out/``.
+
+    ``score`` is the mean over all responses. With more than one response, ``mean_at_<n>`` is that mean as well,
+    ``best_at_<n>`` the mean over problems of the best score, and, if the reward has ``answers``, ``maj_at_<n>`` the
+    mean over problems of the score of the most frequent answer, of several the one that occurs first.
+
+    Args:
+        reward: of the responses; those to one problem are neighbors.
+        n: responses to each problem.
+    """
+    metrics = reward_metrics("held_out", reward)
+    if n == 1:
+        return metrics
+    scores = reward.token_level_scores.sum(1).view(-1, n)
+    metrics[f"held_out/mean_at_{n}"] = float(scores.mean())
+    metrics[f"held_out/best_at_{n}"] = float(scores.amax(1).mean())
+    if reward.answers is not None:
+        voted = 0.0
+        for problem, of_problem in enumerate(scores.tolist()):
+            answers = list(reward.answers[problem * n : (problem + 1) * n])
+            voted += of_problem[answers.index(Counter(answers).most_common(1)[0][0])]
+        metrics[f"held_out/maj_at_{n}"] = voted / len(scores)
     return metrics
 
 

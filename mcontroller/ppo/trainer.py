@@ -17,17 +17,26 @@ from mcontroller.ppo.checkpoints import RunCheckpoints, RunState, Stateful, load
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, check_rows, columns, in_order
 from mcontroller.ppo.devices import SharedDevices
-from mcontroller.ppo.display import Display
+from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.preemption import Preempted, Preemption
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
-from mcontroller.ppo.roles import check_roles, needs_reference, role_workers
+from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers
 from mcontroller.ppo.run_record import read_record
+from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
+from mcontroller.ppo.selection.overlong import penalized, truncated_rows
 from mcontroller.ppo.stages import Stages
-from mcontroller.ppo.summary import experience_metrics, mean_of_parts, reward_metrics, signal_metrics
+from mcontroller.ppo.summary import (
+    experience_metrics,
+    group_metrics,
+    mean_of_parts,
+    reward_metrics,
+    signal_metrics,
+    validation_metrics,
+)
 from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
@@ -72,6 +81,7 @@ class RayPPOTrainer:
         stateful: objects of your program by name, such as a data loader of your own: their ``state_dict()`` is saved
             with every checkpoint, and passed to ``load_state_dict`` by a run that resumes.
         trackers: the trackers that log the metrics.
+        callbacks: code that runs at events of the run.
         display: shows the events of the run; by default nothing is shown.
 
     Raises:
@@ -100,9 +110,11 @@ class RayPPOTrainer:
         combine_rewards: CombineRewards | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         trackers: Sequence[Tracker] = (),
+        callbacks: Sequence[Callback] = (),
         display: Display | None = None,
     ) -> None:
         check_roles(config, role_worker_mapping)
+        check_reference_sync(config, role_worker_mapping)
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
         self.rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
@@ -121,6 +133,7 @@ class RayPPOTrainer:
         self.warm_up_dataset = warm_up_dataset
         self.stateful = dict(stateful or {})
         self.trackers = trackers
+        self.callbacks = callbacks
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
@@ -131,6 +144,9 @@ class RayPPOTrainer:
         self.preemption = Preemption(config.trainer.max_seconds)
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
+        self.drawn_batches = 0
+        self.num_tokens = 0
+        self._stopping = False
         self._saved_at = time.monotonic()
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -186,21 +202,40 @@ class RayPPOTrainer:
             self.warm_up()
             if self.config.trainer.val_before_train:
                 self.log(self.validate())
+        for callback in self.callbacks:
+            callback.started(self)
         self.display.phase("PPO", total, done=self.global_steps)
-        while self.global_steps < total:
+        while self.global_steps < total and not self._stopping:
             self._stop_if_preempted()
             with self.preemption.timing():
-                metrics = self.train_step(self.train_batches[self.global_steps])
+                metrics = self.train_step(self.draw())
                 self.global_steps += 1
+                for callback in self.callbacks:
+                    callback.step_ended(self, metrics)
                 self.display.step(metrics)
                 if self._is_due(self.config.trainer.test_freq):
                     metrics |= self.validate()
+                self._synchronize_reference()
                 if self._is_save_due():
-                    self.save_checkpoint(wait=self.global_steps == total)
+                    self.save_checkpoint(wait=self._stopping or self.global_steps == total)
                 else:
                     self.checkpoints.finish_if_written()
                 self.log(metrics)
         self.checkpoints.finish()
+        if self.config.trainer.export_hf is not None:
+            with self.stages("export", self.actor.export_hf):
+                self.actor.export_hf(self.config.trainer.export_hf)
+        for callback in self.callbacks:
+            callback.ended(self)
+
+    def stop(self) -> None:
+        """End training after the current step, which is then validated and saved as the last one."""
+        self._stopping = True
+
+    def draw(self) -> DataProto:
+        """Return the next batch of problems of the data set."""
+        self.drawn_batches += 1
+        return self.train_batches[self.drawn_batches - 1]
 
     def _stop_if_preempted(self) -> None:
         """Save a checkpoint and raise Preempted if the run is to stop; without a step there is nothing to save."""
@@ -213,39 +248,94 @@ class RayPPOTrainer:
         raise Preempted(reason, self.checkpoints.saved_step)
 
     def train_step(self, problems: DataProto) -> dict[str, float]:
-        """Run one step of PPO on a batch of problems and return its metrics."""
+        """Run one step of PPO on a batch of problems and return its metrics.
+
+        With ``algorithm.filter_groups``, further batches of problems are drawn.
+        """
         started, stage = time.perf_counter(), self.stages
         stage.take_step()
-        problems.non_tensor_batch["uid"] = np.arange(len(problems)).astype(object)
-        with stage("generate", self.actor.generate_sequences):
-            batch, asked = self.generate(problems)
-        self.rewards.start(batch.union(asked))
-        generation = mean_of_parts(batch) if "metrics" in batch.meta_info else {}
-        with stage("old log-probs", self.actor.compute_log_prob):
-            batch = batch.union(self.actor.compute_log_prob(batch))
+        batch, metrics = self.experience(problems)
+        with stage("advantages"):
+            batch, of_advantages = self.advantages(batch)
+        metrics |= of_advantages | experience_metrics(batch, self._stop_tokens())
+        for callback in self.callbacks:
+            callback.batch_ready(self, batch)
+        metrics |= self.update(batch)
+        self.num_tokens += int(columns(batch, "attention_mask")[0].sum())
+        metrics |= self._progress(batch, len(problems))
+        return metrics | self._timing(batch, started) | stage.take_memory()
+
+    def experience(self, problems: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Return responses to as many problems with scores, log-probabilities and values, and metrics of all drawn.
+
+        With ``algorithm.filter_groups``, groups without a signal are replaced by those of further problems first. The
+        batch has the columns of its problems too.
+        """
+        rule, uid = self.config.algorithm, 0
+        groups = GroupFilter(rule.filter_groups, len(problems))
+        metrics: dict[str, float] = {}
+        while True:
+            problems.non_tensor_batch["uid"] = np.arange(uid, uid + len(problems)).astype(object)
+            uid += len(problems)
+            with self.stages("generate", self.actor.generate_sequences):
+                batch, asked = self.generate(problems)
+            self.rewards.start(batch.union(asked))
+            metrics |= mean_of_parts(batch) if "metrics" in batch.meta_info else {}
+            batch.meta_info.pop("metrics", None)
+            if not rule.filter_groups.enable:
+                batch, mismatch = self.score_policies(batch)
+                metrics |= mismatch
+            batch, reward = self.scored(batch, asked)
+            if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
+                batch = batch.union(self.greedy_scores(problems, len(batch) // len(problems)))
+            groups.add(batch.union(asked), reward)
+            if groups.is_complete:
+                break
+            problems = self.draw()
+        batch, drawn = groups.batch()
+        if rule.filter_groups.enable:
+            batch, mismatch = self.score_policies(batch)
+            metrics |= mismatch
+        reward = groups.reward()
+        self.show_samples(reward)
+        return batch, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
+
+    def score_policies(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Return the batch with log-probabilities of policy and reference and the critic's values, as far as needed."""
+        stage, old = self.stages, self.config.algorithm.old_log_probs
+        if old == "rollout":
+            (log_probs,) = columns(batch, "rollout_log_probs")
+            batch = batch.union(DataProto.from_dict({"old_log_probs": log_probs}))
+        elif old == "policy" or not self._updates_once(batch):
+            with stage("old log-probs", self.actor.compute_log_prob):
+                batch = batch.union(self.actor.compute_log_prob(self._without_text(batch)))
         if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
             with stage("reference", self.reference.compute_ref_log_prob):
-                batch = batch.union(self.reference.compute_ref_log_prob(batch))
+                batch = batch.union(self.reference.compute_ref_log_prob(self._without_text(batch)))
         if self.critic is not None:
             with stage("values", self.critic.compute_values):
-                batch = batch.union(self.critic.compute_values(batch))
-        batch, reward = self.scored(batch, asked)
-        if ADVANTAGE_ESTIMATORS[self.config.algorithm.adv_estimator].needs_greedy:
-            batch = batch.union(self.greedy_scores(problems, len(batch) // len(problems)))
-        with stage("advantages"):
-            batch, metrics = self.penalise(batch)
-            batch, signal = self.advantages(batch, asked)
-            batch, mismatch = self.corrected(batch)
+                batch = batch.union(self.critic.compute_values(self._without_text(batch)))
+        known = "old_log_probs" in batch.tensors() and old != "rollout"
+        return batch, mismatch_metrics(batch) if known else {}
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Train critic and actor on the batch, and return their metrics."""
+        stage, metrics = self.stages, dict[str, float]()
+        batch = batch.select(non_tensor_batch_keys=[])
+        if self.config.algorithm.mask_truncated:
+            (mask,) = columns(batch, "response_mask")
+            kept = mask * ~truncated_rows(batch, self._stop_tokens())[:, None]
+            if not bool(kept.any()):
+                return {"actor/skipped_steps": 1.0}
+            batch = batch.with_tensors({"response_mask": kept})
         if self.critic is not None:
             with stage("update critic", self.critic.update_critic):
                 metrics |= mean_of_parts(self.critic.update_critic(batch))
         if self.global_steps >= self.config.trainer.critic_warmup:
             with stage("update actor", self.actor.update_actor):
-                metrics |= mean_of_parts(self.actor.update_actor(batch))
-        self.show_samples(reward)
-        metrics |= generation | signal | mismatch | reward_metrics("train", reward)
-        metrics |= experience_metrics(batch, self._stop_tokens())
-        return metrics | self._timing(batch, time.perf_counter() - started) | stage.take_memory()
+                updated = mean_of_parts(self.actor.update_actor(batch))
+            metrics |= {name.replace("actor/rollout_", "training/rollout_"): value for name, value in updated.items()}
+        return metrics
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.
@@ -278,6 +368,9 @@ class RayPPOTrainer:
                 batch = batch.union(self.reward_model.compute_rm_score(batch))
         with self.stages(stage):
             reward = self.rewards.of(batch.union(problems), held_out=held_out)
+            if not held_out:
+                (mask,) = columns(batch, "response_mask")
+                reward = penalized(reward, mask, self.config.algorithm.overlong)
         return batch.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def greedy_scores(self, problems: DataProto, repeats: int) -> DataProto:
@@ -287,30 +380,23 @@ class RayPPOTrainer:
         scores = self.scored(batch, asked)[1].token_level_scores.sum(1)
         return DataProto.from_dict({"greedy_scores": scores.repeat_interleave(repeats)})
 
+    def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Return the batch with rewards, ``advantages``, ``returns`` and importance weights, and their metrics."""
+        rule = self.config.algorithm
+        batch, metrics = self.penalise(batch)
+        batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
+        metrics |= signal_metrics(batch)
+        if rule.importance.level == "none":
+            return batch, metrics
+        weights, limited = importance_weights(batch, rule.importance)
+        return batch.union(DataProto.from_dict({"importance_weights": weights})), metrics | limited
+
     def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return the batch with ``token_level_rewards``: the scores minus the KL penalty, and the penalty's metrics."""
         if not self.config.algorithm.kl_in_reward:
             (scores,) = columns(batch, "token_level_scores")
             return batch.union(DataProto.from_dict({"token_level_rewards": scores})), {}
         return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
-
-    def advantages(self, batch: DataProto, problems: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Return the batch with ``advantages`` and ``returns``, and metrics of the advantages.
-
-        The estimator can also read the problems' columns.
-        """
-        rule = self.config.algorithm
-        full = compute_advantage(batch.union(problems), rule.adv_estimator, rule.gamma, rule.lam, rule.options())
-        return full.select(non_tensor_batch_keys=[]), signal_metrics(full)
-
-    def corrected(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Return the batch with ``importance_weights`` if they are configured, and metrics of the mismatch."""
-        metrics = mismatch_metrics(batch)
-        importance = self.config.algorithm.importance
-        if importance.level == "none":
-            return batch, metrics
-        weights, limited = importance_weights(batch, importance)
-        return batch.union(DataProto.from_dict({"importance_weights": weights})), metrics | limited
 
     def warm_up(self) -> None:
         """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""
@@ -333,8 +419,7 @@ class RayPPOTrainer:
     def validate(self) -> dict[str, float]:
         """Return the statistics of scores and further columns of responses to the held-out problems.
 
-        ``held_out/score`` is the mean over all responses, ``held_out/best_at_<n>`` the mean over problems of the best
-        of their ``validation.n`` responses.
+        See ``validation_metrics``.
         """
         if self.val_dataset is None:
             return {}
@@ -343,11 +428,9 @@ class RayPPOTrainer:
             with self.stages("held-out", self.actor.generate_sequences):
                 responses, asked = self.generate(problems, **validation.sampling())
             rewards.append(self.scored(responses, asked, held_out=True)[1])
-        whole = joined(rewards)
-        metrics = reward_metrics("held_out", whole)
-        if validation.n > 1:
-            best = whole.token_level_scores.view(-1, validation.n).amax(1)
-            metrics |= {f"held_out/best_at_{validation.n}": float(best.mean())}
+        metrics = validation_metrics(joined(rewards), validation.n)
+        for callback in self.callbacks:
+            callback.validated(self, metrics)
         self.display.held_out(self.global_steps, metrics)
         return metrics
 
@@ -376,10 +459,12 @@ class RayPPOTrainer:
         self._saved_at = time.monotonic()
         with self.stages("checkpoint"):
             program = {name: each.state_dict() for name, each in self.stateful.items()}
-            state = RunState(self.global_steps, self.kl_ctrl.value, program)
+            state = RunState(self.global_steps, self.kl_ctrl.value, self.drawn_batches, self.num_tokens, program)
             self.checkpoints.begin(self._trained_groups(), state)
             if wait:
                 self.checkpoints.finish()
+        for callback in self.callbacks:
+            callback.saved(self, self.config.trainer.default_local_dir)
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -391,6 +476,7 @@ class RayPPOTrainer:
         state = load_run(self.config.trainer.default_local_dir, groups, self.stages.devices)
         self.checkpoints.recover(groups)
         self.global_steps = state.global_steps
+        self.drawn_batches, self.num_tokens = state.drawn_batches, state.num_tokens
         self.kl_ctrl.resume(state.kl_coef)
         for name, each in self.stateful.items():
             if name in state.program:
@@ -401,7 +487,7 @@ class RayPPOTrainer:
         return {name: group for name, group in self.groups.items() if name in ("actor", "critic")}
 
     def _is_due(self, every: int) -> bool:
-        last = self.global_steps == self.config.trainer.total_training_steps
+        last = self._stopping or self.global_steps == self.config.trainer.total_training_steps
         return every >= 0 and (last or (every > 0 and self.global_steps % every == 0))
 
     def _is_save_due(self) -> bool:
@@ -413,10 +499,41 @@ class RayPPOTrainer:
         stop = self.tokenizer.eos_token_id
         return [stop] if isinstance(stop, int) else list(stop)
 
-    def _timing(self, batch: DataProto, seconds: float) -> dict[str, float]:
+    def _updates_once(self, batch: DataProto) -> bool:
+        """Return whether the update makes one optimizer step, and only this step reads ``old_log_probs``."""
+        rule, actor = self.config.algorithm, self.role_workers[0].init
+        asks = getattr(actor.cls, "updates_once", None)
+        if asks is None or rule.kl_in_reward or rule.importance.level != "none":
+            return False
+        return bool(asks(actor.kwargs["config"], len(batch), batch.meta_info.get("n", 1)))
+
+    def _synchronize_reference(self) -> None:
+        """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so."""
+        trainer = self.config.trainer
+        if trainer.ref_sync_steps and self.global_steps % trainer.ref_sync_steps == 0 and self.reference is not None:
+            with self.stages("reference", self.reference.sync_reference):
+                self.reference.sync_reference(trainer.ref_sync_mix)
+
+    def _without_text(self, batch: DataProto) -> DataProto:
+        """Return the batch without the columns of its problems, which models do not read."""
+        return batch.select(non_tensor_batch_keys=[])
+
+    def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
+        return {
+            "train/prompts": float(prompts),
+            "train/n": len(batch) / prompts,
+            "train/num_tokens": float(self.num_tokens),
+            "train/epoch": self.drawn_batches / self.train_batches.per_pass,
+        }
+
+    def _timing(self, batch: DataProto, started: float) -> dict[str, float]:
+        """Return the seconds of every stage; those between the stages are the stage ``controller``."""
+        seconds = time.perf_counter() - started
+        self.stages.add("controller", seconds - self.stages.step_seconds)
         tokens = float(columns(batch, "attention_mask")[0].sum())
         timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.stages.take_step().items()}
-        return timing | {"timing_s/step": seconds, "perf/tokens_per_s": tokens / seconds}
+        perf = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": len(batch) / seconds}
+        return timing | {"timing_s/step": seconds} | perf
 
     # ---- end -------------------------------------------------------------------------------------------------------
 

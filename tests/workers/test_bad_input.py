@@ -217,7 +217,8 @@ def updated_with_nothing_but_nan(parallel: dict[str, Any]) -> dict[str, float]:
 
 def test_update_without_a_step_reports_neither_means_nor_largest_values() -> None:
     for metrics in run_ranks(updated_with_nothing_but_nan, 4, {"pp": 2}):
-        assert metrics == {"actor/lr": 0.0, "actor/skipped_steps": 2.0}  # the warm-up has not begun
+        # the warm-up has not begun
+        assert metrics == {"actor/lr": 0.0, "actor/skipped_steps": 2.0, "actor/optimizer_steps": 0.0}
 
 
 def updated_until_a_step_is_made(parallel: dict[str, Any]) -> dict[str, Any]:

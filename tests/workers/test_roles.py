@@ -74,12 +74,16 @@ def reference_after_learning() -> list[bool]:
     for _ in range(3):  # the first steps of the warm-up have a rate of 0
         worker.update_sft(demonstrations(8))
     answers.append(same())
+    before = worker.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    worker.sync_reference(0.5)
+    mixed = worker.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    answers.append(same() or bool(torch.equal(mixed, before)))
     worker.sync_reference()
     return [*answers, same()]
 
 
 def test_the_reference_does_not_change_before_sync_reference() -> None:
-    assert run_ranks(reference_after_learning, 1)[0] == [True, False, True]
+    assert run_ranks(reference_after_learning, 1)[0] == [True, False, False, True]
 
 
 def difference_to_a_reference_group() -> float:

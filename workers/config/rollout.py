@@ -26,6 +26,13 @@ class RolloutConfig:
     """Sample from the most likely tokens whose probabilities add up to this, above 0, at most 1. 1: from all."""
     top_k: int = 0
     """[tokens] Sample from this many of the most likely tokens. 0: from all."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this share of the highest probability, 0 to 1. 0: from all."""
+    repetition_penalty: float = 1.0
+    """Divide positive logits of tokens of the prompt and of the response so far by this, multiply negative ones. 1: no.
+
+    The policy is scored without the penalty: its log-probabilities are not those that were sampled from.
+    """
     do_sample: bool = True
     """Sample; False takes the most likely token."""
     n: int = 1
@@ -50,5 +57,7 @@ class RolloutConfig:
         check_above("rollout.temperature", self.temperature, 0.0)
         check_above("rollout.top_p", self.top_p, 0.0)
         check_between("rollout.top_p", self.top_p, 0.0, 1.0)
+        check_between("rollout.min_p", self.min_p, 0.0, 1.0)
+        check_above("rollout.repetition_penalty", self.repetition_penalty, 0.0)
         check_above("rollout.memory_fraction", self.memory_fraction, 0.0)
         check_between("rollout.memory_fraction", self.memory_fraction, 0.0, 1.0)

@@ -68,6 +68,7 @@ def generate(
     done = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
     stops = torch.tensor(sampling.eos_token_ids, device=prompts.device)
     new = prompts
+    seen = _seen(prompts, lengths.to(prompts.device), vocab_size) if sampling.repetition_penalty != 1.0 else None
     with (
         without_sequence_parallelism(chunks),
         masked_decoding(chunks),
@@ -80,12 +81,14 @@ def generate(
             logits = decoder.next_logits(new)
             if logits is not None:
                 noise = uniform(seeds, step) if sampling.do_sample else None
-                token, log_prob = draw_tokens(logits[:, :vocab_size], noise, sampling)
+                token, log_prob = draw_tokens(logits[:, :vocab_size], noise, sampling, seen)
                 log_probs[:, step] = torch.where(done, 0.0, log_prob)
             else:
                 token = torch.empty(rows, dtype=torch.long, device=prompts.device)
             token = decoder.of_one_rank(token).masked_fill(done, sampling.pad_token_id)
             responses[:, step] = token
+            if seen is not None:
+                seen.scatter_(1, token[:, None], True)
             mask[:, step] = ~done
             done = done | torch.isin(token, stops)
             if decoder.all_done(done):
@@ -172,6 +175,13 @@ class _Decoder:
 
     def _send(self, hidden: Tensor) -> None:
         dist.send(hidden.contiguous(), self.stages[(self.stage + 1) % len(self.stages)], group=self.pg.pp)
+
+
+def _seen(prompts: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
+    """The tokens of the prompts, bool ``[rows, vocab]``, without their padding."""
+    inside = torch.arange(prompts.size(1), device=prompts.device) < lengths[:, None]
+    counts = torch.zeros(len(prompts), vocab_size, dtype=torch.long, device=prompts.device)
+    return counts.scatter_add_(1, prompts, inside.long()) > 0
 
 
 def _left_aligned(samples: Prompts) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sampling of tokens: temperature, top-k, top-p, and random numbers that belong to the sample and not to the rank.
+"""Sampling of tokens: temperature, filters, penalty, and random numbers that belong to the sample, not to the rank.
 
 The random numbers of a sample come from a counter-based generator (SplitMix64, Steele et al. 2014). Its key is the
 seed, the number of batches sampled before, the tokens of the prompt, and the number of the sample among those of that
@@ -34,6 +34,8 @@ class Sampling:
         temperature: divides the logits.
         top_p: keep the most probable tokens that together have this probability; 1 keeps all.
         top_k: keep this many of the most probable tokens; 0 keeps all.
+        min_p: keep tokens with at least this share of the highest probability; 0 keeps all.
+        repetition_penalty: lowers the logits of tokens that occurred before; 1 changes nothing.
         do_sample: whether to sample, or to take the most probable token.
         n: responses to each prompt.
         seed: of the random numbers, 64 bits, signed.
@@ -45,6 +47,8 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    repetition_penalty: float
     do_sample: bool
     n: int
     seed: int
@@ -81,6 +85,8 @@ class Sampling:
             ("temperature", sampling.temperature > 0, "more than 0 (for greedy decoding set do_sample=False)"),
             ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
             ("top_k", sampling.top_k >= 0, "at least 0"),
+            ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
+            ("repetition_penalty", sampling.repetition_penalty > 0, "more than 0"),
             ("n", sampling.n >= 1, "at least 1"),
             ("seed", -(1 << 63) <= sampling.seed < 1 << 63, "a signed number of 64 bits"),
         ):
@@ -95,6 +101,8 @@ _KINDS: dict[str, type] = {
     "temperature": float,
     "top_p": float,
     "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
     "do_sample": bool,
     "n": int,
     "seed": int,
@@ -114,30 +122,46 @@ def _number(name: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def draw_tokens(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits: Tensor, noise: Tensor | None, sampling: Sampling, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
-    Top-k is applied first; it also keeps tokens that are as probable as the k-th. Of the tokens that remain, top-p
-    keeps each one as long as the more probable ones together have less than ``top_p`` of their probability.
+    The repetition penalty is applied first (Keskar et al., 2019, arXiv:1909.05858, section 4.1), then the temperature.
+    Top-k also keeps tokens that are as probable as the k-th. Of the tokens that remain, top-p keeps each one as long as
+    the more probable ones together have less than ``top_p`` of their probability. Min-p (Nguyen et al., 2024,
+    arXiv:2407.01082) keeps the tokens with at least ``min_p`` of the highest probability.
 
     Args:
         logits: ``[rows, vocab]``.
         noise: float64 ``[rows]`` in [0, 1); None takes the most probable token, as does ``do_sample=False``.
-        sampling: temperature, top-k, top-p and ``do_sample``.
+        sampling: penalty, temperature, filters and ``do_sample``.
+        seen: bool ``[rows, vocab]``, the tokens that the repetition penalty lowers; None for none.
 
     Returns:
         Tokens, int64 ``[rows]``, and their log-probabilities, float32 ``[rows]``: those of the policy at the
-        temperature but before top-k and top-p, as ``compute_log_prob`` returns them.
+        temperature but before penalty and filters, as ``compute_log_prob`` returns them.
     """
-    scaled = logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
-    log_probs = torch.log_softmax(scaled, dim=-1)
+    log_probs = torch.log_softmax(_scaled(logits, sampling), dim=-1)
+    lowered = log_probs
+    if seen is not None:
+        lowered = torch.log_softmax(_scaled(_penalized(logits, seen, sampling), sampling), dim=-1)
     if noise is None or not sampling.do_sample:
-        tokens = _argmax(log_probs)
+        tokens = _argmax(lowered)
     else:
-        probs = log_probs.exp()
+        probs = lowered.exp()
         least = _least_kept(probs, sampling)
         tokens = _search(noise, probs if least is None else torch.where(probs < least, 0.0, probs))
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
+    return logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
+
+
+def _penalized(logits: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
+    penalty = sampling.repetition_penalty
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _argmax(values: Tensor) -> Tensor:
@@ -146,7 +170,15 @@ def _argmax(values: Tensor) -> Tensor:
 
 
 def _least_kept(probs: Tensor, sampling: Sampling) -> Tensor | None:
-    """``[rows, 1]``: the least probability that top-k and top-p keep; None if they keep all tokens."""
+    """``[rows, 1]``: the least probability that top-k, top-p and min-p keep; None if they keep all tokens."""
+    least = _least_of_top(probs, sampling)
+    if sampling.min_p == 0.0:
+        return least
+    of_highest = sampling.min_p * probs.amax(-1, keepdim=True)
+    return of_highest if least is None else torch.maximum(least, of_highest)
+
+
+def _least_of_top(probs: Tensor, sampling: Sampling) -> Tensor | None:
     cut = 0 < sampling.top_k < probs.size(-1)
     if not cut and sampling.top_p == 1.0:
         return None

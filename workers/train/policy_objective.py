@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
@@ -13,7 +15,14 @@ from workers.train.batches import TokenBatch
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 
-__all__ = ["columns_of_update", "policy_metrics", "policy_objective"]
+__all__ = ["MISMATCH", "columns_of_update", "policy_metrics", "policy_objective"]
+
+MISMATCH: Mapping[str, Rule] = {
+    "rollout_probs_diff_mean": Rule.TOKEN_MEAN,
+    "rollout_probs_diff_max": Rule.MAX,
+    "rollout_kl": Rule.TOKEN_MEAN,
+}
+"""Differences between rollout and policy, which are reported if the batch has ``rollout_log_probs``."""
 
 
 def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
@@ -21,14 +30,13 @@ def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
 
     Args:
         config: the configuration of the actor.
-        present: the columns of the batch; ``importance_weights`` are read if they are there.
+        present: the columns of the batch; ``importance_weights``, ``rollout_log_probs`` and ``old_log_probs`` are read
+            if they are there.
     """
-    needed = ["old_log_probs", "advantages", *POLICY_LOSSES[config.policy_loss].columns]
-    return (
-        needed
-        + ["ref_log_prob"] * bool(config.use_kl_loss)
-        + ["importance_weights"] * ("importance_weights" in present)
-    )
+    needed = ["advantages", *POLICY_LOSSES[config.policy_loss].columns]
+    needed += ["ref_log_prob"] * bool(config.use_kl_loss)
+    optional = ("old_log_probs", "importance_weights", "rollout_log_probs")
+    return needed + [name for name in optional if name in present and name not in needed]
 
 
 def policy_objective(
@@ -54,7 +62,7 @@ def policy_objective(
         "pg_clipfrac": policy.clipped,
         "pg_clipfrac_low": policy.clipped * (columns["advantages"] < 0),
         "pg_clipfrac_high": policy.clipped * (columns["advantages"] > 0),
-        "ppo_kl": columns["old_log_probs"] - log_probs,
+        "ppo_kl": _old_log_probs(rows, log_probs) - log_probs,
         "entropy": entropy,
     }
     total = masked_sum(per_token, weights.tokens)
@@ -67,8 +75,14 @@ def policy_objective(
         kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type)
         further = further + config.kl_loss_coef * kl
         token_means["kl_loss"] = kl
+    if "rollout_log_probs" in columns:
+        rollout = columns["rollout_log_probs"]
+        token_means |= {"rollout_probs_diff_mean": (rollout.exp() - log_probs.exp()).abs()}
+        token_means |= {"rollout_kl": rollout - log_probs}
     report = {name: masked_sum(values.detach(), rows.mask) for name, values in token_means.items()}
     report["ratio_max"] = (policy.ratio.detach() * rows.mask).max()
+    if "rollout_log_probs" in columns:
+        report["rollout_probs_diff_max"] = (token_means["rollout_probs_diff_mean"].detach() * rows.mask).max()
     return total + masked_sum(further, weights.tokens), weights.count, report | {TOKENS: rows.mask.sum()}
 
 
@@ -94,7 +108,7 @@ def _policy_loss(
     further = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
     return registered.function(
         log_probs,
-        rows.columns["old_log_probs"],
+        _old_log_probs(rows, log_probs),
         rows.columns["advantages"],
         mask,
         clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
@@ -102,3 +116,8 @@ def _policy_loss(
         dual_clip=config.clip_ratio_c,
         **further,
     )
+
+
+def _old_log_probs(rows: TokenBatch, log_probs: Tensor) -> Tensor:
+    """Return the log-probabilities before the update: those of the batch, or else the present ones."""
+    return rows.columns["old_log_probs"] if "old_log_probs" in rows.columns else log_probs.detach()

@@ -11,7 +11,7 @@ from mcontroller.config.fields import strict_fields
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.registry import register_advantage_estimator
-from mcontroller.ppo.estimators.token_sums import discounted_sums, packed_left, unpacked, whiten
+from mcontroller.ppo.estimators.token_sums import discounted_sums, inside, packed_left, row_blocks, unpacked, whiten
 
 __all__ = ["GAEOptions", "compute_gae", "gae"]
 
@@ -41,12 +41,14 @@ def compute_gae(
         gamma: discount factor per token.
         lam: weight of later errors; 0 is one-step, 1 is Monte Carlo.
     """
-    mask = response_mask.bool()
-    rewards, known = packed_left(token_level_rewards.to(values.dtype), mask), packed_left(values, mask)
-    following = torch.nn.functional.pad(known[:, 1:], (0, 1))
-    errors = rewards + gamma * following - known
-    advantages = unpacked(discounted_sums(errors, gamma * lam), mask)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    advantages, returns = torch.empty_like(values), torch.empty_like(values)
+    for rows in row_blocks(values.shape):
+        mask = response_mask[rows].bool()
+        errors, known = packed_left(token_level_rewards[rows].to(values.dtype), mask), packed_left(values[rows], mask)
+        errors.sub_(known)[:, :-1].add_(known[:, 1:], alpha=gamma)
+        advantages[rows] = unpacked(discounted_sums(errors, gamma * lam), mask)
+        torch.add(advantages[rows], inside(values[rows], mask), out=returns[rows])
+    return advantages, returns
 
 
 @register_advantage_estimator("gae", needs_critic=True, options=GAEOptions)

@@ -13,7 +13,7 @@ from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.groups import EPSILON
 from mcontroller.ppo.estimators.outcomes import groups_of, outcomes
 from mcontroller.ppo.estimators.registry import KLInReward, register_advantage_estimator
-from mcontroller.ppo.estimators.token_sums import discounted_sums, inside, packed_left, unpacked, whiten
+from mcontroller.ppo.estimators.token_sums import discounted_sums, packed_left, row_blocks, unpacked, whiten
 
 __all__ = [
     "ReinforcePlusPlusBaselineOptions",
@@ -51,7 +51,7 @@ def reinforce_plus_plus(
     Hu, 2025, arXiv:2501.03262; the rewards contain the KL penalty.
     """
     rewards, mask = columns(data, "token_level_rewards", "response_mask")
-    returns = unpacked(discounted_sums(packed_left(inside(rewards, mask), mask), gamma), mask)
+    returns = _returns(rewards, mask, gamma)
     advantages = whiten(returns, mask) if options.normalize else returns
     return advantages.float(), returns.float()
 
@@ -81,6 +81,15 @@ def remax(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]
     Li et al., 2023, arXiv:2310.10505. ``greedy_scores``, float32 ``[rows]``, has the greedy scores.
     """
     rewards, greedy, mask = columns(data, "token_level_rewards", "greedy_scores", "response_mask")
-    returns = unpacked(discounted_sums(packed_left(inside(rewards, mask), mask), gamma), mask)
+    returns = _returns(rewards, mask, gamma)
     advantages = torch.where(mask.bool(), returns - greedy[:, None], 0.0)
     return advantages.float(), returns.float()
+
+
+def _returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Return ``sum_k gamma^k * r_{t+k}`` over the tokens of the response, in the shape and dtype of ``rewards``."""
+    returns = torch.empty_like(rewards)
+    for rows in row_blocks(rewards.shape):
+        kept = mask[rows].bool()
+        returns[rows] = unpacked(discounted_sums(packed_left(rewards[rows], kept), gamma), kept)
+    return returns

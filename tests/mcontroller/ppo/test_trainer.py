@@ -13,7 +13,10 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import (
     AlgorithmConfig,
+    Callback,
     Display,
+    FilterGroupsConfig,
+    ImportanceConfig,
     KLControlConfig,
     PPOConfig,
     ValidationConfig,
@@ -26,6 +29,7 @@ from tests.mcontroller.ppo.toy import (
     LETTERS,
     ToyActor,
     ToyCritic,
+    ToyTokenizer,
     demonstrations,
     next_letter,
     problems,
@@ -384,3 +388,132 @@ def test_a_critic_of_constant_returns_has_no_explained_variance():
         trainer.fit()
     assert records.of("critic/explained_variance") == []
     assert records.of("advantages/abs_mean")
+
+
+class Grouped(ToyActor):
+    """A policy that answers twice, with the log-probabilities of its samples, and that can be updated in one step."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+    def generate_sequences(self, prompts):
+        prompts.meta_info.setdefault("n", 2)
+        batch = super().generate_sequences(prompts)
+        return batch.union(DataProto.from_dict({"rollout_log_probs": self._log_probs(self.table, batch)}))
+
+    @classmethod
+    def updates_once(cls, config, rows, n):
+        return (config, rows, n) == (0.5, 96, 2)
+
+
+def filtered(steps: int, tmp_path: Any, **trainer: Any) -> Any:
+    algorithm = AlgorithmConfig(adv_estimator="grpo", filter_groups=FilterGroupsConfig(enable=True, max_batches=4))
+    config = toy_config(steps, default_local_dir=str(tmp_path), **trainer)
+    records = Records()
+    config = dataclasses.replace(config, algorithm=algorithm)
+    run = started(toy_trainer(config, {Role.ActorRolloutRef: Grouped}, val_dataset=None, trackers=[records]))
+    run.fit()
+    return run, records
+
+
+def test_dynamic_sampling_draws_groups_without_signal_again(tmp_path):
+    _, records = filtered(2, tmp_path)
+    step, later = (metrics for _, metrics in records.lines[1:])
+    assert step["dynamic_sampling/batches"] in (3.0, 4.0) and step["dynamic_sampling/prompts_filled"] == 0.0
+    assert step["dynamic_sampling/prompts_drawn"] == 48 * step["dynamic_sampling/batches"]
+    assert 0.6 < step["train/frac_reward_zero_std"] < 0.9  # of two answers of six, one is right in 28% of the groups
+    assert step["response/rows"] == 96 and step["train/prompts"] == 48 and step["train/n"] == 2
+    assert step["advantages/abs_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert later["train/epoch"] > 2 and later["train/num_tokens"] == 2 * 96 * 2
+
+
+def test_dynamic_sampling_is_bounded_and_resumes_at_the_next_batch(tmp_path):
+    whole, records = filtered(8, tmp_path / "whole")
+    assert records.lines[-1][1]["dynamic_sampling/batches"] == 4.0 < records.lines[-1][1]["train/epoch"]
+    assert records.lines[-1][1]["dynamic_sampling/prompts_filled"] > 0
+    filtered(4, tmp_path / "parts", save_freq=0)
+    second, _ = filtered(8, tmp_path / "parts", resume=True)
+    assert second.drawn_batches == whole.drawn_batches > 16
+    torch.testing.assert_close(table(second), table(whole), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("choice", "passes"), [("auto", 0), ("policy", 2), ("rollout", 0)])
+def test_the_pass_for_old_log_probabilities_is_made_only_if_something_reads_them(choice, passes):
+    def trained(**algorithm):
+        config = dataclasses.replace(toy_config(2), algorithm=AlgorithmConfig(adv_estimator="grpo", **algorithm))
+        records = Records()
+        run = started(toy_trainer(config, {Role.ActorRolloutRef: Grouped}, val_dataset=None, trackers=[records]))
+        run.fit()
+        return table(run), CALLS.count("compute_log_prob"), records.lines[-1][1]
+
+    weights, calls, metrics = trained(old_log_probs=choice)
+    assert calls == passes
+    assert ("training/rollout_probs_diff_max" in metrics) == (choice == "policy")
+    torch.testing.assert_close(weights, trained(old_log_probs="policy")[0], rtol=0, atol=0)
+    assert trained(old_log_probs="auto", importance=ImportanceConfig(level="token"))[1] == 2
+    with pytest.raises(ConfigError, match="every weight would be 1"):
+        AlgorithmConfig(old_log_probs="rollout", importance=ImportanceConfig(level="token"))
+
+
+def test_callbacks_see_every_event_and_can_stop_the_run(tmp_path):
+    events = []
+
+    class Watch(Callback):
+        def batch_ready(self, trainer, batch):
+            events.append(f"batch with {'advantages' in batch.tensors()}")
+
+        def step_ended(self, trainer, metrics):
+            metrics["mine"] = 7.0
+            if trainer.global_steps == 2:
+                trainer.stop()
+
+        def saved(self, trainer, directory):
+            events.append(f"saved {trainer.global_steps}")
+
+        def ended(self, trainer):
+            events.append("ended")
+
+    records = Records()
+    config = toy_config(9, save_freq=0, default_local_dir=str(tmp_path))
+    with started(toy_trainer(config, trackers=[records], callbacks=[Watch()])) as trainer:
+        trainer.fit()
+    assert events == ["batch with True", "batch with True", "saved 2", "ended"]
+    assert records.of("mine") == [(1, 7.0), (2, 7.0)] and records.of("held_out/score")[-1][0] == 2
+
+
+def test_the_reference_follows_the_policy_as_scheduled():
+    mixes = []
+
+    class Followed(ToyActor):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def sync_reference(self, mix=None):
+            mixes.append(mix)
+            self.reference = self.table.clone()
+
+    config = toy_config(5, ref_sync_steps=2, ref_sync_mix=0.6)
+    with started(toy_trainer(config, TOYS | {Role.ActorRolloutRef: Followed}, val_dataset=None)) as trainer:
+        trainer.fit()
+    assert mixes == [None, 0.6, 0.6]
+    with pytest.raises(ConfigError, match=r"trainer\.ref_sync_steps=2 copies the policy"):
+        roles = {Role.ActorRollout: ToyActor, Role.RefPolicy: ToyActor, Role.Critic: ToyCritic}
+        toy_trainer(dataclasses.replace(config, ref=0.5), roles)
+
+
+def test_truncated_responses_are_left_out_of_the_losses():
+    seen = []
+
+    class Masked(ToyActor):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def update_actor(self, data):
+            seen.append(data.batch["response_mask"].clone())
+            return super().update_actor(data)
+
+    class StopsAtZero(ToyTokenizer):
+        eos_token_id = 0
+
+    algorithm = AlgorithmConfig(adv_estimator="remax", mask_truncated=True)
+    config = dataclasses.replace(toy_config(1), algorithm=algorithm)
+    records = Records()
+    others = {"val_dataset": None, "tokenizer": StopsAtZero(), "trackers": [records]}
+    with started(toy_trainer(config, {Role.ActorRolloutRef: Masked}, **others)) as trainer:
+        trainer.fit()
+    kept = float(seen[0].float().mean())
+    assert 0 < kept < 0.5 and records.of("response/truncated") == [(1, pytest.approx(1 - kept))]

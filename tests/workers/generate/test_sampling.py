@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from workers.config import RolloutConfig
 from workers.generate.sampling import Sampling, draw_tokens, prompt_hashes, sample_seeds, uniform
@@ -53,6 +53,24 @@ def test_tokens_equal_those_of_transformers_filters_and_plain_cumulative_sums(to
     assert len(set(tokens.tolist())) > (1 if top_k != 1 else 0)
     on_the_edge = (ends[0][:, None] - EVERY_POINT).abs().min(0).values < 1e-6
     assert torch.equal(tokens[~on_the_edge], expected[~on_the_edge]) and on_the_edge.sum() < 5
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_min_p_and_the_repetition_penalty_equal_those_of_transformers(top_p: float) -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(0))
+    before = torch.randint(200, (1, 50), generator=torch.Generator().manual_seed(1))
+    seen = torch.zeros(1, 200, dtype=torch.bool).scatter_(1, before, True)
+    kept = RepetitionPenaltyLogitsProcessor(1.5)(before, logits) / 0.7
+    kept = TopPLogitsWarper(top_p)(None, kept) if top_p < 1 else kept
+    kept = MinPLogitsWarper(0.2)(None, kept)
+    ends = kept.double().softmax(-1).cumsum(-1)[0]
+    expected = torch.searchsorted(ends, EVERY_POINT, right=True)
+    sampling = replace(PLAIN, min_p=0.2, repetition_penalty=1.5, temperature=0.7, top_p=top_p)
+    tokens, log_probs = draw_tokens(logits.repeat(1000, 1), EVERY_POINT, sampling, seen.repeat(1000, 1))
+    on_the_edge = (ends[:, None] - EVERY_POINT).abs().min(0).values < 1e-6
+    assert torch.equal(tokens[~on_the_edge], expected[~on_the_edge]) and on_the_edge.sum() < 5
+    assert 1 < len(set(tokens.tolist())) < 100
+    torch.testing.assert_close(log_probs, (logits / 0.7).log_softmax(-1)[0][tokens])
 
 
 @pytest.mark.parametrize("only", [0, 63, 64, 199])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
 
@@ -60,3 +61,30 @@ def test_mini_batches_can_be_counted_in_prompts() -> None:
     assert run_ranks(in_prompts, 1, 3) == [4]  # 12 responses, 2 x 3 in a mini-batch, 2 epochs
     with pytest.raises(AssertionError, match=r"meta_info\['n'\] is None; ppo_mini_batch_prompts=2 needs"):
         run_ranks(in_prompts, 1, None)
+
+
+def with_and_without_old_log_probs(parallel: dict[str, Any]) -> list[Any]:
+    results: list[Any] = []
+    for kept in (True, False):
+        worker = actor(parallel, "actor", ppo_micro_batch_size=3, ppo_mini_batch_size=ROWS, ppo_epochs=1)
+        data = own_shard(experience(ROWS), worker)
+        data = data.select(exclude("old_log_probs", data))
+        data = data.union(worker.compute_log_prob(data)) if kept else data
+        metrics = worker.update_actor(data).meta_info["metrics"]
+        results.append((weights(worker), metrics))
+    with pytest.raises(DataError, match="old_log_probs"):
+        actor(parallel, "actor", ppo_mini_batch_size=ROWS // 2, ppo_epochs=1).update_actor(data)
+    return results
+
+
+def exclude(name: str, data: DataProto) -> list[str]:
+    return [column for column in data.tensors() if column != name]
+
+
+def test_one_optimizer_step_needs_no_pass_for_old_log_probabilities() -> None:
+    for rank in run_ranks(with_and_without_old_log_probs, 2, {"cp": 2}):
+        (with_pass, metrics), (without, of_step) = rank
+        assert largest_difference(with_pass, without) < TOLERANCE
+        assert metrics["actor/pg_loss"] == pytest.approx(of_step["actor/pg_loss"], abs=TOLERANCE)
+        assert of_step["actor/ppo_kl"] == 0.0
+        assert not torch.equal(torch.tensor(of_step["actor/grad_norm"]), torch.tensor(0.0))

@@ -1,0 +1,1 @@
+"""Which responses are trained on: dynamic sampling, and responses that are too long."""

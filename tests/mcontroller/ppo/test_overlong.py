@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from mcontroller.ppo.rewards import Reward, outcome_scores
+from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig, GroupFilter
+from mcontroller.ppo.selection.overlong import OverlongConfig, penalized, truncated_rows
+from mcontroller.ppo.summary import validation_metrics
+
+LENGTHS = torch.tensor([3, 6, 8, 10])
+MASK = (torch.arange(10) < LENGTHS[:, None]).long()
+
+
+def test_the_penalty_grows_over_the_buffer_to_its_full_size_at_the_longest_response():
+    reward = Reward(outcome_scores([1.0] * 4, MASK), {"accuracy": [1.0] * 4})
+    result = penalized(reward, MASK, OverlongConfig(buffer=4, penalty=0.5))
+    assert result.token_level_scores.sum(1).tolist() == [1.0, 1.0, 0.75, 0.5]
+    assert result.token_level_scores[2, 7] == 0.75 and result.columns["overlong_penalty"] == [0.0, 0.0, -0.25, -0.5]
+    assert penalized(reward, MASK, OverlongConfig()) is reward
+
+
+def test_a_response_is_truncated_if_it_is_full_and_does_not_end_with_a_stop_token():
+    responses = torch.zeros(4, 10, dtype=torch.long)
+    batch = DataProto.from_dict({"responses": responses, "response_mask": MASK})
+    assert truncated_rows(batch, [1, 2]).tolist() == [False, False, False, True]
+    responses[3, -1] = 2
+    assert truncated_rows(batch, [1, 2]).tolist() == [False] * 4
+
+
+def test_groups_are_filtered_by_a_column_and_filled_up_in_order():
+    def batch(uids):
+        return DataProto.from_dict({"row": torch.tensor(uids) * 10 + torch.tensor([0, 1] * 2)}, {"uid": uids})
+
+    def reward(accuracy):
+        return Reward(torch.arange(4.0)[:, None], {"accuracy": accuracy})
+
+    groups = GroupFilter(FilterGroupsConfig(enable=True, metric="accuracy", max_batches=2), 2)
+    groups.add(batch([0, 0, 1, 1]), reward([1.0, 1.0, 0.0, 0.0]))
+    assert not groups.is_complete
+    groups.add(batch([2, 2, 3, 3]), reward([0.0, 0.0, 1.0, 0.0]))
+    assert groups.is_complete
+    chosen, metrics = groups.batch()
+    assert chosen.batch["row"].tolist() == [30, 31, 0, 1]
+    assert metrics == {
+        "dynamic_sampling/batches": 2.0,
+        "dynamic_sampling/prompts_drawn": 4.0,
+        "dynamic_sampling/prompts_filled": 1.0,
+        "dynamic_sampling/prompts_dropped": 0.0,
+    }
+    with pytest.raises(DataError, match=r"metric is 'other'; the reward has score, accuracy"):
+        GroupFilter(FilterGroupsConfig(True, "other"), 2).add(batch([0, 0, 1, 1]), reward([1.0] * 4))
+
+
+def test_validation_reports_mean_best_and_majority():
+    scores = torch.tensor([[1.0], [0.0], [0.0], [0.0], [1.0], [1.0]])
+    metrics = validation_metrics(Reward(scores, answers=["4", "5", "5", "7", "8", "8"]), 3)
+    assert metrics["held_out/mean_at_3"] == pytest.approx(0.5) == metrics["held_out/score"]
+    assert metrics["held_out/best_at_3"] == 1.0 and metrics["held_out/maj_at_3"] == 0.5
+    assert "held_out/maj_at_3" not in validation_metrics(Reward(scores), 3)
