@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -95,6 +96,8 @@ def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
     except OmegaConfBaseException as error:
         key, reason = error.full_key or repr(error.key), str(error).splitlines()[0]
         raise ConfigError(f"{cls.__name__}: {key}: {reason}", key=key, value=error.value) from error
+    except TypeError as error:  # of OmegaConf, for a mapping in place of a list
+        raise ConfigError(f"{cls.__name__}: a value has another structure: {error}", key="", value=None) from error
 
 
 def _without_value(layers: Sequence[DictConfig], key: str) -> bool:
@@ -169,9 +172,8 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
 def _parsed(content: bytes, what: str, key: str) -> Any:
     """Parse YAML, with its errors, and those of the values that it makes, as errors of this project."""
     try:
-        text = content.decode()
-        return OmegaConf.create(text) if text.strip() else OmegaConf.create()
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        return OmegaConf.load(io.StringIO(content.decode()))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{what} cannot be read as YAML: {_line(error)}", key=key, value=None) from error
 
 

@@ -94,7 +94,10 @@ def _read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {error}", key="hf_path", value=str(path)) from error
+    if not isinstance(config, dict):
+        text = f"{file} is damaged: it contains {type(config).__name__}, expected an object"
+        raise ConfigError(text, key="hf_path", value=str(path))
     return config
