@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
+import pytest
 import torch
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
 
+@pytest.mark.skipif(
+    not version("megatron-core").startswith("0.16."), reason="later releases restore tensors with a compiled extension"
+)
 def test_an_activation_is_computed_again_without_transformer_engine() -> None:
     rows = torch.randn(3, 4, requires_grad=True)
     weight = torch.randn(4, 2)
