@@ -121,7 +121,7 @@ def monitor(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
     """
     url = f"inproc://events-{uuid.uuid4().hex}"
     socket.monitor(url, events)
-    reader = socket.context.socket(zmq.PAIR)
+    reader: zmq.Socket[Any] = socket.context.socket(zmq.PAIR)
     reader.rcvhwm = reader.linger = 0
     reader.connect(url)
     return reader
