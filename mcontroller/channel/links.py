@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
 
-__all__ = ["SNDMORE", "Links", "configure", "monitor", "send_frames"]
+__all__ = ["RECONNECT_SECONDS", "SNDMORE", "Links", "configure", "monitor", "send_frames"]
 
 HEARTBEAT_MS = 10_000
 """Milliseconds between heartbeats. A node that vanishes without closing its connections is noticed after three."""
@@ -23,6 +23,9 @@ RECONNECT_MS = 50
 
 RECONNECT_MAX_MS = 1_000
 """Largest time between two tries; it doubles with each."""
+
+RECONNECT_SECONDS = 30.0
+"""Time in which a lost connection to a living process must be restored; otherwise its group ends."""
 
 CONNECT_MS = 5_000
 """Timeout of a TCP connect in milliseconds."""

@@ -14,13 +14,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from mcontroller.channel.links import RECONNECT_SECONDS
+
 __all__ = ["CallOrder", "CallQueue", "Place"]
 
-MISSING_SECONDS = 40.0
+MISSING_SECONDS = RECONNECT_SECONDS + 10.0
 """Time to wait for a call that has a place but has not arrived.
 
-A lost connection is restored before, or the group has ended. So after this time the call's controller has ended while
-it was sending the call, and the ranks that have received it run it without the others."""
+A controller sends it again when its connection is restored, or ends the group. So after this time the controller has
+ended while it was sending the call, and the ranks continue with the calls of others."""
 
 T = TypeVar("T")
 
@@ -38,13 +40,20 @@ class CallOrder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[int, Place] = {}
+        self._assigned: dict[bytes, tuple[int, list[Place | None]]] = {}
 
     def assign(self, caller: bytes, number: int, ranks: Sequence[int]) -> list[Place | None]:
-        """Return, for each rank of a call, the call that it follows there; None for the first."""
+        """Return, for each rank of a call, the call that it follows there; None for the first.
+
+        A controller whose connection was lost asks for the place of its last call again, and gets the same.
+        """
         place = Place(caller, number)
         with self._lock:
-            before = [self._last.get(rank) for rank in ranks]
-            self._last.update(dict.fromkeys(ranks, place))
+            known, before = self._assigned.get(caller, (-1, []))
+            if known != number:
+                before = [self._last.get(rank) for rank in ranks]
+                self._last.update(dict.fromkeys(ranks, place))
+                self._assigned[caller] = number, before
         return before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -133,6 +134,8 @@ class RayCall(SentCall):
         self._contents: dict[int, tuple[tuple[Any, ...], list[zmq.Frame]]] = {}
         self._values: list[Any] | None = None
         self._error: GroupError | None = None
+        if keep:
+            processes.keep_until_end(self)
 
     def take(self, rank: int, content: tuple[Any, ...], frames: list[zmq.Frame]) -> None:
         """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
@@ -164,6 +167,8 @@ class RayCall(SentCall):
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
         self._settle(timeout)
         if self._values is None:
+            if self._keep and self._processes.handles.ended:
+                self._processes.raise_ended(self)
             if self._keep:
                 self._values = fetch(self.parts)
             else:
@@ -171,6 +176,12 @@ class RayCall(SentCall):
                 self._contents.clear()
             self._kept = None
         return self._values
+
+    def read_before_end(self) -> None:
+        """Read the values that the processes keep, unless that was done or the call has failed."""
+        if self._values is None and self._error is None and not (self.pending or self.failed):
+            with suppress(GroupError, ArgumentFailed):  # the reader gets the reason why the group ended
+                self._values = fetch(self.parts)
 
     def check(self, timeout: float | None = None) -> None:
         """Wait for every rank and raise the error of the call, if it failed."""

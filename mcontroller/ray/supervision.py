@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mcontroller.channel.hub import Hub
+from mcontroller.channel.links import RECONNECT_SECONDS
 from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
 from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, WorkerDied
@@ -47,9 +48,6 @@ WATCH_SECONDS = 1.0
 
 LOST_SECONDS = 0.02
 """Time between such questions while a connection is lost."""
-
-RECONNECT_SECONDS = 30.0
-"""Time in which a lost connection to a living process must be restored."""
 
 
 class SentCall:
@@ -108,6 +106,9 @@ class SentCall:
     def take(self, rank: int, content: tuple[Any, ...], frames: list[Any]) -> None:
         """Keep the answer of a rank. The base class drops it."""
 
+    def read_before_end(self) -> None:
+        """Read values that the processes keep, because they are about to be ended. The base class has none."""
+
 
 class GroupProcesses:
     """The processes of the group ``name``, for every role that they run.
@@ -129,6 +130,7 @@ class GroupProcesses:
         self.caller = uuid.uuid4().hex.encode()
         self.sending = threading.RLock()
         self._calls: dict[int, SentCall] = {}
+        self._keeping: weakref.WeakSet[SentCall] = weakref.WeakSet()
         self._errors: list[tuple[SentCall, int, BaseException]] = []
         self._lost: dict[int, float] = {}
         self._restored: set[int] = set()
@@ -168,10 +170,24 @@ class GroupProcesses:
             self._calls[call.number] = call
             head: CallHead = (call.number, settled, None)
             return [head] * len(call.ranks)
-        [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
-        places = answer[0] if answer is not None else [None] * len(call.ranks)  # rank 0 has died, which ends the group
+        places = self._places(call)
         self._calls[call.number] = call
         return [(call.number, settled, place) for place in places]
+
+    def _places(self, call: SentCall) -> list[Any]:
+        """Return the call that each rank of a call runs before it; ask rank 0 again if the connection is lost."""
+        end = time.monotonic() + RECONNECT_SECONDS
+        while True:
+            [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
+            if answer is not None:
+                places: list[Any] = answer[0]
+                return places
+            if self.handles.ended or 0 in self.handles.deaths(LOST_SECONDS) or time.monotonic() > end:
+                return [None] * len(call.ranks)  # rank 0 is gone, which ends the group
+
+    def keep_until_end(self, call: SentCall) -> None:
+        """Have ``shutdown`` read the values of a call that its processes keep, if the call still exists then."""
+        self._keeping.add(call)
 
     def call_processes(
         self, role: str, shown: str, method: str, arguments: Sequence[Arguments], timeout: float | None = None
@@ -221,13 +237,13 @@ class GroupProcesses:
             GroupBroken: another call failed first.
         """
         if self.handles.ended and (call.pending or call.failed):
-            self._raise_ended(call)
+            self.raise_ended(call)
         try:
             if not self._await(call, call.remaining(timeout)):
                 raise self._break(lambda: self._timeout_error(call, timeout))
         except _Failed:
             if self.handles.ended and self._broken is None:  # shut down by another thread meanwhile
-                self._raise_ended(call)
+                self.raise_ended(call)
             raise self._failure_of(call) from None
 
     def wait(self, call: SentCall, timeout: float | None = None) -> bool:
@@ -270,6 +286,8 @@ class GroupProcesses:
                 nothing = [Arguments()] * self.world_size
                 call = self.call_processes(self.name, "before_shutdown", "finish", nothing) if self._is_idle() else None
             if call is not None:
+                for keeping in tuple(self._keeping):
+                    keeping.read_before_end()
                 with contextlib.suppress(WorkerDied):
                     self.settle(call)
         finally:
@@ -363,7 +381,8 @@ class GroupProcesses:
             method=call.method,
         )
 
-    def _raise_ended(self, call: SentCall) -> NoReturn:
+    def raise_ended(self, call: SentCall) -> NoReturn:
+        """Raise the reason why the values of a call cannot be read: the group is broken or was shut down."""
         if self._broken is not None:
             self._raise_broken(call.role)
         raise GroupError(

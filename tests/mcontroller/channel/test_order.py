@@ -21,6 +21,13 @@ def test_places_chain_the_calls_of_each_rank() -> None:
     assert places.assign(A, 1, (0, 1)) == [Place(A, 0), Place(B, 0)]
 
 
+def test_a_call_whose_place_is_asked_for_again_keeps_it() -> None:
+    places = CallOrder()
+    places.assign(B, 0, (0, 1))
+    assert places.assign(A, 0, (0, 1)) == places.assign(A, 0, (0, 1)) == [Place(B, 0), Place(B, 0)]
+    assert places.assign(B, 1, (0,)) == [Place(A, 0)]
+
+
 def test_two_ranks_that_receive_calls_in_different_orders_run_them_in_one() -> None:
     places = CallOrder()
     sent = [(A, 0, "a0"), (B, 0, "b0"), (A, 1, "a1"), (B, 1, "b1"), (B, 2, "b2")]

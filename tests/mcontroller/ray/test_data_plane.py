@@ -140,6 +140,17 @@ def test_a_future_is_not_fetched_by_the_controller_on_its_way(
     assert set(fetched) == {(part.caller, part.number) for part in chained.parts}
 
 
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_a_result_that_was_not_read_is_readable_after_shutdown(ray_cluster: None, elements: int) -> None:
+    pool = RayResourcePool([2], use_gpu=False, name_prefix="ending")
+    init, topology = RayClassWithInitArgs(Batches), Topology.from_layout(ParallelLayout(2))
+    group = RayWorkerGroup(pool, init, name_prefix="ending", topology=topology)
+    result = group.same_later(batch(elements))
+    assert result.wait(60)
+    group.shutdown()
+    assert result.get() == batch(elements)
+
+
 def test_nothing_stays_in_shared_memory_after_a_group(groups: dict[str, RayWorkerGroup]) -> None:
     def used() -> int:
         state = internal_api.get_state_from_address(ray.get_runtime_context().gcs_address)
