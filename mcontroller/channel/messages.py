@@ -19,8 +19,7 @@ _ANSWER = struct.Struct("<Q")
 
 CallHead = tuple[int, int, Place | None]
 """The head of a call: its number at its controller, which grows; the number below which all calls of the controller
-have been answered, and the answers have arrived; and the call that it follows on this rank, None for the previous one
-of its controller."""
+have been answered, and the answers have arrived; and the call that it follows on this rank, None for the first."""
 
 
 def pack_call(head: CallHead, body: bytes) -> bytes:

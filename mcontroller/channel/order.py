@@ -1,9 +1,9 @@
-"""CallOrder: one order of calls on all ranks, when several controllers send them.
+"""CallOrder: one order of calls on all ranks, also if a connection is lost or several controllers send them.
 
-Each rank runs the calls of one controller in the order of their numbers, in which they arrive. If there are several
-controllers (a detached group), each call first gets its place from rank 0, which answers with the calls after which
-the call's ranks run it. A rank that has not received that call yet waits for it. The place costs one round trip,
-0.1 to 0.3 ms; groups that end with their driver have one controller and need none.
+Each call has a place: the call after which a rank runs it. A rank that has not received that call yet waits for it: a
+message that was lost with its connection is sent again, and later ones may arrive before it. A controller assigns the
+places itself if it is the only one. If there may be several (a detached group), rank 0 does, which costs one round
+trip, 0.1 to 0.3 ms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class CallOrder:
-    """Assigns places, on rank 0. Safe for use by several threads."""
+    """Assigns places. Safe for use by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import RECONNECT_SECONDS
 from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
+from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
@@ -137,6 +138,7 @@ class GroupProcesses:
         self._broken: GroupError | None = None
         self._lock = threading.RLock()
         self._numbers = itertools.count()
+        self._order = CallOrder()
         itself = weakref.ref(self)  # the hub must not keep an unused group from being garbage-collected
         self.hub = Hub(
             self.caller,
@@ -166,21 +168,18 @@ class GroupProcesses:
     def heads(self, call: SentCall) -> list[CallHead]:
         """Add a call to those in flight; return the head of its message to each of its ranks."""
         settled = min(self._calls, default=call.number)
-        if not self.detached:
-            self._calls[call.number] = call
-            head: CallHead = (call.number, settled, None)
-            return [head] * len(call.ranks)
-        places = self._places(call)
+        only_controller = not self.detached
+        places = self._order.assign(self.caller, call.number, call.ranks) if only_controller else self._places(call)
         self._calls[call.number] = call
         return [(call.number, settled, place) for place in places]
 
-    def _places(self, call: SentCall) -> list[Any]:
+    def _places(self, call: SentCall) -> list[Place | None]:
         """Return the call that each rank of a call runs before it; ask rank 0 again if the connection is lost."""
         end = time.monotonic() + RECONNECT_SECONDS
         while True:
             [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
             if answer is not None:
-                places: list[Any] = answer[0]
+                places: list[Place | None] = answer[0]
                 return places
             if self.handles.ended or 0 in self.handles.deaths(LOST_SECONDS) or time.monotonic() > end:
                 return [None] * len(call.ranks)  # rank 0 is gone, which ends the group

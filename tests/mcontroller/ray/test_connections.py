@@ -8,17 +8,20 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from mcontroller.errors import ConnectionLost, GroupBroken
 from mcontroller.ray import RayWorkerGroup, supervision
-from mcontroller.ray.executor import RayExecutor
+from mcontroller.ray.executor import RayCall, RayExecutor
 from mcontroller.ray.supervision import GroupProcesses
 from mcontroller.transport import Arguments
 from tests.mcontroller.ray.roles import Numbered, Plain
 
 Start = Callable[..., RayWorkerGroup]
+
+T = TypeVar("T")
 
 
 class Network:
@@ -29,6 +32,7 @@ class Network:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._connections: list[socket.socket] = []
+        self._losing, self._lost = threading.Event(), threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -37,7 +41,17 @@ class Network:
                 near, far = self._listener.accept()[0], socket.create_connection(self._target)
                 self._connections += [near, far]
                 for pair in ((near, far), (far, near)):
-                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def lose_while(self, send: Callable[[], T]) -> T:
+        """Drop the bytes of a message, then close the connections; new ones are accepted."""
+        self._lost.clear()
+        self._losing.set()
+        sent = send()
+        assert self._lost.wait(60)
+        self.cut()
+        self._losing.clear()
+        return sent
 
     def cut(self) -> None:
         """Close the connections; new ones are accepted."""
@@ -52,14 +66,16 @@ class Network:
         self._listener.close()
         self.cut()
 
-
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while content := source.recv(65536):
-            target.sendall(content)
-    for each in (source, target):
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+            while content := source.recv(65536):
+                if self._losing.is_set():
+                    self._lost.set()
+                else:
+                    target.sendall(content)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -92,6 +108,22 @@ def test_a_call_goes_on_after_its_connection_is_restored_and_runs_once(start: St
         running = executor.submit("number", dict.fromkeys((0, 1), Arguments()), (0, 1), timeout=60)
         networks[0].cut()
         assert running.result() == [number, number]
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_lost_call_runs_before_one_that_was_sent_while_the_connection_was_lost(
+    start: Start, networks: list[Network], detached: bool
+) -> None:
+    executor = through(networks, start("plain", Numbered))
+    executor.processes.detached = detached
+    assert call(executor, "number") == [1, 1]
+
+    def submit() -> RayCall:
+        return executor.submit("number", dict.fromkeys((0, 1), Arguments()), (0, 1), timeout=60)
+
+    for number in (2, 4, 6):
+        calls = [networks[0].lose_while(submit), submit()]
+        assert [each.result() for each in calls] == [[number, number], [number + 1, number + 1]]
 
 
 def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
