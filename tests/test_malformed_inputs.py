@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from mcontroller.config.load import load_config
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import MControllerError
-from mcontroller.ppo.run_record import read_record
+from mcontroller.ppo.saving.run_record import read_record
 from workers.checkpoint.directories import find_checkpoint
 from workers.checkpoint.manifest import read_manifest
 from workers.weights.hf.config import model_fields_from_hf

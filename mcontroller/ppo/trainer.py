@@ -13,7 +13,6 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
-from mcontroller.ppo.checkpoints import RunCheckpoints, RunState, Stateful, load_run
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, check_rows, columns, in_order
 from mcontroller.ppo.devices import SharedDevices
@@ -22,10 +21,11 @@ from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
-from mcontroller.ppo.preemption import Preempted, Preemption
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers
-from mcontroller.ppo.run_record import read_record
+from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful, load_run
+from mcontroller.ppo.saving.preemption import Preempted, Preemption
+from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
 from mcontroller.ppo.selection.overlong import penalized, truncated_rows
 from mcontroller.ppo.stages import Stages

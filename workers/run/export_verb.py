@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.run_record import read_record
+from mcontroller.ppo.saving.run_record import read_record
 from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers
 from workers.run.resume_verb import config_of_run
 

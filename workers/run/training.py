@@ -19,7 +19,7 @@ from rich.table import Table
 
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.progress import ProgressDisplay
-from mcontroller.ppo.run_record import read_record
+from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.trackers import Run, make_trackers

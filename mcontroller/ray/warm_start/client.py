@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-PARENT = "import sys; del sys.path[0]; from mcontroller.ray.warm_start.parent import main; main()"
+PARENT = "import sys; del sys.path[0]; from mcontroller.ray.warm_start.parent import run; run()"
 
 OF_A_PROCESS = {"PWD", "OLDPWD", "SHLVL", "_"}
 """Variables that differ between the workers of a job, and that no library reads when it is loaded."""
@@ -30,7 +30,7 @@ class NoParent(Exception):
     """The worker cannot be forked from a warm parent."""
 
 
-def main(threads: str, command: Sequence[str]) -> None:
+def start_worker(threads: str, command: Sequence[str]) -> None:
     """Run the command of a worker, a script and its arguments; do not return."""
     os.environ.setdefault("OMP_NUM_THREADS", threads)  # as Ray does later, when a forked worker has loaded torch
     try:
@@ -134,4 +134,4 @@ def start_parent(folder: str, key: str) -> socket.socket:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    start_worker(sys.argv[1], sys.argv[2:])

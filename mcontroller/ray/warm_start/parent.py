@@ -23,7 +23,7 @@ from typing import Any
 
 from mcontroller.ray.warm_start.client import short_path
 
-__all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "main"]
+__all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "run"]
 
 LIBRARIES = ("ray._private.workers.default_worker", "numpy", "torch", "tensordict", "zmq")
 """What is imported before workers are forked."""
@@ -160,7 +160,7 @@ class Parent:
         return [os.stat(file).st_mtime_ns for file in self._loaded]
 
 
-def main() -> None:
+def run() -> None:
     """Import the libraries and fork workers; run the worker in each fork. Ends with the raylet."""
     folder, key, raylet = sys.argv[1:]
     worker = Parent(folder, key, int(raylet)).serve()

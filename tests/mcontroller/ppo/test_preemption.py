@@ -12,7 +12,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo import Reward
-from mcontroller.ppo.preemption import PREEMPTED, Preempted, Preemption
+from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted, Preemption
 from tests.mcontroller.ppo.toy import CALLS, next_letter, toy_config, toy_trainer
 
 STEPS = 5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcontroller.errors import DataError
-from mcontroller.ppo.run_record import read_record
+from mcontroller.ppo.saving.run_record import read_record
 from tests.mcontroller.ppo.toy import toy_config, toy_trainer
 
 

@@ -23,7 +23,7 @@ from mcontroller.errors import DataError, MControllerError
 from mcontroller.files import sync_directory
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.devices import SharedDevices
-from mcontroller.ppo.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
+from mcontroller.ppo.saving.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
 
 __all__ = ["RunCheckpoints", "RunState", "Stateful", "load_run"]
 
