@@ -1,7 +1,7 @@
 """The base class of actor, critic and reward worker: a model on a layout that is scored, trained and saved.
 
-To change what is computed, override ``build_model``, ``build_optimizer``, ``parameter_groups``,
-``forward_step``, ``loss`` or ``metrics``.
+To change what is computed, override ``build_model``, ``build_optimizer``, ``parameter_groups``, ``forward_step``,
+``loss`` or ``metrics``.
 """
 
 from __future__ import annotations
@@ -322,19 +322,16 @@ class ModelWorker(MegatronWorker):
         self.updates += 1
         metrics = reduce_reports(reports, rules, self.context.pg, self.device) | routers.means()
         lengths, seconds = rows.lengths[counted].repeat(epochs), time.perf_counter() - started  # the device is done
-        utilization = model_flops_utilization(self.model, lengths, self.context.pg, seconds)
-        return metrics | utilization | self._step_metrics(norms)
+        metrics |= model_flops_utilization(self.model, lengths, self.context.pg, seconds)
+        return metrics | self._step_metrics(norms)
 
     def _step_metrics(self, norms: Sequence[float | None]) -> dict[str, float]:
         """Return learning rate, mean gradient norm, and number of skipped steps (those with a norm of None)."""
         assert self.scheduler is not None
         made = [norm for norm in norms if norm is not None]
         grad_norm = {"grad_norm": sum(made) / len(made)} if made else {}
-        return grad_norm | {
-            "lr": float(self.scheduler.get_lr({})),
-            "skipped_steps": float(len(norms) - len(made)),
-            "optimizer_steps": float(len(made)),
-        }
+        counts = {"skipped_steps": float(len(norms) - len(made)), "optimizer_steps": float(len(made))}
+        return {"lr": float(self.scheduler.get_lr({}))} | grad_norm | counts
 
     def _step(
         self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses
@@ -595,8 +592,7 @@ class ModelWorker(MegatronWorker):
 
 
 def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
-    own = rows.mask * owned_targets(rows, pg)
-    return loss(dataclasses.replace(rows, mask=own, whole_mask=rows.mask), output)
+    return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask), output)
 
 
 def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:
