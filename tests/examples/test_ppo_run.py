@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcontroller.ppo.saving.preemption import PREEMPTED
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "data.train.size=300",
@@ -60,7 +62,7 @@ def test_ctrl_c_ends_every_process_of_the_run(tmp_path):
     except subprocess.TimeoutExpired:
         run.send_signal(signal.SIGABRT)  # faulthandler prints its stacks
         output, _ = run.communicate()
-    assert run.returncode == 130, output
-    assert "interrupted" in output and "Traceback" not in output
+    assert run.returncode == PREEMPTED, output
+    assert "SIGINT: " in output and "Traceback" not in output
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted
 from workers.run.config import read_run_config
 from workers.run.training import interruptible, train
 
@@ -32,11 +33,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def until_interrupted(action: Callable[[], object]) -> int:
-    """Return 0 after the action, or 130 if Ctrl-C or SIGTERM ended it."""
+    """Return the exit status: 0 after the action, 75 if it stopped after a step, 130 if it was interrupted at once."""
     with interruptible():
         try:
             action()
         except KeyboardInterrupt:
             sys.stdout.write("interrupted: all processes of the run have ended\n")
             return INTERRUPTED
+        except Preempted as stopped:
+            sys.stdout.write(f"{stopped.reason}: {_continuation(stopped.global_steps)}\n")
+            return PREEMPTED
     return 0
+
+
+def _continuation(steps: int | None) -> str:
+    return "no step was saved" if steps is None else f"step {steps} is saved, mcontroller resume RUN_DIR continues"
