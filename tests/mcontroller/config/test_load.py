@@ -48,7 +48,7 @@ def test_an_instance_of_the_dataclass_is_a_source() -> None:
         ({"engine": {"power": 1}, "doors": None}, [], "doors", "None"),
         ({"engine": 3}, [], "engine", "int is not a subclass of Engine"),
         ({"engine": {"fuel": "gas"}}, [], "engine.power", "Car needs a value for engine.power"),
-        ({"engine": {"power": 1}}, ["doors"], "doors", "not of the form key=value"),
+        ({"engine": {"power": 1}}, ["doors"], "doors", "not of the form key.of.a.field=value"),
         ("no_such.yaml", [], "no_such.yaml", "configuration file 'no_such.yaml' does not exist"),
         ([1, 2], [], "", "contains a list"),
     ],
