@@ -63,7 +63,9 @@ def dispatch(
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
     by_shard = [_of_shard(values, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
-    return replace(call, shards=[_arguments(of_shard) for of_shard in by_shard], origin=origin)
+    result = next((key for key, of_key in shards.items() if isinstance(of_key[0], Part)), None)
+    received = None if result is None else values[result].rows.as_received()
+    return replace(call, shards=[_arguments(of_shard) for of_shard in by_shard], origin=origin, received=received)
 
 
 def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

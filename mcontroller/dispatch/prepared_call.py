@@ -10,7 +10,7 @@ from mcontroller.data.copies import concat_on_one_thread
 from mcontroller.data.protocol import DataProto, concat_batches
 from mcontroller.dispatch.future import DataProtoFuture, Future
 from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule
-from mcontroller.dispatch.remote_batch import ResultBatch, Split, differing_rows
+from mcontroller.dispatch.remote_batch import ResultBatch, Split, differing_rows, received_rows
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration
 from mcontroller.transport import Arguments, Executor, InFlightCall
@@ -43,7 +43,8 @@ class PreparedCall:
         method: name of the method.
         plan: which rank gets which shard, and which ranks return.
         shards: the arguments of each shard; empty until ``dispatch`` has split the caller's arguments.
-        origin: how rows were split; None if they were not.
+        origin: how rows were split; None if they were not. For parts of an earlier result: how its rows were.
+        received: this result, as ``ResultBatch.as_received``; None if the shards are no parts of a result.
         changes_rows: whether the method may return another number of rows than it got.
     """
 
@@ -52,6 +53,7 @@ class PreparedCall:
     plan: Plan
     shards: Sequence[Arguments] = ()
     origin: Partition | Split | None = None
+    received: ResultBatch | None = None
     changes_rows: bool = False
 
     def error(self, text: str, **fields: Any) -> DispatchError:
@@ -81,7 +83,8 @@ class PreparedCall:
             return Future([in_flight], collected)
         source = f"{self.group.name}.{self.method}"
         ranks = None if self.changes_rows else tuple(self.plan.collected)
-        rows = ResultBatch(tuple(in_flight.parts), tuple(in_flight.lengths), self.origin, source, ranks)
+        lengths = tuple(in_flight.lengths)
+        rows = ResultBatch(tuple(in_flight.parts), lengths, self.origin, source, ranks, self.received)
         return DataProtoFuture(rows, executor.fetch, [in_flight], transport=executor.transport, collect=collected)
 
     def collect(self, values: Sequence[Any]) -> Any:
@@ -113,8 +116,11 @@ class PreparedCall:
         if origin is None or not any(value.has_columns() for value in values):
             return self._concat(values)
         lengths = [len(value) if value.has_columns() else 0 for value in values]
-        if not self.changes_rows and (reason := differing_rows(origin, lengths, self.plan.collected)):
-            raise self.error(reason, returned=tuple(lengths), ranks=self.plan.collected)
+        if not self.changes_rows:
+            received = received_rows(origin, self.received, self.group.executor.fetch)
+            reason = differing_rows(received, lengths, self.plan.collected)
+            if reason is not None:
+                raise self.error(reason, returned=tuple(lengths), ranks=self.plan.collected)
         keep, order = self._restored(origin, lengths)
         kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
         joined = self._concat(kept)

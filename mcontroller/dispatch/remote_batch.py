@@ -94,26 +94,39 @@ class Part(Deferred):
         return fetch([self.handle])[0]
 
 
-def differing_rows(origin: Partition, returned: Sequence[int], ranks: Sequence[int]) -> str | None:
+def differing_rows(received: Sequence[int], returned: Sequence[int], ranks: Sequence[int]) -> str | None:
     """Return which ranks returned another number of rows than they got, as an error text; None if all are equal.
 
     Args:
-        origin: the split of the rows.
+        received: the number of rows that each shard got, padding rows included.
         returned: the number of rows by shard.
         ranks: the rank that returned each shard.
     """
     differing = [
-        f"rank {rank} got {len(rows)} rows and returned {count}"
-        for rank, rows, count in zip(ranks, origin.shards, returned, strict=True)
-        if count != len(rows)
+        f"rank {rank} got {rows} rows and returned {count}"
+        for rank, rows, count in zip(ranks, received, returned, strict=True)
+        if count != rows
     ]
-    if not differing or not any(map(len, origin.shards)):  # a batch of meta_info alone promises nothing
+    if not differing or not any(received):  # a batch of meta_info alone promises nothing
         return None
     more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
     return (
         f"{'; '.join(differing[:8])}{more}: return a row for each row, or declare that the method returns another "
         "number with @register(..., changes_rows=True)"
     )
+
+
+def received_rows(origin: Partition | Split, received: ResultBatch | None, fetch: Fetch) -> Sequence[int]:
+    """Return the number of rows that each shard of a call got.
+
+    Args:
+        origin: how its rows were split, if it got no parts of an earlier result.
+        received: that result.
+        fetch: fetches row counts.
+    """
+    if received is not None:
+        return received.checked_lengths(fetch)
+    return [len(rows) for rows in (origin.partition(fetch) if isinstance(origin, Split) else origin).shards]
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,7 @@ class ResultBatch(RemoteBatch):
         origin: how the rows of the call's input were split; None for the caller's order without padding.
         source: the call, as error messages name it.
         same_rows: the ranks of the parts, if each must have as many rows as it got; None if they may differ.
+        received: the earlier result, as ``as_received``, if its parts were the input of the call.
     """
 
     parts: tuple[Handle, ...]
@@ -133,17 +147,26 @@ class ResultBatch(RemoteBatch):
     origin: Partition | Split | None
     source: str
     same_rows: tuple[int, ...] | None = None
+    received: ResultBatch | None = None
 
     def handles(self) -> Sequence[Handle]:
-        """Return the handles of the parts and of their row counts."""
-        return [*self.parts, *self.lengths]
+        """Return the handles of the parts and of row counts."""
+        return [*self.parts, *self.lengths, *(self.received.handles() if self.received else ())]
 
     def counts_only(self) -> ResultBatch:
         """Return the same batch without the parts."""
         return replace(self, parts=())
 
-    def open(self, fetch: Fetch) -> OpenBatch:
-        """Fetch the row counts.
+    def as_received(self) -> ResultBatch:
+        """Return the row counts of this result and of its input, for the call that gets its parts.
+
+        Each result of a chain of calls is checked by the next call, which therefore needs no older ones.
+        """
+        received = None if self.received is None else replace(self.received, same_rows=None, received=None)
+        return replace(self, parts=(), received=received)
+
+    def checked_lengths(self, fetch: Fetch) -> Sequence[int]:
+        """Fetch the row counts of the parts.
 
         Raises:
             DispatchError: a part is not a DataProto, or has another number of rows than its rank got.
@@ -155,11 +178,21 @@ class ResultBatch(RemoteBatch):
                 " on: return a DataProto, or call get() and pass the result",
                 source=self.source,
             )
+        if self.origin is None or self.same_rows is None or not any(lengths):
+            return lengths
+        reason = differing_rows(received_rows(self.origin, self.received, fetch), lengths, self.same_rows)
+        if reason is not None:
+            raise DispatchError(f"{self.source}: {reason}", source=self.source, ranks=self.same_rows)
+        return lengths
+
+    def open(self, fetch: Fetch) -> OpenBatch:
+        """Fetch the row counts.
+
+        Raises:
+            DispatchError: a part is not a DataProto, or has another number of rows than its rank got.
+        """
+        lengths = self.checked_lengths(fetch)
         origin = self.origin.partition(fetch) if isinstance(self.origin, Split) else self.origin
-        if origin is not None and self.same_rows is not None and any(lengths):
-            reason = differing_rows(origin, lengths, self.same_rows)
-            if reason:
-                raise DispatchError(f"{self.source}: {reason}", source=self.source, ranks=self.same_rows)
         keep, order = (tuple(lengths), None) if origin is None else origin.restore(lengths)
         offsets = np.concatenate([[0], np.cumsum(keep, dtype=np.int64)])
 

@@ -37,7 +37,9 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"tokenizer.path {source.path!r} is not a directory", key="tokenizer.path")
         transformers = import_extra("transformers", "hf", "tokenizer.kind")
         try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source.path, local_files_only=True)
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                source.path, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"transformers cannot load the tokenizer in {source.path!r}: {str(error).splitlines()[0]}",

@@ -78,3 +78,13 @@ def test_metrics_without_rows_are_no_error(group: LocalWorkerGroup) -> None:
 def test_changes_rows_must_be_a_bool() -> None:
     with pytest.raises(DispatchError, match="changes_rows is 2; expected True or False"):
         register(changes_rows=2)  # type: ignore[arg-type]
+
+
+def test_the_rows_of_a_result_that_is_passed_on_are_counted(group: LocalWorkerGroup) -> None:
+    doubled = group.other.options(blocking=False)(ROWS, [8, 8])
+    assert len(group.echo(doubled)) == 16
+    with pytest.raises(DispatchError, match="rank 1 got 8 rows and returned 4"):
+        group.same(doubled, [8, 4])
+    wrong = group.later(doubled, [8, 4])
+    with pytest.raises(DispatchError, match="rank 1 got 8 rows and returned 4"):
+        group.echo(wrong)
