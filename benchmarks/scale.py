@@ -1,6 +1,6 @@
 """The controller's cost of a call, from 8 to 16,384 ranks.
 
-    python benchmarks/scale.py [--actors 8 24] [--light 8 128 1024 4096 16384] [--relay 1024] [--processes 4]
+    python benchmarks/scale.py [--actors 8 24] [--light 8 128 1024 4096 16384] [--relay 1024] [--docs docs/scale.md]
 
 Real Ray actors are compared with bare Ray, in alternation. Light endpoints are sockets of a few processes that answer
 every call at once, so that one machine holds thousands: the controller does the same work for them as for workers. The
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import pickle
+import platform
 import resource
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,9 +47,34 @@ from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.supervision import GroupProcesses
 from parallel_state import ParallelLayout, Topology
 
+PAGE = """# Cost of a call by the number of ranks
+
+Written by `python benchmarks/scale.py --docs docs/scale.md` on {cpus} cores ({model}), {gigabytes:.0f} GB of
+memory, with Python {python}; the load of the machine was {load:.1f} at the start. Controller and ranks share the cores.
+
+- **actors** are the worker processes of a group, next to bare Ray actors that do the same, in alternation. `start` ends
+  when the group has answered its first call.
+- **light** endpoints are sockets of a few processes that answer each call at once: the controller does the same work as
+  for worker processes, so one machine shows the cost of thousands of ranks. Their time includes that of the sockets of
+  all ranks on these cores. `start` is the time until all connections are established.
+- **behind relays** is a bound: the cost if a process on each node joined the answers of its ranks, at no cost itself.
+
+```
+{output}
+```
+
+The CPU time of the controller limits the number of ranks first: it grows with the ranks, and is spent on one message
+for each rank, encrypted and decrypted, and on one answer. Its memory is a connection for each rank, kB as in the table.
+A relay on every node would lower the time for each rank to that of the bound. It is not built: it adds a process that
+can fail to every node, and one call of a training step takes longer than the difference.
+"""
+
 TARGETS_MS = {8: 1.2, 24: 3.0}
 LIGHT_TARGETS_MS = {128: 15.0}
 CPU_TARGET_US = 60
+
+
+shown: list[str] = []
 
 
 class Nothing(Worker):
@@ -109,7 +137,7 @@ def report_actors(ranks: int) -> None:
     target = TARGETS_MS.get(ranks, float("inf"))
     (ours, cpu), (other, other_cpu) = taken["ours"], taken["bare"]
     verdict = "ok" if ours <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
-    print(
+    show(
         f"{ranks:>6} actors {ours:>9.2f} {other:>9.2f} {cpu / ranks:>9.0f} {other_cpu / ranks:>9.0f} "
         f"{started:>8.1f} {bare_started:>8.1f}  {verdict}"
     )
@@ -121,7 +149,7 @@ def report_actors(ranks: int) -> None:
 
 def report_threshold(sizes: list[int], ranks: int) -> None:
     """Report the time of a call that takes and returns a value, inside messages and through the object store."""
-    print(f"a value in and out of {ranks} actors, ms:  in messages / through the store")
+    show(f"a value in and out of {ranks} actors, ms:  in messages / through the store")
     groups = {}
     for name, inline_bytes in (("messages", 1 << 28), ("store", 1000)):
         pool = RayResourcePool([ranks], use_gpu=False, channel=ChannelOptions(inline_bytes=inline_bytes))
@@ -131,7 +159,7 @@ def report_threshold(sizes: list[int], ranks: int) -> None:
         taken = measure(
             {name: lambda group=group, value=value: group.same(value) for name, group in groups.items()}, 50
         )
-        print(f"{size / 1024:>8.0f} KiB {taken['messages'][0]:>9.2f} {taken['store'][0]:>9.2f}")
+        show(f"{size / 1024:>8.0f} KiB {taken['messages'][0]:>9.2f} {taken['store'][0]:>9.2f}")
     for group in groups.values():
         group.shutdown()
 
@@ -209,7 +237,7 @@ def report_light(ranks: int, processes: list[LightProcess]) -> None:
     target = LIGHT_TARGETS_MS.get(ranks, float("inf"))
     verdict = "ok" if median <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
     figures = f"{median:>9.2f} {'':>9} {cpu / ranks:>9.0f} {'':>9} {connected:>8.1f} {memory:>8.0f}"
-    print(f"{ranks:>6} light  {figures}  {verdict}", flush=True)
+    show(f"{ranks:>6} light  {figures}  {verdict}")
     group.shutdown()
 
 
@@ -232,7 +260,7 @@ def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> N
         hub.wait(lambda: missing[0] == 0, None)
 
     median, cpu = measure({"relay": call}, 50)["relay"]
-    print(f"{ranks:>6} behind relays of {per_relay}: {median:.2f} ms, {cpu / ranks:.0f} us a rank", flush=True)
+    show(f"{ranks:>6} behind relays of {per_relay}: {median:.2f} ms, {cpu / ranks:.0f} us a rank")
     hub.close()
 
 
@@ -243,16 +271,16 @@ def main() -> None:
     parser.add_argument("--relay", type=int, nargs="*", default=[1024])
     parser.add_argument("--threshold", type=int, nargs="*", default=[16, 64, 128, 256, 512, 1024, 4096], help="KiB")
     parser.add_argument("--processes", type=int, default=8, help="processes of light endpoints")
+    parser.add_argument("--docs", type=Path, help="page to write the output to")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     processes = [LightProcess() for _ in range(options.processes if options.light or options.relay else 0)]
     cpus = max([8, *options.actors]) + 2
     ray.init("local", num_cpus=cpus, object_store_memory=1_000_000_000, include_dashboard=False, logging_level="ERROR")
-    print(
-        "empty call: median ms, controller's CPU us a rank and call, start s (light: connections s, memory kB a rank)"
-    )
-    print(f"{'':>13} {'ours ms':>9} {'bare ms':>9} {'ours us':>9} {'bare us':>9} {'start s':>8} {'bare s':>8}")
+    show("empty call: median ms, controller's CPU us a rank and call, start s (light: connections s, memory kB a rank)")
+    show(f"{'':>13} {'ours ms':>9} {'bare ms':>9} {'ours us':>9} {'bare us':>9} {'start s':>8} {'bare s':>8}")
     for ranks in options.actors:
         report_actors(ranks)
     for ranks in options.light:
@@ -262,6 +290,28 @@ def main() -> None:
     if options.threshold:
         report_threshold([size * 1024 for size in options.threshold], 4)
     ray.shutdown()
+    if options.docs is not None:
+        options.docs.write_text(page(load))
+
+
+def show(line: str) -> None:
+    """Print a line, and keep it for the page."""
+    print(line, flush=True)
+    shown.append(line.rstrip())
+
+
+def page(load: float) -> str:
+    """Return the page with what was shown."""
+    facts = [line.partition(": ") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    model = next((value.strip() for name, _, value in facts if name.startswith("model name")), "")
+    return PAGE.format(
+        cpus=os.cpu_count(),
+        model=model or platform.machine(),
+        python=platform.python_version(),
+        gigabytes=psutil.virtual_memory().total / 1e9,
+        load=load,
+        output="\n".join(shown),
+    )
 
 
 if __name__ == "__main__":
