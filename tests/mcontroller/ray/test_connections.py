@@ -87,12 +87,19 @@ def networks() -> Iterator[list[Network]]:
 
 
 def through(networks: list[Network], group: RayWorkerGroup) -> RayExecutor:
-    """Another controller of the group's processes, which reaches each of them through a network."""
+    """Another controller of the group's processes.
+
+    It reaches the calls of rank r through ``networks[2 * r]``, and its queries through the next.
+    """
     handles = group.executor.processes.handles
     infos = []
     for info in handles.infos:
-        networks.append(Network(info.address.host, info.address.call_port))
-        infos.append(replace(info, address=replace(info.address, host="127.0.0.1", call_port=networks[-1].port)))
+        calls, queries = (
+            Network(info.address.host, port) for port in (info.address.call_port, info.address.query_port)
+        )
+        networks += [calls, queries]
+        here = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port)
+        infos.append(replace(info, address=here))
     return RayExecutor(GroupProcesses("plain", replace(handles, infos=infos), detached=True), "plain")
 
 
@@ -133,7 +140,8 @@ def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
     group = start("plain", Plain)
     executor = through(networks, group)
     pids = call(executor, "pid")
-    networks[1].end()
+    for network in networks[2:]:
+        network.end()
     with pytest.raises(ConnectionLost, match=r"plain rank 1 .* cannot be reached since 0.5 s in wait_for_file") as lost:
         call(executor, "wait_for_file", str(tmp_path / "never"))
     assert (lost.value.rank, lost.value.pid, lost.value.method) == (1, pids[1], "wait_for_file")
