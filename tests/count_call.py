@@ -98,7 +98,7 @@ def count_call() -> Count:
         },
     )
     with (
-        RayResourcePool([1], use_gpu=False) as pool,
+        RayResourcePool([1], use_gpu=False, warm_start=False) as pool,
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Counted, config), name_prefix="actor") as group,
     ):
         group.init_model()

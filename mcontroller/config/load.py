@@ -163,7 +163,7 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
             raise ConfigError(f"the override {override!r} is not of the form key.of.a.field=value", key=key, value=None)
     try:
         return OmegaConf.from_dotlist(list(overrides))
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"an override of {list(overrides)} cannot be read: {_line(error)}", key="overrides"
         ) from error

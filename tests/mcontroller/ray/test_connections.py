@@ -94,9 +94,8 @@ def through(networks: list[Network], group: RayWorkerGroup) -> RayExecutor:
     handles = group.executor.processes.handles
     infos = []
     for info in handles.infos:
-        calls, queries = (
-            Network(info.address.host, port) for port in (info.address.call_port, info.address.query_port)
-        )
+        there = info.address
+        calls, queries = (Network(there.host, port) for port in (there.call_port, there.query_port))
         networks += [calls, queries]
         here = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port)
         infos.append(replace(info, address=here))
