@@ -31,7 +31,7 @@ def pack_call(head: CallHead, body: bytes) -> bytes:
 def unpack_call(frame: zmq.Frame) -> tuple[CallHead, memoryview]:
     """Return the head of a call, and its body."""
     number, settled, follows, caller, after = _CALL.unpack_from(frame.buffer)
-    return (number, settled, Place(caller, after) if follows else None), frame.buffer[_CALL.size :]
+    return (number, settled, (caller, after) if follows else None), frame.buffer[_CALL.size :]
 
 
 def pack_answer(number: int, body: bytes) -> bytes:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from mcontroller.channel.links import RECONNECT_SECONDS
 
@@ -27,11 +27,8 @@ ended while it was sending the call, and the ranks continue with the calls of ot
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
-    """The call after which another runs on a rank: its controller, and its number there."""
-
-    caller: bytes
-    number: int
+Place = tuple[bytes, int]
+"""The call after which another runs on a rank: its controller, and its number there."""
 
 
 class CallOrder:
@@ -47,7 +44,7 @@ class CallOrder:
 
         A controller whose connection was lost asks for the place of its last call again, and gets the same.
         """
-        place = Place(caller, number)
+        place = (caller, number)
         with self._lock:
             known, before = self._assigned.get(caller, (-1, []))
             if known != number:
@@ -72,7 +69,7 @@ class CallQueue(Generic[T]):
         """Add a call; return False if it was added before (it has been sent again after a lost connection)."""
         if number <= self._received.get(caller, -1) or any(own == (caller, number) for _, _, own, _ in self._waiting):
             return False
-        own = Place(caller, number)
+        own = (caller, number)
         if after is None or self._has(after):
             self._append(own, call)
             self._release()
@@ -94,7 +91,8 @@ class CallQueue(Generic[T]):
         return bool(self._waiting)
 
     def _append(self, own: Place, call: T) -> None:
-        self._received[own.caller] = max(own.number, self._received.get(own.caller, -1))
+        caller, number = own
+        self._received[caller] = max(number, self._received.get(caller, -1))
         self._ready.append(call)
 
     def _release(self) -> None:
@@ -106,4 +104,5 @@ class CallQueue(Generic[T]):
             self._append(free[2], free[3])
 
     def _has(self, place: Place) -> bool:
-        return place.number <= self._received.get(place.caller, -1)
+        caller, number = place
+        return number <= self._received.get(caller, -1)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from mcontroller.channel import order
 from mcontroller.channel.kept import KeptResults
-from mcontroller.channel.order import CallOrder, CallQueue, Place
+from mcontroller.channel.order import CallOrder, CallQueue
 
 A, B = b"one controller", b"another"
 
@@ -17,15 +17,15 @@ def drained(queue: CallQueue[str]) -> list[str]:
 def test_places_chain_the_calls_of_each_rank() -> None:
     places = CallOrder()
     assert places.assign(A, 0, (0, 1)) == [None, None]
-    assert places.assign(B, 0, (1,)) == [Place(A, 0)]
-    assert places.assign(A, 1, (0, 1)) == [Place(A, 0), Place(B, 0)]
+    assert places.assign(B, 0, (1,)) == [(A, 0)]
+    assert places.assign(A, 1, (0, 1)) == [(A, 0), (B, 0)]
 
 
 def test_a_call_whose_place_is_asked_for_again_keeps_it() -> None:
     places = CallOrder()
     places.assign(B, 0, (0, 1))
-    assert places.assign(A, 0, (0, 1)) == places.assign(A, 0, (0, 1)) == [Place(B, 0), Place(B, 0)]
-    assert places.assign(B, 1, (0,)) == [Place(A, 0)]
+    assert places.assign(A, 0, (0, 1)) == places.assign(A, 0, (0, 1)) == [(B, 0), (B, 0)]
+    assert places.assign(B, 1, (0,)) == [(A, 0)]
 
 
 def test_two_ranks_that_receive_calls_in_different_orders_run_them_in_one() -> None:
@@ -44,8 +44,8 @@ def test_a_call_that_arrives_again_is_not_added() -> None:
     queue: CallQueue[str] = CallQueue()
     assert queue.add(A, 0, None, "a0")
     assert not queue.add(A, 0, None, "a0")
-    assert queue.add(B, 0, Place(A, 1), "b0")
-    assert not queue.add(B, 0, Place(A, 1), "b0")
+    assert queue.add(B, 0, (A, 1), "b0")
+    assert not queue.add(B, 0, (A, 1), "b0")
     assert drained(queue) == ["a0"]
 
 
@@ -53,10 +53,10 @@ def test_a_call_behind_one_that_never_arrives_runs_after_a_while(monkeypatch: ob
     queue: CallQueue[str] = CallQueue()
     before, order.MISSING_SECONDS = order.MISSING_SECONDS, -1.0
     try:
-        queue.add(A, 1, Place(B, 7), "a1")
+        queue.add(A, 1, (B, 7), "a1")
     finally:
         order.MISSING_SECONDS = before
-    queue.add(A, 2, Place(A, 1), "a2")
+    queue.add(A, 2, (A, 1), "a2")
     assert queue.waiting
     assert drained(queue) == ["a1", "a2"]
 
