@@ -102,6 +102,8 @@ def _replacements() -> dict[str, Any]:
     replacements: dict[str, Any] = {
         "current_device": lambda: _CPU,
         "device_count": lambda: 1,
+        # With PYTORCH_NVML_BASED_CUDA_CHECK=1, a torch that is built for CUDA would ask device_count.
+        "is_available": lambda: False,
         "Stream": Stream,
         "ExternalStream": Stream,
         "Event": Event,

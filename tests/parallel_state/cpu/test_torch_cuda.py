@@ -20,6 +20,12 @@ def test_the_current_device_is_the_cpu() -> None:
     assert torch.cuda.is_available() is False
 
 
+def test_no_gpu_is_available_to_a_torch_that_is_built_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    assert torch.cuda.is_available() is False
+
+
 def test_the_random_state_of_the_device_is_the_cpus() -> None:
     torch.cuda.manual_seed(7)
     state = torch.cuda.get_rng_state()
