@@ -60,16 +60,11 @@ class Parent:
 
     def __init__(self, folder: str, key: str, raylet: int) -> None:
         self._selector = selectors.DefaultSelector()
+        self._raylet = os.pidfd_open(raylet)
         self._loaded = [module.__file__ for name in LIBRARIES if (module := _imported(name)) and module.__file__]
         self._loaded_at = self._times()
-        self._raylet = os.pidfd_open(raylet)
         self._selector.register(self._raylet, selectors.EVENT_READ, sys.exit)
-        reason = _reason_not_to_fork()
-        if reason is not None:
-            sys.stderr.write(f"{reason}\n")
-            with open(os.path.join(folder, f"{key}.unsafe"), "w") as note:
-                note.write(reason)
-            sys.exit(1)
+        _check_that_forks_are_safe()
         self._path = os.path.join(folder, f"{key}.sock")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):  # of a parent that was killed
@@ -163,7 +158,13 @@ class Parent:
 def run() -> None:
     """Import the libraries and fork workers; run the worker in each fork. Ends with the raylet."""
     folder, key, raylet = sys.argv[1:]
-    worker = Parent(folder, key, int(raylet)).serve()
+    try:
+        parent = Parent(folder, key, int(raylet))
+    except (OSError, ImportError, RuntimeError) as error:
+        with open(os.path.join(folder, f"{key}.unsafe"), "w") as note:  # read by ``client.connect``
+            note.write(str(error))
+        raise
+    worker = parent.serve()
     os.setpgid(0, 0)  # Ray ends the process group of a worker with it
     os.chdir(worker.folder)
     os.environ.clear()
@@ -191,13 +192,12 @@ def _receive(connection: socket.socket) -> WorkerCommand:
     return WorkerCommand(command, environment, folder, streams.tolist())
 
 
-def _reason_not_to_fork() -> str | None:
+def _check_that_forks_are_safe() -> None:
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
-        return f"not safe to fork: threads {threads} run after the imports"
+        raise RuntimeError(f"not safe to fork: threads {threads} run after the imports")
     if _imported("torch").cuda.is_initialized():
-        return "not safe to fork: the imports have initialized CUDA"
-    return None
+        raise RuntimeError("not safe to fork: the imports have initialized CUDA")
 
 
 def _imported(name: str) -> Any:

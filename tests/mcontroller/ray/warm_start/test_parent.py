@@ -130,6 +130,16 @@ def test_a_worker_starts_by_itself_if_the_parent_is_not_safe_to_fork(start: Star
     assert not worker["forked"]
 
 
+def test_a_worker_starts_by_itself_if_the_parent_cannot_import_its_libraries(
+    start: Start, session: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tensordict.py").write_text("raise ImportError('no tensordict')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert not finish(start(PYTHONPATH=path))["forked"]
+    [note] = folder_of(session).glob("*.unsafe")
+    assert note.read_text() == "no tensordict"
+
+
 def test_another_parent_is_started_if_the_first_was_killed(start: Start) -> None:
     first = finish(start())
     os.kill(first["parent"], signal.SIGKILL)
