@@ -38,6 +38,7 @@ def test_groups_are_forked_from_one_parent(pool: RayResourcePool) -> None:
 def test_a_group_does_not_need_its_parent_any_more(pool: RayResourcePool) -> None:
     with RayWorkerGroup(pool, RayClassWithInitArgs(Reporter), name_prefix="reporter") as group:
         [(_, parent), *_] = group.start()
+        assert "warm_start" in " ".join(psutil.Process(parent).cmdline()), "not the raylet"
         os.kill(parent, signal.SIGKILL)
         assert [pid for pid, _ in group.start()] == [pid for pid, _ in group.start()]
 
