@@ -114,15 +114,16 @@ def sum_of_rewards(
         weights: the weight of each, 1 by default.
 
     Raises:
-        ConfigError: a weight is of a function that is not there.
+        ConfigError: there are no functions, or a weight is of a function that is not there.
     """
+    if not functions:
+        raise ConfigError("sum_of_rewards got no reward functions; expected at least one by name", key="functions")
     factors = dict.fromkeys(functions, 1.0) | dict(weights or {})
     check_known_keys("weights", factors, functions)
 
     def weighted(batch: DataProto) -> Reward:
         parts = {name: rewarded(function, batch, name) for name, function in functions.items()}
-        total = sum(factors[name] * part.token_level_scores for name, part in parts.items())
-        assert isinstance(total, Tensor)
+        total = torch.stack([factors[name] * part.token_level_scores for name, part in parts.items()]).sum(0)
         columns: dict[str, Sequence[float]] = {}
         for name, part in parts.items():
             columns |= {f"{name}/{column}": values for column, values in part.columns.items() if column != APPLIES}

@@ -25,10 +25,9 @@ def load_records(config: DatasetConfig, key: str) -> Records:
         DataError: the content cannot be read, with the file and the line or row.
     """
     name = config.source
-    if name is None and config.path is None:
-        raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
     if name is None:
-        assert config.path is not None
+        if config.path is None:
+            raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
         name = source_of_path(Path(config.path))
     records = DATASET_SOURCES.get_or_raise(name, key=f"{key}.source")(config)
     return records.selected(config.skip, config.size)

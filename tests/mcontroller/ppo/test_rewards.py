@@ -75,6 +75,8 @@ def test_several_rewards_are_added_with_weights_and_have_their_own_columns():
     assert metrics["train/short"] == 1.0 and metrics["train/short_std"] == 0.0
     with pytest.raises(ConfigError, match="weights has 'long'; possible: 'length'"):
         sum_of_rewards({"length": length}, {"long": 1.0})
+    with pytest.raises(ConfigError, match="no reward functions"):
+        sum_of_rewards({})
 
 
 def test_a_reward_function_and_a_reward_model_are_combined_by_a_function():
