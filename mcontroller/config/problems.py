@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from mcontroller.errors import ConfigError, MControllerError
@@ -36,18 +36,14 @@ class Problems:
         Raises:
             ConfigError: there are several errors, which are its field ``errors``; or the one is a ConfigError.
         """
-        errors = self.errors
+        by_line = {f"{type(error).__name__}: {error}": error for error in reversed(self.errors)}  # each text once
+        lines, errors = list(by_line)[::-1], list(by_line.values())[::-1]
         if len(errors) == 1:
             raise errors[0]
         if errors:
-            lines = _unique([f"{type(error).__name__}: {error}" for error in errors])
             raise ConfigError(
                 "\n  ".join([f"the configuration has {len(lines)} errors:", *lines]),
                 key=getattr(errors[0], "key", ""),
                 value=None,
                 errors=errors,
             )
-
-
-def _unique(lines: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(lines))

@@ -8,6 +8,7 @@ import ray
 from rich.console import Console
 
 from examples.ppo.main import CONFIG, main
+from mcontroller.errors import ConfigError
 from workers.run.config import read_run_config
 
 
@@ -70,3 +71,9 @@ def test_a_run_does_not_overwrite_another_one(tmp_path):
     assert main([f"run_dir={tmp_path}"], Console(file=out, width=400, color_system=None)) == 1
     assert "contains a run already: set another one, or resume it with mcontroller resume" in out.getvalue()
     assert not ray.is_initialized()
+
+
+def test_an_error_that_several_sections_find_is_reported_once_as_it_is():
+    with pytest.raises(ConfigError) as caught:
+        read_run_config(CONFIG, ["actor_rollout_ref.parallel.tp=3"])
+    assert str(caught.value) == "model.num_attention_heads is 2, which does not divide by parallel.tp=3"
