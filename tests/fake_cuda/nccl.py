@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -169,11 +170,29 @@ def _checked(name: str, collective: Callable[..., Any], arguments: tuple[str, ..
         for argument in arguments:
             for tensor in tensors_in(given.get(argument)):
                 _check(name, argument, tensor, backend)
-        if backend == "nccl":
-            _backends.communicator(given.get("group")).use()
-        return collective(*args, **kwargs)
+        if backend != "nccl":
+            return collective(*args, **kwargs)
+        _backends.communicator(given.get("group")).use()
+        tensors = [tensor for argument in arguments for tensor in tensors_in(given.get(argument))]
+        before = _references(tensors)
+        work = collective(*args, **kwargs)
+        if work is None:
+            _wait_for_release(tensors, before)
+        return work
 
     return checked
+
+
+def _references(tensors: list[torch.Tensor]) -> list[int]:
+    """Return how many references each storage has."""
+    return [torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in tensors]
+
+
+def _wait_for_release(tensors: list[torch.Tensor], before: list[int], timeout_s: float = 1.0) -> None:
+    """Wait until gloo's thread has released the tensors of a complete collective, or their bytes count for longer."""
+    end = time.monotonic() + timeout_s
+    while _references(tensors) > before and time.monotonic() < end:
+        time.sleep(0)
 
 
 def _check(name: str, argument: str, tensor: torch.Tensor, backend: str) -> None:

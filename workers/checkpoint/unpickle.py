@@ -56,6 +56,7 @@ _SCALES = {
     "builtins": {"set", "frozenset"},
     "torch": {"Size"},
     "torch._utils": {"_rebuild_tensor_v2"},
+    "megatron.core.extensions.transformer_engine": {"TEDelayedScaling"},
 }
 """Module -> names that the extra state of a layer may use, next to the recipes of Transformer Engine."""
 _RECIPES = "transformer_engine.common.recipe"

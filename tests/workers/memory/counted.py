@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +51,6 @@ def questions(rows: int) -> DataProto:
 
 def _measured(call: Callable[[DataProto], Any], batch: DataProto) -> tuple[int, int]:
     """Return the bytes before the call and the most during it."""
-    time.sleep(0.02)  # a thread of gloo may hold tensors of the call before
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -100,9 +98,7 @@ def peaks(
         for method, argument in calls:
             getattr(worker, method)(own_shard(argument, worker))  # the first step creates the optimizer's state
         for method, argument in calls:
-            times = 1 if method.startswith("update") else 5  # an update changes where tokens go among experts
-            measured = [_measured(getattr(worker, method), own_shard(argument, worker)) for _ in range(times)]
-            found[method] = min(measured, key=lambda both: both[1])  # tensors that Python freed late are in one only
+            found[method] = _measured(getattr(worker, method), own_shard(argument, worker))
         worker.offload()
         del worker
         gc.collect()
@@ -146,8 +142,7 @@ def ratios(layout: Layout) -> dict[tuple[int, str], float]:
             by_stage.setdefault(pp_rank, {}).setdefault(method, []).append(both)
     for pp_rank, of_ranks in by_stage.items():
         for method, memory in estimates(*layout, pp_rank).items():
-            # The ranks of a stage hold the same tensors; what one of them freed late is not in the least peak.
-            before, most = min(of_ranks[method], key=lambda both: both[1])
+            before, most = max(of_ranks[method], key=lambda both: both[1])
             estimated, moving = memory.total - memory.nccl, memory.activations + memory.logits + memory.cache
             found[pp_rank, method] = estimated / most
             if method.startswith("update"):
