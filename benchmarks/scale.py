@@ -15,6 +15,7 @@ import os
 import pickle
 import platform
 import resource
+import select
 import statistics
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from mcontroller import (
 )
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.hub import Hub
-from mcontroller.channel.links import configure
+from mcontroller.channel.links import Links, configure
 from mcontroller.channel.messages import pack_answer, pack_call, unpack_answer, unpack_call
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.ray.executor import RayExecutor
@@ -53,7 +54,7 @@ Written by `python benchmarks/scale.py --docs docs/scale.md` on {cpus} cores ({m
 memory, with Python {python}; the load of the machine was {load:.1f} at the start. Controller and ranks share the cores.
 
 - **actors** are the worker processes of a group, next to bare Ray actors that do the same, in alternation. `start` ends
-  when the group has answered its first call.
+  when the group has answered its first call; both import torch and tensordict.
 - **light** endpoints are sockets of a few processes that answer each call at once: the controller does the same work as
   for worker processes, so one machine shows the cost of thousands of ranks. Their time includes that of the sockets of
   all ranks on these cores. `start` is the time until all connections are established.
@@ -64,9 +65,15 @@ memory, with Python {python}; the load of the machine was {load:.1f} at the star
 ```
 
 The CPU time of the controller limits the number of ranks first: it grows with the ranks, and is spent on one message
-for each rank, encrypted and decrypted, and on one answer. Its memory is a connection for each rank, kB as in the table.
-A relay on every node would lower the time for each rank to that of the bound. It is not built: it adds a process that
-can fail to every node, and one call of a training step takes longer than the difference.
+for each rank, encrypted and decrypted, and on one answer. From some thousand ranks on, the cost for a rank grows too:
+every message touches the state of its connection (kB for each rank, as in the table), and together they no longer fit
+into the processor's caches. Few ranks cost more each, because planning is spent once a call, and because the answers
+wake the controller one by one; on real actors the worker processes compete for the same cores and caches as well.
+
+A relay on each node would lower the time to that of the bound. It is not built: the calls of a training step are few
+(one for each stage), so at 1,024 ranks it would save less than a second in an hour of steps of a minute, and it would
+add to every node a process that can fail, and to every message a second hop. If a program makes many small calls on
+thousands of ranks, let the workers run the loop: one call that runs the steps costs as much as one empty call.
 """
 
 TARGETS_MS = {8: 1.2, 24: 3.0}
@@ -89,6 +96,9 @@ class Nothing(Worker):
 
 @ray.remote(num_cpus=0)
 class BareNothing:
+    def __init__(self) -> None:
+        import tensordict  # noqa: F401  # as workers do, which are ready for a batch when they have started
+
     def empty(self) -> None:
         return None
 
@@ -190,16 +200,24 @@ def serve_light(pipe: Connection) -> None:
         for sock in sockets:
             sock.close()
         sockets = [light_socket(context, keys) for _ in range(count)]
-        poller = zmq.Poller()
-        for each in (*sockets, pipe.fileno()):
-            poller.register(each, zmq.POLLIN)
+        poll = select.epoll()
+        of_descriptor = {sock.fileno(): sock for sock in sockets}
+        for descriptor in of_descriptor:
+            poll.register(descriptor, select.EPOLLIN | select.EPOLLET)  # as ZeroMQ's descriptors are
+        poll.register(pipe.fileno(), select.EPOLLIN)
         pipe.send([int(sock.last_endpoint.decode().rpartition(":")[2]) for sock in sockets])
         while not pipe.poll():
-            for sock, _ in poller.poll():
-                if not isinstance(sock, int):
-                    caller, first, *_ = sock.recv_multipart(copy=False)
-                    packed = pack_answer(unpack_call(first)[0][0], answer)
-                    sock.send_multipart([caller.bytes, packed if answers == 1 else pickle.dumps([packed] * answers)])
+            for descriptor, _ in poll.poll(maxevents=len(sockets) + 1):
+                if descriptor in of_descriptor:
+                    answer_calls(of_descriptor[descriptor], answer, answers)
+
+
+def answer_calls(sock: zmq.Socket[Any], answer: bytes, answers: int) -> None:
+    """Answer every call that has arrived."""
+    while int(sock.get(zmq.EVENTS)) & int(zmq.POLLIN):
+        caller, first, *_ = sock.recv_multipart(copy=False)
+        packed = pack_answer(unpack_call(first)[0][0], answer)
+        sock.send_multipart([caller.bytes, packed if answers == 1 else pickle.dumps([packed] * answers)])
 
 
 def light_socket(context: zmq.Context[Any], keys: ChannelKeys) -> zmq.Socket[Any]:
@@ -238,6 +256,45 @@ def report_light(ranks: int, processes: list[LightProcess]) -> None:
     verdict = "ok" if median <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
     figures = f"{median:>9.2f} {'':>9} {cpu / ranks:>9.0f} {'':>9} {connected:>8.1f} {memory:>8.0f}"
     show(f"{ranks:>6} light  {figures}  {verdict}")
+    group.shutdown()
+
+
+def report_parts(ranks: int, processes: list[LightProcess]) -> None:
+    """Report what a call on light endpoints consists of: sockets, hub, and planning, pickling and bookkeeping."""
+    addresses = start_light(processes, ranks)
+    first = pack_call((0, 0, None), b"x" * 100)
+    links, ids = Links(b"sockets"), [b"rank" + rank.to_bytes(4, "big") for rank in range(ranks)]
+    for link, address in zip(ids, addresses, strict=True):
+        links.connect(link, address.calls, address)
+
+    def over_sockets() -> None:
+        for link in ids:
+            links.socket.send_multipart([link, first])
+        for _ in ids:
+            links.socket.recv_multipart(copy=False)
+
+    missing = [0]
+
+    def deliver(rank: int, frames: list[Any]) -> None:
+        missing[0] -= 1
+
+    hub = Hub(b"hub", deliver, lambda rank, established: None)
+    hub.connect(addresses)
+
+    def over_hub() -> None:
+        missing[0] = ranks
+        hub.send((rank, [first]) for rank in range(ranks))
+        hub.wait(lambda: missing[0] == 0, None)
+
+    group = light_group(addresses)
+    taken = measure({"sockets": over_sockets, "hub": over_hub, "call": group.empty}, 1000)
+    (sockets, of_hub, of_call) = (taken[name][1] / ranks for name in ("sockets", "hub", "call"))
+    show(
+        f"parts of the controller's CPU time on {ranks} light endpoints, us a rank: ZeroMQ's sockets with CURVE "
+        f"{sockets:.0f}, hub {of_hub - sockets:.0f}, planning, pickling and bookkeeping {of_call - of_hub:.0f}"
+    )
+    links.close()
+    hub.close()
     group.shutdown()
 
 
@@ -285,6 +342,8 @@ def main() -> None:
         report_actors(ranks)
     for ranks in options.light:
         report_light(ranks, processes)
+    if options.light:
+        report_parts(8, processes)
     for ranks in options.relay:
         report_relay(ranks, 64, processes)
     if options.threshold:

@@ -73,15 +73,23 @@ def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[st
 
     For a decorated method this is the signature of the decorator's wrapper, which may change the arguments.
     """
-    signature = _signature(call.group.worker_cls, call.method)
-    if signature is None:
-        return  # the method exists only on the worker objects, or is a callable without a known signature
+    worker_cls = call.group.worker_cls
     try:
-        signature.bind(*args, **kwargs)
+        _bind(worker_cls, call.method, len(args), tuple(kwargs))
     except TypeError as error:
+        signature = _signature(worker_cls, call.method)
+        assert signature is not None
         taken = written_parameters(signature)
         listed = ", ".join(str(each.replace(annotation=each.empty)) for each in taken)
         raise call.error(f"{error}; it takes ({listed})", taken=tuple(each.name for each in taken)) from error
+
+
+@lru_cache(maxsize=1024)
+def _bind(worker_cls: type, name: str, positional: int, keywords: tuple[str, ...]) -> None:
+    """Raise TypeError unless the method takes so many positional arguments and these keywords."""
+    signature = _signature(worker_cls, name)
+    if signature is not None:  # else only the worker objects have the method, or its signature is not known
+        signature.bind(*range(positional), **dict.fromkeys(keywords))
 
 
 @lru_cache(maxsize=1024)

@@ -129,6 +129,7 @@ class RayCall(SentCall):
         super().__init__(role, method, ranks, timeout=timeout, number=number)
         self._processes = processes
         self._returning = returning
+        self._returned = frozenset(returning)
         self._keep = keep
         self._kept = self._keep_values(returning) if keep else None
         self._contents: dict[int, tuple[tuple[Any, ...], list[zmq.Frame]]] = {}
@@ -139,7 +140,7 @@ class RayCall(SentCall):
 
     def take(self, rank: int, content: tuple[Any, ...], frames: list[zmq.Frame]) -> None:
         """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
-        if rank in self._returning and not self._keep:
+        if rank in self._returned and not self._keep:
             self._contents[rank] = content, frames
             if self._kept is None and is_stored(content):
                 self._kept = self._keep_values(self._returning)

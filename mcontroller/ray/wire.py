@@ -39,6 +39,7 @@ from ray.actor import ActorHandle
 
 from mcontroller.data.tensordicts import is_tensordict_itself
 from mcontroller.ray.references import read_reference, write_reference
+from mcontroller.transport import Arguments
 
 __all__ = [
     "COPIED_BYTES",
@@ -66,6 +67,7 @@ MAPPED_BYTES = 1 << 20
 """Objects of the store below this size are copied, which costs less than a mapping."""
 
 _PLAIN = (type(None), bool, int, float)
+"""Types that the message's own pickle takes, which costs less than a pickle for the value."""
 
 _arriving: ContextVar[list[Any]] = ContextVar("_arriving")
 
@@ -178,17 +180,21 @@ def store(value: Any) -> ray.ObjectRef[Any]:
 
 
 def pack(value: Any) -> Any:
-    """Serialize a value: return a ``Packed``, or the value itself if it is None, a bool or a number.
+    """Serialize a value: return a ``Packed``, or the value itself if it is None, a bool, a number, or such arguments.
 
     Raises:
         DataError: a tensor cannot be sent (sparse or quantized).
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) or (isinstance(value, Arguments) and _are_plain(value)):
         return value
     sink = io.BytesIO()
     pickler: Any = _Pickler(sink)
     pickler.dump(value)
     return Packed(sink.getvalue(), pickler.buffers, pickler.held)
+
+
+def _are_plain(arguments: Arguments) -> bool:
+    return all([isinstance(value, _PLAIN) for value in (*arguments.args, *arguments.kwargs.values())])
 
 
 def unpack(value: Any, *, shared: bool = False) -> Any:
