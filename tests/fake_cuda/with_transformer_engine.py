@@ -14,4 +14,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).with_name("site-packages")))
 
-from tests.fake_cuda import plugin as plugin
+pytest_plugins = ["tests.fake_cuda.plugin"]

@@ -53,11 +53,14 @@ def test_checkpoints_go_from_local_layers_to_transformer_engines_and_back(model:
         assert largest_difference(later, expected) < 2e-5
 
 
-FP8 = {"dtype": "bfloat16", "hidden_size": 64, "ffn_hidden_size": 128, "transformer": {"fp8": "hybrid"}}
+FP8 = {"dtype": "bfloat16", "hidden_size": 64, "ffn_hidden_size": 128, "num_query_groups": 4}
 
 
-def scales(load: str | None, save: str | None) -> tuple[Weights, Weights]:
-    worker = actor({}, "actor", model=MODEL | FP8)
+def in_fp8(recipe: str, load: str | None, save: str | None) -> tuple[Weights, Weights, Weights]:
+    """Load or train one update in FP8, save, train one more: weights and scales when saved, and the last weights."""
+    torch.cuda.get_device_capability = lambda *_: (10, 0)  # type: ignore[method-assign]  # has every recipe
+    transformer = {"fp8": "hybrid", "fp8_recipe": recipe}
+    worker = actor({}, "actor", model=MODEL | FP8 | {"transformer": transformer})
     if load is None:
         worker.update_actor(experience(8))
     else:
@@ -66,14 +69,22 @@ def scales(load: str | None, save: str | None) -> tuple[Weights, Weights]:
         worker.save_checkpoint(save, global_step=1)
     state = unwrap_model(worker.model[0]).state_dict()
     states = {name: value for name, value in state.items() if name.endswith("linear_proj._extra_state")}
-    return weights(worker), {
-        name: pickle.loads(value.cpu().numpy().tobytes())["scale_fwd"] for name, value in states.items()
+    scales = {
+        name: pickle.loads(value.cpu().numpy().tobytes())["scale_fwd"]
+        for name, value in states.items()
+        if recipe == "delayed"
     }
+    saved = weights(worker)
+    worker.update_actor(experience(8))
+    return saved, scales, weights(worker)
 
 
-def test_scales_of_fp8_are_saved_and_loaded(tmp_path: Path) -> None:
-    [(saved, scales_saved)] = run_ranks(scales, 1, None, str(tmp_path))
-    [(loaded, scales_loaded)] = run_ranks(scales, 1, str(tmp_path), None)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_training_in_fp8_continues_from_a_checkpoint_with_its_scales(recipe: str, tmp_path: Path) -> None:
+    [(saved, scales_saved, expected)] = run_ranks(in_fp8, 1, recipe, None, str(tmp_path))
+    [(loaded, scales_loaded, later)] = run_ranks(in_fp8, 1, recipe, str(tmp_path), None)
     assert largest_difference(saved, loaded) == 0
-    assert largest_difference(scales_saved, scales_loaded) == 0
-    assert len(scales_saved) == MODEL["num_layers"] and all(scale[0] != 1 for scale in scales_saved.values())
+    assert largest_difference(later, expected) == 0 < largest_difference(later, loaded)
+    if recipe == "delayed":
+        assert largest_difference(scales_saved, scales_loaded) == 0
+        assert len(scales_saved) == MODEL["num_layers"] and all(scale[0] != 1 for scale in scales_saved.values())
