@@ -10,6 +10,7 @@ import pickle
 import random
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from mcontroller.channel.address import Address, ChannelKeys, endpoint_url
 from mcontroller.channel.cancellation import Cancellation
 from mcontroller.channel.links import configure, monitor, send_frames
 from mcontroller.channel.messages import pack_answer, unpack_call
-from mcontroller.channel.order import CallOrder, CallQueue
+from mcontroller.channel.order import MISSING_SECONDS, CallOrder, CallQueue
 
 __all__ = ["CONNECTIONS", "Endpoint", "ReceivedCall", "Reply"]
 
@@ -70,6 +71,7 @@ class Endpoint:
         keys: the keys of the group.
         queries: a function for each query; it gets a ``Reply`` and the arguments of the query, and runs on a thread.
         ports: the first and the last port to listen on; None for any.
+        forget: called with a controller that has ended, when another one calls; its answers have been dropped.
 
     Raises:
         OSError: no port is free.
@@ -81,6 +83,7 @@ class Endpoint:
         keys: ChannelKeys,
         queries: Mapping[str, Callable[..., None]],
         ports: tuple[int, int] | None = None,
+        forget: Callable[[bytes], None] = lambda caller: None,
     ) -> None:
         self.cancellation = Cancellation()
         self.order = CallOrder()
@@ -88,12 +91,15 @@ class Endpoint:
         self._context.max_sockets = 65_000
         authenticator = _Authenticator(self._context, keys.client.public)
         self._calls = _bound(self._context, keys)
+        self._calls.router_mandatory = True  # sending to a controller that is not connected raises
         self._queries = _bound(self._context, keys)
         monitors = [monitor(each, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) for each in self._sockets]
         call_port, query_port = (_listen(each, host, ports) for each in self._sockets)
         self.address = Address(host, call_port, query_port, keys.server.public, keys.client)
         self._queue: CallQueue[ReceivedCall] = CallQueue()
         self._answers: dict[bytes, OrderedDict[int, Sequence[Any]]] = {}
+        self._forget = forget
+        self._unreachable: dict[bytes, float] = {}
         own = {
             "prepare": lambda reply, *call: reply(self.cancellation.prepare(*call)),
             "commit": self._commit,
@@ -117,6 +123,10 @@ class Endpoint:
             caller = self._calls.recv()
             first, *frames = self._calls.recv_multipart(copy=False)
             (number, settled, after), body = unpack_call(first)
+            if caller not in self._answers:
+                self._look_for_unreachable()
+            if self._unreachable:
+                self._drop_unreachable()
             self._drop_answers(caller, settled)
             if not self._queue.add(caller, number, after, ReceivedCall(caller, number, body, frames)):
                 self._answer_again(caller, number)
@@ -125,7 +135,7 @@ class Endpoint:
         """Send the answer of a call."""
         message = [call.caller, pack_answer(call.number, body), *frames]
         self._answers.setdefault(call.caller, OrderedDict())[call.number] = message
-        send_frames(self._calls, message)
+        self._send(message)
 
     def _commit(self, reply: Reply, caller: bytes, number: int, cancelled: bool) -> None:
         self.cancellation.commit(caller, number, cancelled)
@@ -133,7 +143,33 @@ class Endpoint:
 
     def _answer_again(self, caller: bytes, number: int) -> None:
         if number in self._answers.get(caller, ()):  # else it has not run yet
-            send_frames(self._calls, self._answers[caller][number])
+            self._send(self._answers[caller][number])
+
+    def _send(self, message: Sequence[Any]) -> bool:
+        """Send an answer; return False if its controller is not connected, which asks again if it lives."""
+        try:
+            send_frames(self._calls, message)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def _look_for_unreachable(self) -> None:
+        """Note the controllers that are not connected now. Sending an answer again is harmless."""
+        for caller, answers in self._answers.items():
+            if answers and not self._send(next(iter(answers.values()))):
+                self._unreachable.setdefault(caller, time.monotonic())
+
+    def _drop_unreachable(self) -> None:
+        """Drop what is kept for controllers that have not connected again for longer than a living one takes."""
+        for caller, since in tuple(self._unreachable.items()):
+            if time.monotonic() - since > MISSING_SECONDS:
+                del self._unreachable[caller]
+                answers = self._answers[caller]
+                if answers and not self._send(next(iter(answers.values()))):
+                    del self._answers[caller]
+                    self._forget(caller)
 
     def _drop_answers(self, caller: bytes, settled: int) -> None:
         answers = self._answers.get(caller)

@@ -65,5 +65,12 @@ class KeptResults:
                 if self._results.pop((caller, number), None) is None and number > finished:
                     self._released.setdefault(caller, set()).add(number)
 
+    def release_all(self, caller: bytes) -> None:
+        """Drop all results of a controller that has ended."""
+        with self._lock:
+            for key in [key for key in self._results if key[0] == caller]:
+                del self._results[key]
+            self._released.pop(caller, None)
+
     def __len__(self) -> int:
         return len(self._results)

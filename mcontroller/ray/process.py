@@ -125,7 +125,7 @@ class WorkerProcess:
             "release": self._release,
         }
         node = ray.util.get_node_ip_address()
-        self._endpoint = Endpoint(node, keys, queries, options.ports)
+        self._endpoint = Endpoint(node, keys, queries, options.ports, self._kept.release_all)
         self._reserved = _reserved_socket()
         self._info = ProcessInfo(
             node,

@@ -21,10 +21,11 @@ def start_endpoint(
     keys: ChannelKeys,
     respond: Callable[[list[bytes]], list[bytes]] = list,
     ports: tuple[int, int] | None = None,
+    forget: Callable[[bytes], None] = lambda caller: None,
 ) -> Address:
     """An endpoint whose "main thread" answers each call with what ``respond`` makes of its frames."""
     queries = {"double": lambda reply, number: reply(2 * number), "silent": lambda reply: None}
-    endpoint = Endpoint("127.0.0.1", keys, queries, ports)
+    endpoint = Endpoint("127.0.0.1", keys, queries, ports, forget)
 
     def serve() -> None:
         while True:

@@ -1,14 +1,18 @@
-"""A node that vanishes without closing its connections is noticed on both sides."""
+"""What happens when the other side is gone: a node that vanishes, and a controller that ends."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 
+import pytest
+
+from mcontroller.channel import endpoint
 from mcontroller.channel.address import ChannelKeys
 from mcontroller.channel.links import SILENT_SECONDS
-from tests.mcontroller.channel.endpoints import Controller, start_endpoint
+from tests.mcontroller.channel.endpoints import SECONDS, Controller, start_endpoint
 
 
 def test_the_kernel_ends_a_connection_without_answers() -> None:
@@ -30,6 +34,25 @@ def test_the_kernel_ends_a_connection_without_answers() -> None:
         assert idle + interval * probes <= SILENT_SECONDS
         assert unacknowledged == SILENT_SECONDS * 1000
         side.close()
+
+
+def test_the_answers_for_a_controller_that_has_ended_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MISSING_SECONDS", 0.2)
+    forgotten: list[bytes] = []
+    address = start_endpoint(ChannelKeys.generate(), forget=forgotten.append)
+    ended, living = Controller([address], b"ended"), Controller([address], b"living")
+    ended.call(0, b"x")
+    living.call(0, b"x")
+    ended.hub.close()
+    end, later = time.monotonic() + SECONDS, 0
+    while not forgotten and time.monotonic() < end:  # the endpoint looks for them when another controller calls
+        Controller([address], b"later %d" % later).call(0, b"x")
+        later += 1
+        time.sleep(0.1)
+    assert b"ended" in forgotten and b"living" not in forgotten
+    living.answers.clear()
+    living.send(0, b"ignored")  # the call has run: its answer is still there
+    assert living.result(0) == {0: [b"x"]}
 
 
 def _connections() -> list[socket.socket]:
