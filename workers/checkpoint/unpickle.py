@@ -23,7 +23,7 @@ from mcontroller.errors import DataError
 
 __all__ = ["check_objects", "known_types", "read_common", "read_metadata"]
 
-_METADATA, _COMMON = ".metadata", "common.pt"
+_METADATA, _COMMON, _COMMON_OBJECT = ".metadata", "common.pt", "common_state"
 _DESCRIPTION = {
     "collections": {"OrderedDict", "defaultdict"},
     "builtins": {"set", "frozenset", "list", "dict"},
@@ -87,18 +87,35 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def read_common(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of ``common.pt``; empty if there is none, as with later releases of Megatron.
+    """Return what is not sharded: the content of ``common.pt``, or of an object in the shards (megatron-core 0.19).
+
+    Returns:
+        The values by name; empty if the checkpoint has neither.
 
     Raises:
         DataError: it is damaged, or has a type that does not belong there.
     """
-    if not (checkpoint / _COMMON).is_file():
-        return {}
     with _as_data_error(checkpoint, _COMMON), known_types():
-        common = torch.load(checkpoint / _COMMON, map_location="cpu", weights_only=True)
+        if (checkpoint / _COMMON).is_file():
+            common = torch.load(checkpoint / _COMMON, map_location="cpu", weights_only=True)
+        else:
+            common = next(iter(_common_objects(checkpoint)), {})
         if not isinstance(common, dict):
             raise TypeError(f"it contains {type(common).__name__}, expected a dict")
     return common
+
+
+def _common_objects(checkpoint: Path) -> Iterator[Any]:
+    for index, place in read_metadata(checkpoint).storage_data.items():
+        if index.fqn.partition("/")[0] == _COMMON_OBJECT:
+            value = _object_at(checkpoint, place)
+            yield value[0] if isinstance(value, list) and value else value
+
+
+def _object_at(checkpoint: Path, place: Any) -> Any:
+    with open(checkpoint / place.relative_path, "rb") as file:
+        file.seek(place.offset)
+        return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
 
 
 def check_objects(checkpoint: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
@@ -121,9 +138,7 @@ def check_objects(checkpoint: Path, metadata: Metadata, part: int = 0, parts: in
     ]
     for name, place in places[part::parts]:
         with _as_data_error(checkpoint, f"{name} in {place.relative_path}"), known_types():
-            with open(checkpoint / place.relative_path, "rb") as file:
-                file.seek(place.offset)
-                value = torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+            value = _object_at(checkpoint, place)
             if "_extra_state" in name:
                 for state in _pickles(value):
                     _Unpickler(io.BytesIO(state), _SCALES).load()
