@@ -1,9 +1,10 @@
 """Patch the collectives of ``torch.distributed`` so that gloo takes what NCCL takes, and rejects what NCCL rejects.
 
 NCCL supports lists of unequal shapes and sums of booleans, on which Megatron and its bridges rely; gloo does not. They
-are made of collectives that gloo computes correctly, and are complete when they return, with ``async_op`` too. NCCL
-rejects tensors that are not contiguous; gloo returns wrong values for some, without an error (torch 2.13). They are
-rejected here too.
+are made of collectives that gloo computes correctly, and are complete when they return, with ``async_op`` too. Megatron
+may free an output of a pipeline stage while it is sent (``deallocate_pipeline_outputs``); gloo sends it later from that
+memory, so a send keeps it. NCCL rejects tensors that are not contiguous; gloo returns wrong values for some, without an
+error (torch 2.13). They are rejected here too.
 """
 
 from __future__ import annotations
@@ -77,6 +78,16 @@ def _all_reduce(collective: _Collective) -> _Collective:
     return patched
 
 
+def _isend(collective: _Collective) -> _Collective:
+    """Send a tensor that shares the memory: a caller who sets the data of its own would free what is still sent."""
+
+    @functools.wraps(collective)
+    def patched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return collective(tensor.detach(), *args, **kwargs)
+
+    return patched
+
+
 def _scatter(collective: _Collective) -> _Collective:
     """Reject parts that are not contiguous too: NCCL sends their memory as it is."""
 
@@ -118,6 +129,7 @@ _PATCHES: dict[str, Callable[[_Collective], _Collective]] = {
     "_reduce_scatter_base": _contiguous_only,
     "all_to_all_single": _contiguous_only,
     "all_reduce": _all_reduce,
+    "isend": _isend,
     "scatter": _scatter,
     "all_gather": _all_gather,
 }

@@ -88,3 +88,29 @@ def test_tensors_that_are_not_contiguous_are_rejected_as_nccl_does() -> None:
     messages = run_ranks(errors_of_strided_tensors, 2, timeout_s=30)[0]
     assert [message.split()[0] for message in messages] == list(STRIDED)
     assert "of a tensor of shape (4, 3) with strides (6, 2); expected a contiguous tensor" in messages[0]
+
+
+def send_and_deallocate(count: int, size: int) -> bool:
+    """Rank 0 sets the data of each tensor while it is sent, as Megatron's pipeline does; rank 1 compares."""
+    if dist.get_rank() == 1:
+        dist.barrier()
+        received = torch.empty(size)
+        same = []
+        for index in range(count):
+            dist.recv(received, 0)
+            same.append(bool((received == index).all()))
+        return all(same)
+    works = []
+    for index in range(count):
+        output = torch.full((size,), float(index))
+        works.append(dist.isend(output, 1))
+        output.data = torch.empty(1)
+        torch.full((size,), -1.0)  # takes the memory, if it was freed
+    dist.barrier()
+    for work in works:
+        work.wait()
+    return True
+
+
+def test_a_tensor_that_is_deallocated_while_it_is_sent_arrives() -> None:
+    assert run_ranks(send_and_deallocate, 2, 20, 1 << 20) == [True, True]
