@@ -2,74 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Call", "SharedGroup", "SourceLine", "calling_line", "members_text", "shape_text"]
+from parallel_state.hangs.lines import SourceLine, call_text, group_label, group_text
 
-_SHOWN_MEMBERS = 8
-_SHOWN_TENSORS = 4
-_HERE = str(Path(__file__).parent)
-_ADAPTERS = str(Path(__file__).parents[1] / "cpu")
-_LIBRARY, _MEGATRON, _USER = range(3)
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLine:
-    """Where a rank made a call.
-
-    Attributes:
-        line: ``file:number in function``, outside torch and Megatron; in Megatron if there is no other.
-        through: The line of Megatron that called torch for it; None if the program called torch itself.
-    """
-
-    line: str
-    through: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.line} (through {self.through})" if self.through else self.line
-
-
-def calling_line() -> SourceLine:
-    """Return the line that made the running call."""
-    frame = sys._getframe(1)
-    inner: tuple[str, int, str] | None = None
-    while frame is not None:
-        code = frame.f_code
-        kind = _kind(code.co_filename)
-        if kind != _LIBRARY:
-            found = (code.co_filename, frame.f_lineno, code.co_name)
-            if kind == _USER:
-                return SourceLine(_text(*found), _text(*inner) if inner is not None else None)
-            inner = inner or found
-        frame = frame.f_back  # type: ignore[assignment]
-    return SourceLine(_text(*inner) if inner is not None else "(unknown)")
-
-
-@functools.cache
-def _kind(filename: str) -> int:
-    if "/megatron/core/" in filename:
-        return _MEGATRON
-    inside = filename.startswith((_HERE, _ADAPTERS, os.path.dirname(os.__file__) + os.sep, "<frozen", "<string>"))
-    installed = "/site-packages/" in filename
-    library = "/torch/" in filename or filename.endswith("/typing_extensions.py")  # decorates functions of torch
-    return _LIBRARY if (inside and not installed) or library else _USER
-
-
-@functools.cache
-def _text(filename: str, number: int, function: str) -> str:
-    installed = filename.rpartition("/site-packages/")[2]
-    if installed == filename:
-        relative = os.path.relpath(filename)
-        installed = filename if relative.startswith("..") else relative
-    return f"{installed}:{number} in {function}"
+__all__ = ["Call", "SharedGroup", "shape_text"]
 
 
 @dataclass(eq=False, slots=True)
@@ -97,19 +37,12 @@ class SharedGroup:
     last_calls: dict[int, Call] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"group {self.label} {members_text(self.ranks)}"
+        return group_text(self.name, self.description, self.ranks)
 
     @property
     def label(self) -> str:
         """The description, or the name if there is none."""
-        return self.description if self.description not in ("", "undefined") else f"{self.name!r}"
-
-
-def members_text(ranks: Sequence[int]) -> str:
-    """Return the ranks of a group, shortened if there are many."""
-    if len(ranks) <= _SHOWN_MEMBERS:
-        return str(list(ranks))
-    return f"[{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
+        return group_label(self.name, self.description)
 
 
 def shape_text(tensor: torch.Tensor) -> str:
@@ -166,14 +99,7 @@ class Call:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.inputs or self.outputs)
 
     def __str__(self) -> str:
-        tensors = self.inputs or self.outputs
-        shown = [shape_text(tensor) for tensor in tensors[:_SHOWN_TENSORS]]
-        if len(tensors) > _SHOWN_TENSORS:
-            shown.append(f"... {len(tensors)} tensors")
         details = [f"{name}={self.options[name]}" for name in ("op", "root", "tag", "sends", "receives", "what")
                    if self.options.get(name) is not None]  # fmt: skip
-        text = f"{self.operation}({', '.join([*shown, *details])})"
-        if self.is_transfer:
-            other = "any rank" if self.peer is None else f"rank {self.peer}"
-            return f"{text} {'to' if self.operation == 'send' else 'from'} {other} on {self.group}"
-        return f"{text}, call {self.number} on {self.group}"
+        tensors = [shape_text(tensor) for tensor in self.inputs or self.outputs]
+        return call_text(self.operation, tensors, details, str(self.group), self.number, self.peer)

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from parallel_state.simulated.calls import SharedGroup, calling_line, members_text
+from parallel_state.hangs.lines import calling_line, members_text
+from parallel_state.hangs.report import rank_text
+from parallel_state.simulated.calls import SharedGroup
 from parallel_state.simulated.errors import CollectiveMismatch
 from parallel_state.simulated.process_group import SimulatedGroup
 from parallel_state.topology import Topology
@@ -161,8 +163,7 @@ class AxesOfGroups:
                 for axis in ("tp", "cp", "dp", "pp")
                 if axis in named and len(named[axis].ranks) > 1
             }
-        text = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
-        return f"rank {rank} ({text})" if text else f"rank {rank}"
+        return rank_text(rank, coordinates)
 
     def of_group(self, ranks: Sequence[int], description: str) -> str:
         """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from parallel_state.simulated.calls import Call, SharedGroup, calling_line
+from parallel_state.hangs.lines import calling_line
+from parallel_state.simulated.calls import Call, SharedGroup
 from parallel_state.simulated.collectives import reduction_name
 
 __all__ = ["Announcements", "SimulatedGroup", "SimulatedWork"]

@@ -12,9 +12,10 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.errors import ParallelStateError
+from parallel_state.hangs.lines import calling_line
 from parallel_state.layout import ParallelLayout
 from parallel_state.rank_state import StateSwitch
-from parallel_state.simulated.calls import Call, calling_line
+from parallel_state.simulated.calls import Call
 from parallel_state.simulated.checkpoint_writer import in_process_writers
 from parallel_state.simulated.errors import (
     Deadlock,
@@ -28,7 +29,7 @@ from parallel_state.simulated.exchange import Exchange
 from parallel_state.simulated.groups import AxesOfGroups, GroupRegistry
 from parallel_state.simulated.process_group import SimulatedGroup
 from parallel_state.simulated.process_state import ProcessState, has_megatron
-from parallel_state.simulated.report import deadlock_text, positions
+from parallel_state.simulated.report import deadlock_text, positions_text
 from parallel_state.simulated.scheduler import RankThread, Scheduler
 from parallel_state.simulated.store import KeyWait, SimulatedStore
 from parallel_state.simulated.trace import CommunicationTrace, Transfer
@@ -244,7 +245,7 @@ class Simulation:
     def _on_error(self, rank: int, error: BaseException) -> None:
         if not isinstance(error, SimulationError):
             self.failed_rank = rank
-            error.add_note(f"raised on {self.describe(rank)}; then:\n{positions(self)}")
+            error.add_note(f"raised on {self.describe(rank)}; then:\n{positions_text(self)}")
 
     def _switch_to(self, rank: int) -> None:
         self._process.add_imported()

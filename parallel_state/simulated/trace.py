@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from parallel_state.simulated.calls import Call, members_text
+from parallel_state.hangs.lines import members_text
+from parallel_state.simulated.calls import Call
 
 __all__ = ["CommunicationTrace", "Transfer"]
 

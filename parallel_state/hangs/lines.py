@@ -1,0 +1,143 @@
+"""The line of the program that made a call, outside torch and Megatron, and the texts of calls and groups."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+__all__ = [
+    "SourceLine",
+    "call_text",
+    "calling_line",
+    "calling_position",
+    "group_label",
+    "group_text",
+    "members_text",
+    "source_line",
+]
+
+_SHOWN_MEMBERS = 8
+_SHOWN_TENSORS = 4
+_ROOT = Path(__file__).parents[1]
+_ADAPTERS = tuple(str(_ROOT / name) + os.sep for name in ("hangs", "simulated", "cpu"))
+_LIBRARY, _MEGATRON, _USER = range(3)
+
+_Place = tuple[CodeType, int]
+"""A code object, and the offset of the last instruction that it ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """Where a rank made a call.
+
+    Attributes:
+        line: ``file:number in function``, outside torch and Megatron; in Megatron if there is no other.
+        through: The line of Megatron that called torch for it; None if the program called torch itself.
+    """
+
+    line: str
+    through: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.line} (through {self.through})" if self.through else self.line
+
+
+def calling_line() -> SourceLine:
+    """Return the line that made the running call."""
+    return source_line(*calling_position())
+
+
+def calling_position() -> tuple[_Place | None, _Place | None]:
+    """Return the place in the program that made the running call, and that in Megatron; see ``source_line``.
+
+    The two are found at a lower cost than their text, so that they can be the key of a cache.
+    """
+    frame = sys._getframe(1)
+    inner: _Place | None = None
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code)
+        if kind is None:
+            kind = _kinds[code] = _kind(code.co_filename)
+        if kind == _USER:
+            return (code, frame.f_lasti), inner
+        if kind == _MEGATRON and inner is None:
+            inner = code, frame.f_lasti
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, inner
+
+
+def source_line(program: _Place | None, megatron: _Place | None) -> SourceLine:
+    """Return the text of two places of ``calling_position``."""
+    inner = None if megatron is None else _text(*megatron)
+    if program is None:
+        return SourceLine(inner or "(unknown)")
+    return SourceLine(_text(*program), inner)
+
+
+_kinds: dict[CodeType, int] = {}
+
+
+def _kind(filename: str) -> int:
+    if "/megatron/core/" in filename:
+        return _MEGATRON
+    inside = filename.startswith((*_ADAPTERS, os.path.dirname(os.__file__) + os.sep, "<frozen", "<string>"))
+    installed = "/site-packages/" in filename and not filename.startswith(_ADAPTERS)
+    library = "/torch/" in filename or filename.endswith("/typing_extensions.py")  # decorates functions of torch
+    return _LIBRARY if (inside and not installed) or library else _USER
+
+
+@functools.cache
+def _text(code: CodeType, offset: int) -> str:
+    filename = code.co_filename
+    installed = filename.rpartition("/site-packages/")[2]
+    if installed == filename:
+        relative = os.path.relpath(filename)
+        installed = filename if relative.startswith("..") else relative
+    number = next((line for start, end, line in code.co_lines() if start <= offset < end), code.co_firstlineno)
+    return f"{installed}:{number} in {code.co_name}"
+
+
+def members_text(ranks: Sequence[int]) -> str:
+    """Return the ranks of a group, shortened if there are many."""
+    if len(ranks) <= _SHOWN_MEMBERS:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
+
+
+def group_text(name: str, description: str, ranks: Sequence[int]) -> str:
+    """Return a group by its description, or by torch's name if there is none, with its members."""
+    return f"group {group_label(name, description)} {members_text(ranks)}"
+
+
+def group_label(name: str, description: str) -> str:
+    """Return the description of a group, or torch's name if there is none."""
+    return description if description not in ("", "undefined") else f"{name!r}"
+
+
+def call_text(
+    operation: str, tensors: Sequence[str], details: Sequence[str], group: str, number: int, peer: int | None = None
+) -> str:
+    """Return a collective or a transfer as reports show it.
+
+    Args:
+        operation: The name in torch.distributed.
+        tensors: dtype and shape of each tensor, such as ``float32[4, 8]``.
+        details: Further values, such as ``op=SUM``.
+        group: The text of the group.
+        number: The number of the call among the collectives of the group; -1 for a transfer.
+        peer: Of a transfer, the global rank of the other side; None for any.
+    """
+    shown = list(tensors[:_SHOWN_TENSORS])
+    if len(tensors) > _SHOWN_TENSORS:
+        shown.append(f"... {len(tensors)} tensors")
+    text = f"{operation}({', '.join([*shown, *details])})"
+    if number >= 0:
+        return f"{text}, call {number} on {group}"
+    other = "any rank" if peer is None else f"rank {peer}"
+    return f"{text} {'to' if operation == 'send' else 'from'} {other} on {group}"
