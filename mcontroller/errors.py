@@ -108,6 +108,9 @@ class CallTimeout(GroupError, TimeoutError):
         timeout: the deadline in seconds.
         ranks: the ranks that have not answered.
         stacks: the Python stacks of these ranks, as text, by rank.
+        cause: which rank waits for which, such as ``rank 1 (tp=1) has ended, and rank 0 waits for it``; empty if no
+            rank waits in a collective, or no record was kept.
+        report: for the ranks that wait, the collective, its group, the line of the program and the missing ranks.
     """
 
     role: str
@@ -115,6 +118,8 @@ class CallTimeout(GroupError, TimeoutError):
     timeout: float
     ranks: tuple[int, ...]
     stacks: dict[int, str]
+    cause: str
+    report: str
 
 
 class ConnectionLost(GroupError):

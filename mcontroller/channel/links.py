@@ -100,8 +100,8 @@ class Links:
     def close(self) -> None:
         """Close all connections, and drop what was not sent. A second call does nothing."""
         if not self.socket.closed:
+            self.socket.monitor(None, 0)  # before its reader closes: ZeroMQ's thread would wait for another reader
             self._monitor.close(0)
-            self.socket.monitor(None, 0)
             self.socket.close(0)
 
 

@@ -138,7 +138,7 @@ def _start(
         named = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"} if detached else {}
         chosen = {**common, **named, "scheduling_strategy": bundle.strategy}
         handles.names.append(name)
-        handles.actors.append(_Actor.options(**chosen).remote(keys, handles.options))
+        handles.actors.append(_Actor.options(**chosen).remote(keys, handles.options, pool.record_collectives))
     reports = [actor.get_info.remote() for actor in handles.actors]
     handles.watched.extend(actor.serve.remote() for actor in handles.actors)
     return reports
@@ -160,6 +160,8 @@ def _await_infos(reports: Sequence[Any], role: str, timeout: float | None) -> li
                 timeout=timeout,
                 ranks=ranks,
                 stacks={},
+                cause="",
+                report="",
             )
         try:
             ray.get(ready)

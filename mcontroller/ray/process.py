@@ -29,11 +29,14 @@ from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
+from parallel_state.hangs.lines import calling_position, source_line
+from parallel_state.hangs.record import RankRecord, RecordMemory, read_record
 
 __all__ = [
     "CallHeader",
     "Identity",
     "ProcessInfo",
+    "ProcessPosition",
     "Rendezvous",
     "WorkerProcess",
     "choose_device",
@@ -69,6 +72,8 @@ class ProcessInfo:
         log: the files on that node that its output goes to.
         address: its address on the channel.
         rendezvous: a port on its node that it has reserved for a rendezvous.
+        record: the descriptor of the record of its last collectives, see ``parallel_state.hangs.record``; None for
+            none.
     """
 
     node: str
@@ -77,6 +82,21 @@ class ProcessInfo:
     log: tuple[str, ...]
     address: Address
     rendezvous: Rendezvous
+    record: int | None = None
+
+
+class ProcessPosition(NamedTuple):
+    """What a process does, as it reports it itself.
+
+    Attributes:
+        stack: the stack of its main thread, as text.
+        line: the line of the program that its main thread runs; empty if it runs no call.
+        record: the record of its last collectives; None if there is none.
+    """
+
+    stack: str
+    line: str
+    record: RankRecord | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +129,20 @@ class WorkerProcess:
     Args:
         keys: the keys of the group.
         options: settings of the channel.
+        record: whether to keep a record of the last collectives.
     """
 
-    def __init__(self, keys: ChannelKeys, options: ChannelOptions) -> None:
+    def __init__(self, keys: ChannelKeys, options: ChannelOptions, record: bool = True) -> None:
         self._roles: dict[str, Any] = {}
         self._identity = Identity("", -1, {})
         self._running: str | None = None
         self._inline_bytes = options.inline_bytes
+        self._record = RecordMemory() if record else None
+        self._recording = False
         self._kept = KeptResults()
         self._finished: dict[bytes, int] = {}
         queries: dict[str, Callable[..., None]] = {
-            "stack": lambda reply: reply(self._stack()),
+            "position": lambda reply: reply(self._position()),
             "idle": lambda reply: reply(self._running is None),
             "value": self._read_value,
             "release": self._release,
@@ -134,6 +157,7 @@ class WorkerProcess:
             _logs(),
             self._endpoint.address,
             Rendezvous(node, self._reserved.getsockname()[1]),
+            None if self._record is None else self._record.descriptor,
         )
 
     def get_info(self) -> ProcessInfo:
@@ -149,6 +173,7 @@ class WorkerProcess:
             error, rows, encoded = None, None, _NOTHING
             if self._endpoint.cancellation.start(call.caller, call.number):
                 self._running = method
+                self._record_calls()
                 try:
                     [arguments] = decode([(content, call.frames)])
                     args, kwargs = resolve(arguments, fetch)
@@ -197,6 +222,7 @@ class WorkerProcess:
             try:
                 choose_device(identity.device)  # before the module of the worker is imported
                 construct, args, kwargs = each.unpack()  # loads torch, which reads the environment
+                self._record_calls()
                 worker = construct(*args, **kwargs)
             except BaseException as error:  # report SystemExit too
                 raise self._error_of(role, "__init__", error) from None
@@ -213,6 +239,14 @@ class WorkerProcess:
                 finish(worker)
             except BaseException as error:
                 raise self._error_of(role, "before_shutdown", error) from None
+
+    def _record_calls(self) -> None:
+        """Record collectives from now on, once the program has imported torch."""
+        if self._record is not None and not self._recording and "torch.distributed" in sys.modules:
+            from parallel_state.hangs.recorder import record_calls
+
+            record_calls(self._record)
+            self._recording = True
 
     # ---- queries, answered on another thread -------------------------------------------------------------------------
 
@@ -235,12 +269,14 @@ class WorkerProcess:
         self._kept.release(caller, [number], self._finished.get(caller, -1))
         reply(None)
 
-    def _stack(self) -> str:
-        """Return the stack of the call that runs on the main thread, if any; called from another thread."""
+    def _position(self) -> ProcessPosition:
+        """Return what the main thread does; called from another thread."""
+        record = None if self._record is None else read_record(os.getpid(), self._record.descriptor)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if self._running is None or frame is None:
-            return "idle: no call is running here"
-        return f"in {self._running}\n" + "".join(traceback.format_stack(frame))
+            return ProcessPosition("idle: no call is running here", "", record)
+        stack = f"in {self._running}\n" + "".join(traceback.format_stack(frame))
+        return ProcessPosition(stack, source_line(*calling_position(frame)).line, record)
 
     def _error_of(self, role: str, method: str, error: BaseException) -> GroupError:
         if isinstance(error, ArgumentFailed):

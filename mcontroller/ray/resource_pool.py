@@ -95,6 +95,8 @@ class RayResourcePool(ResourcePool):
         warm_start: whether the processes of a node are forked from one that has imported torch, where that is safe;
             see ``mcontroller.ray.warm_start``.
         channel: ports of the processes, and the size of values that travel inside messages.
+        record_collectives: whether each process records its last collectives, so that ``CallTimeout`` reports which
+            rank waits for which, in which collective; see docs/testing.md.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
@@ -111,6 +113,7 @@ class RayResourcePool(ResourcePool):
         isolate_gpus: bool = False,
         warm_start: bool = True,
         channel: ChannelOptions | None = None,
+        record_collectives: bool = True,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
@@ -120,6 +123,7 @@ class RayResourcePool(ResourcePool):
         self.isolate_gpus = isolate_gpus
         self.warm_start = warm_start
         self.channel = channel or ChannelOptions()
+        self.record_collectives = record_collectives
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
 
@@ -298,7 +302,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def _kind(self) -> dict[str, object]:
-        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel")
+        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives")
         names = ("use_gpu", "max_colocate_count", "detached", *process)
         return {name: getattr(self, name) for name in names}
 
@@ -418,6 +422,7 @@ class ResourcePoolManager:
         use_gpu: whether the pools have GPUs.
         max_colocate_count: slots of each bundle; by default one for every role in the pool.
         isolate_gpus: whether each process sees only its own GPU; see ``RayResourcePool``.
+        record_collectives: whether each process records its last collectives; see ``RayResourcePool``.
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
@@ -429,6 +434,7 @@ class ResourcePoolManager:
     use_gpu: bool = True
     max_colocate_count: int | None = None
     isolate_gpus: bool = field(default=False, kw_only=True)
+    record_collectives: bool = field(default=True, kw_only=True)
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -460,6 +466,7 @@ class ResourcePoolManager:
             name,
             max_colocate_count=slots,
             isolate_gpus=self.isolate_gpus,
+            record_collectives=self.record_collectives,
         )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:

@@ -28,6 +28,7 @@ from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.handles import ArgumentLost
+from mcontroller.ray.hangs import look_at_ranks
 from mcontroller.ray.process import CallHeader
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.wire import encode
@@ -455,19 +456,21 @@ class GroupProcesses:
 
     def _timeout_error(self, call: SentCall, timeout: float | None) -> CallTimeout:
         late = sorted(call.pending)
-        unknown = "(no answer: the process is in native code that holds the interpreter, or is gone)"
-        answers = ask([self.handles.infos[rank].address for rank in late], "stack", timeout=QUERY_SECONDS)
-        stacks = {rank: answer[0] if answer else unknown for rank, answer in zip(late, answers, strict=True)}
+        coordinates = self.coordinates.get(call.role, ())
+        hang = look_at_ranks(self.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
         limit = min(limit for limit in (call.timeout, timeout) if limit is not None)
-        listed = "\n".join(f"{self._label(call.role, rank)}:\n{stacks[rank]}" for rank in late)
+        listed = "\n".join(f"{self._label(call.role, rank)}:\n{hang.stacks[rank]}" for rank in late)
+        explained = f" {hang.cause}\n\n{hang.report}\n\n" if hang.cause else "\n"
         return CallTimeout(
             f"{call.role}.{call.method} had no answer in {limit:g} s from {len(late)} of {len(call.ranks)} "
-            f"ranks, {', '.join(map(str, late))}:\n{listed}",
+            f"ranks, {', '.join(map(str, late))}:{explained}{listed}",
             role=call.role,
             method=call.method,
             timeout=limit,
             ranks=tuple(late),
-            stacks=stacks,
+            stacks=hang.stacks,
+            cause=hang.cause,
+            report=hang.report,
         )
 
 

@@ -168,6 +168,8 @@ class MockExecutor(LocalExecutor):
             timeout=timeout,
             ranks=tuple(ranks),
             stacks={rank: "(mocked: late)" for rank in ranks},
+            cause="",
+            report="",
         )
 
     def _label(self, ranks: Sequence[int]) -> str:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 __all__ = [
+    "AXIS_OF_DESCRIPTION",
     "SourceLine",
     "call_text",
     "calling_line",
@@ -26,6 +27,17 @@ _SHOWN_TENSORS = 4
 _ROOT = Path(__file__).parents[1]
 _ADAPTERS = tuple(str(_ROOT / name) + os.sep for name in ("hangs", "simulated", "cpu"))
 _LIBRARY, _MEGATRON, _USER = range(3)
+
+AXIS_OF_DESCRIPTION = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "CONTEXT_PARALLEL_GROUP": "cp",
+    "DATA_PARALLEL_GROUP": "dp",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "EXPERT_DATA_PARALLEL_GROUP": "edp",
+}
+"""Megatron's description of a group -> the axis on which its members differ."""
 
 _Place = tuple[CodeType, int]
 """A code object, and the offset of the last instruction that it ran."""
@@ -52,12 +64,15 @@ def calling_line() -> SourceLine:
     return source_line(*calling_position())
 
 
-def calling_position() -> tuple[_Place | None, _Place | None]:
+def calling_position(frame: FrameType | None = None) -> tuple[_Place | None, _Place | None]:
     """Return the place in the program that made the running call, and that in Megatron; see ``source_line``.
 
     The two are found at a lower cost than their text, so that they can be the key of a cache.
+
+    Args:
+        frame: The innermost frame of the call, by default the caller's.
     """
-    frame = sys._getframe(1)
+    frame = sys._getframe(1) if frame is None else frame
     inner: _Place | None = None
     while frame is not None:
         code = frame.f_code
@@ -68,7 +83,7 @@ def calling_position() -> tuple[_Place | None, _Place | None]:
             return (code, frame.f_lasti), inner
         if kind == _MEGATRON and inner is None:
             inner = code, frame.f_lasti
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None, inner
 
 
@@ -110,9 +125,13 @@ def members_text(ranks: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
 
 
-def group_text(name: str, description: str, ranks: Sequence[int]) -> str:
-    """Return a group by its description, or by torch's name if there is none, with its members."""
-    return f"group {group_label(name, description)} {members_text(ranks)}"
+def group_text(name: str, description: str, ranks: Sequence[int], axis: str = "") -> str:
+    """Return a group by its description, or by torch's name if there is none, with its axes and its members.
+
+    The axes are left out if the description is Megatron's name of just that axis.
+    """
+    shown = f" ({axis})" if axis and AXIS_OF_DESCRIPTION.get(description) != axis else ""
+    return f"group {group_label(name, description)}{shown} {members_text(ranks)}"
 
 
 def group_label(name: str, description: str) -> str:

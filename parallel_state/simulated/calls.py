@@ -37,7 +37,7 @@ class SharedGroup:
     last_calls: dict[int, Call] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return group_text(self.name, self.description, self.ranks)
+        return group_text(self.name, self.description, self.ranks, self.axis)
 
     @property
     def label(self) -> str:

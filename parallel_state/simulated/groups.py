@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from parallel_state.hangs.lines import calling_line, members_text
+from parallel_state.hangs.lines import AXIS_OF_DESCRIPTION, calling_line, members_text
 from parallel_state.hangs.report import rank_text
 from parallel_state.simulated.calls import SharedGroup
 from parallel_state.simulated.errors import CollectiveMismatch
@@ -124,18 +124,6 @@ def _group_name(name: str) -> Any:
     return name
 
 
-# Megatron's description of a group -> the axis on which its members differ.
-_OF_DESCRIPTION = {
-    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "CONTEXT_PARALLEL_GROUP": "cp",
-    "DATA_PARALLEL_GROUP": "dp",
-    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
-    "EXPERT_DATA_PARALLEL_GROUP": "edp",
-}
-
-
 class AxesOfGroups:
     """The axes of a topology; without one, those of Megatron's groups by their descriptions.
 
@@ -157,7 +145,11 @@ class AxesOfGroups:
             axes = [axis for axis in self._topology.dense_axes if self._topology.size(axis) > 1]
             coordinates = {axis: self._topology.coordinates(rank)[axis] for axis in axes}
         else:
-            named = {_OF_DESCRIPTION[each.description]: each for each in groups if each.description in _OF_DESCRIPTION}
+            named = {
+                AXIS_OF_DESCRIPTION[each.description]: each
+                for each in groups
+                if each.description in AXIS_OF_DESCRIPTION
+            }
             coordinates = {
                 axis: named[axis].ranks.index(rank)
                 for axis in ("tp", "cp", "dp", "pp")
@@ -168,7 +160,7 @@ class AxesOfGroups:
     def of_group(self, ranks: Sequence[int], description: str) -> str:
         """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""
         if self._topology is None or len(ranks) == 1:
-            return _OF_DESCRIPTION.get(description, "")
+            return AXIS_OF_DESCRIPTION.get(description, "")
         expert = description.startswith("EXPERT")
         axes = self._topology.expert_axes if expert else self._topology.dense_axes
         coordinates = [self._topology.coordinates(rank) for rank in ranks]

@@ -40,6 +40,8 @@ class PoolConfig:
     """Reserve GPUs; False runs on CPUs."""
     isolate_gpus: bool = False
     """Each process sees only its own GPU, as cuda:0, instead of those of all ranks of its group on the node."""
+    record_collectives: bool = True
+    """Each process records its last collectives; ``CallTimeout`` then reports which rank waits for which."""
 
 
 @strict_fields

@@ -83,6 +83,7 @@ def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: C
             use_gpu=pool.use_gpu,
             max_colocate_count=pool.max_colocate_count,
             isolate_gpus=pool.isolate_gpus,
+            record_collectives=pool.record_collectives,
         ),
         reward_fn=parts.rewards,
         train_dataset=parts.train,

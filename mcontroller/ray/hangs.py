@@ -1,0 +1,115 @@
+"""What the ranks of a group do when a deadline has passed: their stacks, and who waits for whom in which collective.
+
+A process answers for itself on another thread. The record of one that cannot, because it is stopped or in native code
+that holds the interpreter, is read from outside, on its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mcontroller.channel.queries import ask
+from mcontroller.ray.process import ProcessInfo, ProcessPosition
+from parallel_state.hangs.record import RankRecord, process_state, read_record
+from parallel_state.hangs.recorded import RecordedRanks
+
+__all__ = ["Hang", "look_at_ranks"]
+
+NODE_SECONDS = 15.0
+"""Timeout of reading records on another node, by a task for which Ray may have to start a process there."""
+
+_NO_ANSWER = "(no answer: the process is in native code that holds the interpreter, or is gone)"
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """What ranks do.
+
+    Attributes:
+        stacks: The Python stack of each late rank, as text.
+        cause: Who waits for whom; empty if no rank waits in a collective, or nothing was recorded.
+        report: An entry for the ranks that wait at the same place; empty as ``cause`` is.
+    """
+
+    stacks: dict[int, str]
+    cause: str
+    report: str
+
+
+def look_at_ranks(
+    infos: Sequence[ProcessInfo],
+    coordinates: Sequence[Mapping[str, int]],
+    called: Sequence[int],
+    late: Sequence[int],
+    timeout: float,
+) -> Hang:
+    """Ask the ranks of a group what they do, and find out who waits for whom.
+
+    Args:
+        infos: Where the process of every rank runs.
+        coordinates: Index on each axis, by rank; empty if unknown.
+        called: The ranks that the call was sent to.
+        late: Those of them that have not answered.
+        timeout: Seconds to wait for the answers of the processes.
+    """
+    answers = ask([info.address for info in infos], "position", timeout=timeout)
+    positions: dict[int, ProcessPosition] = {rank: answer[0] for rank, answer in enumerate(answers) if answer}
+    silent = [rank for rank in range(len(infos)) if rank not in positions]
+    outside = _read_from_outside([infos[rank] for rank in silent])
+    states = {rank: state for rank, (state, _) in zip(silent, outside, strict=True)}
+    records = {rank: position.record for rank, position in positions.items()}
+    records |= {rank: record for rank, (_, record) in zip(silent, outside, strict=True)}
+    stacks = {rank: positions[rank].stack if rank in positions else _no_answer(states[rank]) for rank in late}
+    ranks = RecordedRanks(
+        {rank: record for rank, record in records.items() if record is not None and record.rank in (-1, rank)},
+        coordinates,
+        ended=set(called) - set(late) - set(silent),
+        activities={rank: _activity(positions.get(rank), states.get(rank, "")) for rank in range(len(infos))},
+        stopped={rank for rank, state in states.items() if state},
+    )
+    return Hang(stacks, *ranks.report())
+
+
+def _activity(position: ProcessPosition | None, state: str) -> str:
+    if position is None:
+        return state or "is in native code"
+    return f"is in no collective, at {position.line}" if position.line else "runs no call"
+
+
+def _no_answer(state: str) -> str:
+    return f"(no answer: the process {state})" if state else _NO_ANSWER
+
+
+_Outside = tuple[str, RankRecord | None]
+"""The state of a process in words, and its record."""
+
+
+def _read_from_outside(infos: Sequence[ProcessInfo]) -> list[_Outside]:
+    """Return what the nodes of processes know of them."""
+    here = ray.get_runtime_context().get_node_id()
+    found: dict[ProcessInfo, _Outside] = {}
+    references = {}
+    for node in {info.node_id for info in infos}:
+        on_node = [info for info in infos if info.node_id == node]
+        keys = [(info.pid, info.record) for info in on_node]
+        if node == here:
+            found.update(zip(on_node, _read(keys), strict=True))
+        else:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(_read).options(num_cpus=0, scheduling_strategy=there)
+            references[task.remote(keys)] = on_node
+    ready, _ = ray.wait(list(references), num_returns=len(references), timeout=NODE_SECONDS) if references else ([], [])
+    for reference in ready:
+        try:
+            found.update(zip(references[reference], ray.get(reference), strict=True))
+        except ray.exceptions.RayError:  # the node is gone: its processes are reported as not answering
+            continue
+    return [found.get(info, ("", None)) for info in infos]
+
+
+def _read(keys: Sequence[tuple[int, int | None]]) -> list[_Outside]:
+    return [(process_state(pid), None if record is None else read_record(pid, record)) for pid, record in keys]

@@ -1,0 +1,76 @@
+"""CallTimeout on real processes names the rank that others wait for, their collective, its group and their lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mcontroller.errors import CallTimeout
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, supervision
+from mcontroller.testing import simulated_worker_group
+from parallel_state import ParallelLayout, Topology
+from parallel_state.simulated import Deadlock
+from tests.mcontroller.ray.collective_roles import Pairs
+
+LAYOUT = ParallelLayout(4, tp=2)
+CALL = "all_reduce(float32[3], op=SUM), call 0 on group TENSOR_MODEL_PARALLEL_GROUP [0, 1]"
+
+
+@contextmanager
+def pairs(record: bool = True) -> Iterator[RayWorkerGroup]:
+    with RayResourcePool([4], use_gpu=False, name_prefix="pairs", record_collectives=record) as pool:
+        topology = Topology.from_layout(LAYOUT)
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Pairs), name_prefix="pairs", topology=topology) as group:
+            yield group
+
+
+def timeout_of(method: Callable[..., object]) -> CallTimeout:
+    with pytest.raises(CallTimeout) as caught:
+        method(1)
+    return caught.value
+
+
+def test_a_rank_that_skips_a_collective_is_the_cause_with_the_words_of_the_simulator(ray_cluster: None) -> None:
+    with pytest.raises(Deadlock) as simulated, simulated_worker_group(Pairs, LAYOUT) as group:
+        group.skip_on(1)
+    with pairs() as group:
+        error = timeout_of(group.skip_on.options(timeout=1))
+    cause, _, rest = str(simulated.value).partition("\n\n")
+    assert error.cause == cause == "rank 1 (tp=1 dp=0) has ended, and rank 0 waits for it"
+    assert str(error).startswith(f"pairs.skip_on had no answer in 1 s from 1 of 4 ranks, 0: {cause}\n\n")
+    assert error.report == rest.partition("\n\n")[2]
+    assert f"rank 0 (tp=0 dp=0): {CALL}\n" in error.report and "in skip_on" in error.report
+
+
+def test_a_rank_that_is_elsewhere_is_shown_with_its_line(ray_cluster: None) -> None:
+    with pairs() as group:
+        error = timeout_of(group.oversleep_on.options(timeout=1))
+    assert error.ranks == (0, 1)
+    assert error.cause.startswith("rank 1 (tp=1 dp=0) is in no collective, at ")
+    assert error.cause.endswith(" in oversleep, and rank 0 waits for it")
+
+
+def test_a_stopped_rank_is_the_cause_and_its_record_is_read_from_outside(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "QUERY_SECONDS", 1.0)
+    with pairs() as group:
+        stopped = group.process_id()[1]
+        try:
+            error = timeout_of(group.stop_on.options(timeout=1))
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+    assert error.cause == "rank 1 (tp=1 dp=0) is stopped by a signal, and rank 0 waits for it"
+    assert "broadcast(float32[2, 2], root=1), call 1 on group TENSOR_MODEL_PARALLEL_GROUP [0, 1]" in error.report
+    assert "its last on this group: all_reduce, call 0, at " in error.report
+
+
+def test_without_the_option_a_timeout_has_the_stacks_alone(ray_cluster: None) -> None:
+    with pairs(record=False) as group:
+        error = timeout_of(group.skip_on.options(timeout=1))
+    assert (error.cause, error.report) == ("", "")
+    assert "in skip_on" in error.stacks[0]
