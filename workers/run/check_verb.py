@@ -24,7 +24,7 @@ from workers.run.config import RunConfig, read_run_config
 from workers.run.parts import make_parts
 from workers.run.resources import locality_lines, resource_lines
 
-__all__ = ["add_arguments", "memory_table", "run"]
+__all__ = ["add_arguments", "layout_text", "memory_table", "pool_size", "read_roles", "run"]
 
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
-    config, roles = _read(arguments)
-    world_size = arguments.world_size or _pool_size(config)
-    lines = [*_problems(config), *(f"{key}: {_layout(role, world_size)}" for key, role in roles.items())]
+    config, roles = read_roles(arguments)
+    world_size = arguments.world_size or pool_size(config)
+    lines = [*_problems(config), *(f"{key}: {layout_text(role, world_size)}" for key, role in roles.items())]
     if isinstance(config, RunConfig):
         lines += [*locality_lines(config), *resource_lines(config)]
     calls = calls_of_run(roles, world_size, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
+def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
+    """Return the configuration in a file, None for that of a single role, and the roles by key."""
     classes, parts = roots([arguments.config] if arguments.config else [])
     if arguments.role is not None:
         if arguments.role not in parts:
@@ -82,14 +83,16 @@ def _problems(config: Any) -> list[str]:
     return make_parts(config).problem_lines() if isinstance(config, RunConfig) else []
 
 
-def _pool_size(config: Any) -> int:
+def pool_size(config: Any) -> int:
+    """Return the number of bundles that a configuration reserves."""
     pool = getattr(config, "pool", None)
     if pool is None:
         raise ConfigError("the configuration has no pool.process_on_nodes: pass --world-size", key="--world-size")
     return sum(pool.process_on_nodes)
 
 
-def _layout(role: RoleConfig, world_size: int) -> str:
+def layout_text(role: RoleConfig, world_size: int) -> str:
+    """Return the number of ranks and the sizes of the axes of a role."""
     topology = Topology.from_layout(role.parallel.layout(world_size))
     axes = [axis for axis in topology.sizes if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
     return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)

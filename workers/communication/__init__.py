@@ -1,0 +1,1 @@
+"""Bytes that ranks communicate, from configurations alone."""
