@@ -102,7 +102,8 @@ def test_rows_that_do_not_fill_micro_batches_are_rejected() -> None:
 
 def test_the_verb_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "actor.yaml"
-    file.write_text("model: {num_layers: 4}\nppo_mini_batch_size: 16\nppo_micro_batch_size: 2")
+    sizes = "{num_layers: 4, vocab_size: 60, hidden_size: 32, num_attention_heads: 8, max_sequence_length: 1024}"
+    file.write_text(f"model: {sizes}\nppo_mini_batch_size: 16\nppo_micro_batch_size: 2")
     command = ["communication", str(file), "parallel.tp=2", "--role", "actor_rollout_ref", "--world-size", "4"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
