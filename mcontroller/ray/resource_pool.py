@@ -96,7 +96,7 @@ class RayResourcePool(ResourcePool):
             see ``mcontroller.ray.warm_start``.
         channel: ports of the processes, and the size of values that travel inside messages.
         record_collectives: whether each process records its last collectives, so that ``CallTimeout`` reports which
-            rank waits for which, in which collective; see docs/testing.md.
+            rank waits for which, in which collective; see docs/reliability.md.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
