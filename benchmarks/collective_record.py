@@ -5,8 +5,8 @@
 Two gloo ranks (TP2 with sequence parallelism, and PP2) train a GPT. The events of a step are those that a rank records,
 and the CPU of a step is that of the rank's process, without the record. The cost of an event is the CPU of an
 all-reduce and its wait on a group of one rank with the record, less that without; rounds of both alternate, and the
-median of the differences counts. The calls come from the depth of Megatron's layers, because the line of the program is searched
-through the stack.
+median of the differences counts. The calls come from the depth of Megatron's layers, because the line of the program
+is searched through the stack.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel_state import cpu
 
 cpu.install()
 
-from parallel_state.hangs.record import RecordMemory, read_record  # noqa: E402
+from parallel_state.hangs.record import RecordMemory, read_rank_record  # noqa: E402
 from parallel_state.hangs.recorder import record_calls  # noqa: E402
 from tests import training  # noqa: E402
 from tests.forking import run_ranks  # noqa: E402
@@ -41,7 +41,7 @@ def events_of_step(role: training.Role) -> int:
     stop = record_calls(memory)
     role.train_step(0)
     stop()
-    record = read_record(os.getpid(), memory.descriptor)
+    record = read_rank_record(os.getpid(), memory.descriptor)
     assert record is not None
     return sum(record.counts.values())
 

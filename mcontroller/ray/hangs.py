@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.channel.queries import ask
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
-from parallel_state.hangs.record import RankRecord, process_state, read_record
+from parallel_state.hangs.record import RankRecord, process_state, read_rank_record
 from parallel_state.hangs.recorded import RecordedRanks
 
 __all__ = ["Hang", "look_at_ranks"]
@@ -112,4 +112,4 @@ def _read_from_outside(infos: Sequence[ProcessInfo]) -> list[_Outside]:
 
 
 def _read(keys: Sequence[tuple[int, int | None]]) -> list[_Outside]:
-    return [(process_state(pid), None if record is None else read_record(pid, record)) for pid, record in keys]
+    return [(process_state(pid), None if record is None else read_rank_record(pid, record)) for pid, record in keys]

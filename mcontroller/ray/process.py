@@ -30,7 +30,7 @@ from mcontroller.ray.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
 from parallel_state.hangs.lines import calling_position, source_line
-from parallel_state.hangs.record import RankRecord, RecordMemory, read_record
+from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
 
 __all__ = [
     "CallHeader",
@@ -271,7 +271,7 @@ class WorkerProcess:
 
     def _position(self) -> ProcessPosition:
         """Return what the main thread does; called from another thread."""
-        record = None if self._record is None else read_record(os.getpid(), self._record.descriptor)
+        record = None if self._record is None else read_rank_record(os.getpid(), self._record.descriptor)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if self._running is None or frame is None:
             return ProcessPosition("idle: no call is running here", "", record)

@@ -29,13 +29,13 @@ __all__ = [
     "RETURNED",
     "RING",
     "WAITING",
+    "LastCall",
     "RankRecord",
     "RecordMemory",
-    "RecordedCall",
     "RecordedGroup",
     "Route",
     "process_state",
-    "read_record",
+    "read_rank_record",
 ]
 
 RING = 64
@@ -149,7 +149,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCall:
+class LastCall:
     """One of the last calls.
 
     Attributes:
@@ -192,11 +192,11 @@ class RankRecord:
     """
 
     rank: int
-    calls: tuple[RecordedCall, ...]
+    calls: tuple[LastCall, ...]
     counts: dict[Route, int]
 
 
-def read_record(pid: int, descriptor: int) -> RankRecord | None:
+def read_rank_record(pid: int, descriptor: int) -> RankRecord | None:
     """Read the record of a process of the same user on this machine, even if it is frozen.
 
     Returns:
@@ -224,7 +224,7 @@ def read_record(pid: int, descriptor: int) -> RankRecord | None:
     return RankRecord(numbers[1], tuple(sorted(calls, key=lambda call: call.number)), counts)
 
 
-def _call(slot: Sequence[int], routes: Sequence[Route], texts: memoryview) -> RecordedCall:
+def _call(slot: Sequence[int], routes: Sequence[Route], texts: memoryview) -> LastCall:
     number, channel, index, operation, details, line, state, count, dtype, dims, *sizes = slot
     tensors: tuple[str, ...] = ()
     if count:
@@ -236,7 +236,7 @@ def _call(slot: Sequence[int], routes: Sequence[Route], texts: memoryview) -> Re
     place = _text(texts, line)
     route = routes[(channel - _CHANNELS_AT) // _CHANNEL]
     shown = (detail,) if detail else ()
-    return RecordedCall(number - 1, route, index, _text(texts, operation), tensors, shown, place, state)
+    return LastCall(number - 1, route, index, _text(texts, operation), tensors, shown, place, state)
 
 
 def _text(texts: memoryview, offset: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from parallel_state.axes import EXPERT_AXES
-from parallel_state.hangs.record import DONE, RETURNED, RankRecord, RecordedCall, RecordedGroup, Route
+from parallel_state.hangs.record import DONE, RETURNED, LastCall, RankRecord, RecordedGroup, Route
 from parallel_state.hangs.report import Position, cause_of, rank_text, stories
 
 __all__ = ["RecordedRanks"]
@@ -46,7 +46,7 @@ class RecordedRanks:
             for axis in (coordinates[0] if coordinates else ())
             if axis not in EXPERT_AXES and any(each[axis] for each in coordinates)
         ]
-        self._calls: dict[int, RecordedCall] = {}
+        self._calls: dict[int, LastCall] = {}
         self._positions = self._find_positions()
 
     def report(self) -> tuple[str, str]:
@@ -98,13 +98,13 @@ class RecordedRanks:
                 positions[rank] = Position(call.text(self._axis(call.route.group)), call.line, missing)
         return positions
 
-    def _waits_in(self, rank: int, record: RankRecord) -> RecordedCall | None:
+    def _waits_in(self, rank: int, record: RankRecord) -> LastCall | None:
         """Return the call in which a rank waits: that of its thread, or on NCCL the first that others have not made."""
         waiting = [call for call in record.calls if call.state not in (RETURNED, DONE)]
         on_device = (call for call in record.calls if call.route.group.backend == "nccl")
         return next((call for call in on_device if self._missing(rank, call)), waiting[-1] if waiting else None)
 
-    def _missing(self, rank: int, call: RecordedCall) -> list[int]:
+    def _missing(self, rank: int, call: LastCall) -> list[int]:
         """Return the ranks that have not made their part of a call; if all have, those of them that are stopped."""
         route, ranks = call.route, call.route.group.ranks
         if route.kind == "collective":
@@ -136,10 +136,10 @@ class RecordedRanks:
                     )
         return None
 
-    def _of(self, call: RecordedCall) -> str:
+    def _of(self, call: LastCall) -> str:
         return call.text(self._axis(call.route.group))
 
-    def _call_of(self, rank: int, call: RecordedCall) -> RecordedCall | None:
+    def _call_of(self, rank: int, call: LastCall) -> LastCall | None:
         record = self._records.get(rank)
         calls = () if record is None else record.calls
         return next((each for each in calls if (each.route, each.index) == (call.route, call.index)), None)
@@ -157,7 +157,7 @@ class RecordedRanks:
 _NO_CALL = "and has not called any collective of this group"
 
 
-def _difference(call: RecordedCall, other: RecordedCall) -> str | None:
+def _difference(call: LastCall, other: LastCall) -> str | None:
     if call.operation != other.operation:
         return "different operations"
     if call.operation not in _OWN_SHAPES and call.tensors != other.tensors:

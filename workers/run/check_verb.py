@@ -24,7 +24,7 @@ from workers.run.config import RunConfig, read_run_config
 from workers.run.parts import make_parts
 from workers.run.resources import locality_lines, resource_lines
 
-__all__ = ["add_arguments", "layout_text", "memory_table", "pool_size", "read_roles", "run"]
+__all__ = ["add_arguments", "layout_of_role", "memory_table", "pool_size", "read_roles", "run"]
 
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     config, roles = read_roles(arguments)
     world_size = arguments.world_size or pool_size(config)
-    lines = [*_problems(config), *(f"{key}: {layout_text(role, world_size)}" for key, role in roles.items())]
+    lines = [*_problems(config), *(f"{key}: {layout_of_role(role, world_size)}" for key, role in roles.items())]
     if isinstance(config, RunConfig):
         lines += [*locality_lines(config), *resource_lines(config)]
     calls = calls_of_run(roles, world_size, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
@@ -91,7 +91,7 @@ def pool_size(config: Any) -> int:
     return sum(pool.process_on_nodes)
 
 
-def layout_text(role: RoleConfig, world_size: int) -> str:
+def layout_of_role(role: RoleConfig, world_size: int) -> str:
     """Return the number of ranks and the sizes of the axes of a role."""
     topology = Topology.from_layout(role.parallel.layout(world_size))
     axes = [axis for axis in topology.sizes if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]

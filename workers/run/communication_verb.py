@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from mcontroller.errors import ConfigError
 from workers.communication.estimate import StepRows, Traffic, communication_of_step
 from workers.config import ActorConfig
-from workers.run.check_verb import layout_text, pool_size, read_roles
+from workers.run.check_verb import layout_of_role, pool_size, read_roles
 
 __all__ = ["add_arguments", "run", "traffic_table"]
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     rollout = role.rollout
     step = StepRows(role.ppo_mini_batch_size, rollout.prompt_length + rollout.response_length, rollout.response_length)
     lines = [
-        layout_text(role, world_size),
+        layout_of_role(role, world_size),
         f"one optimizer step: {step.rows} rows of {step.length} tokens, {step.targets} of them trained on, in "
         f"micro-batches of {role.ppo_micro_batch_size}",
         "",

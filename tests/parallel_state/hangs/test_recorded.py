@@ -15,12 +15,12 @@ from parallel_state.hangs.record import (
     RETURNED,
     RING,
     WAITING,
+    LastCall,
     RankRecord,
-    RecordedCall,
     RecordedGroup,
     RecordMemory,
     Route,
-    read_record,
+    read_rank_record,
 )
 from parallel_state.hangs.recorded import RecordedRanks
 from parallel_state.hangs.recorder import record_calls
@@ -30,13 +30,13 @@ TP = RecordedGroup("1", "TENSOR_MODEL_PARALLEL_GROUP", (0, 1), "gloo")
 ALL = RecordedGroup("0", "undefined", (0, 1, 2, 3), "gloo")
 
 
-def call(group: RecordedGroup, state: int, index: int = 0, kind: str = "collective", **options: object) -> RecordedCall:
+def call(group: RecordedGroup, state: int, index: int = 0, kind: str = "collective", **options: object) -> LastCall:
     peer = options.pop("peer", -1)
     fields = {"operation": "all_reduce", "tensors": ("float32[2]",), "details": ("op=SUM",), "line": "a.py:1 in f"}
-    return RecordedCall(0, Route(kind, group, peer), index, **{**fields, **options}, state=state)  # type: ignore[arg-type]
+    return LastCall(0, Route(kind, group, peer), index, **{**fields, **options}, state=state)  # type: ignore[arg-type]
 
 
-def report(calls: Mapping[int, list[RecordedCall]], **options: object) -> tuple[str, str]:
+def report(calls: Mapping[int, list[LastCall]], **options: object) -> tuple[str, str]:
     records = {
         rank: RankRecord(rank, tuple(made), {each.route: each.index + 1 for each in made})
         for rank, made in calls.items()
@@ -99,7 +99,7 @@ def memory() -> Iterator[RecordMemory]:
 
 
 def recorded(memory: RecordMemory) -> RankRecord:
-    record = read_record(os.getpid(), memory.descriptor)
+    record = read_rank_record(os.getpid(), memory.descriptor)
     assert record is not None
     return record
 
