@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import DONE, IN_CALL, RETURNED, RING, WAITING, RecordedGroup, RecordMemory
@@ -223,10 +224,12 @@ class Recorder:
         return text
 
     def _new_group(self, group: Any) -> _Group:
-        self._memory.set_rank(dist.get_rank())
+        world = distributed_c10d._world
+        self._memory.set_rank(dist.get_rank() if dist.is_initialized() else group.rank())
         key, groups = id(group), self._groups
-        ranks = tuple(dist.get_process_group_ranks(group))
-        shared = RecordedGroup(group.group_name, group.group_desc, ranks, str(dist.get_backend(group)))
+        ranks = tuple(world.pg_group_ranks.get(group, range(group.size())))  # a program may make groups by itself
+        backend = str(world.pg_map[group][0]) if group in world.pg_map else ""
+        shared = RecordedGroup(group.group_name, group.group_desc, ranks, backend)
         reference = weakref.ref(group, lambda _: groups.pop(key, None))
         known = groups[key] = _Group(shared, self._channel("collective", shared, -1, 0), reference)
         return known
@@ -249,7 +252,7 @@ def record_calls(memory: RecordMemory) -> Callable[[], None]:
     patched: list[tuple[type, str, Any]] = []
 
     def replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-        if hasattr(owner, name):  # torch 2.13 has new names for some
+        if name in vars(owner):  # torch 2.13 has new names for some
             patched.append((owner, name, vars(owner)[name]))
             setattr(owner, name, make(getattr(owner, name)))
 
