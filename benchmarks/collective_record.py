@@ -1,6 +1,6 @@
 """CPU that the record of collectives costs a training step: the cost of an event, times the events of a step.
 
-    python -m benchmarks.collective_record [--hidden 512] [--layers 8] [--length 128]
+    python benchmarks/collective_record.py [--hidden 512] [--layers 8] [--length 128]
 
 Two gloo ranks (TP2 with sequence parallelism, and PP2) train a GPT. The events of a step are those that a rank records,
 and the CPU of a step is that of the rank's process, without the record. The cost of an event is the CPU of an
@@ -17,6 +17,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
