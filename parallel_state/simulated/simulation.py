@@ -118,8 +118,10 @@ class Simulation:
             raise UnsupportedError("a rank cannot run simulated ranks", ranks=())
         outside, threads = self._switch.active, torch.get_num_threads()
         torch.set_num_threads(1)
+        self._process.add_imported()
         try:
-            self._scheduler.run({rank: self._on_thread(rank, function) for rank, function in functions.items()})
+            with self._process.watched_imports():
+                self._scheduler.run({rank: self._on_thread(rank, function) for rank, function in functions.items()})
         finally:
             self._switch.to(outside)
             torch.set_num_threads(threads)
@@ -247,7 +249,6 @@ class Simulation:
             error.add_note(f"raised on {self.describe(rank)}; then:\n{positions(self)}")
 
     def _switch_to(self, rank: int) -> None:
-        self._process.add_imported()
         self._switch.to(self._states[rank])
 
     def _on_thread(self, rank: int, function: Callable[[], Any]) -> Callable[[], Any]:
