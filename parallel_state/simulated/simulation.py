@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -304,7 +304,7 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
-        def fork() -> int:
+        def fork() -> NoReturn:
             error = UnsupportedError(
                 f"{self.describe(rank)} forks this process; simulated ranks are threads of it, and a forked process "
                 f"would have no other rank\n    at {calling_line()}",
@@ -322,7 +322,7 @@ class Simulation:
             "_warn_not_in_group": not_in_group,
             "_unregister_all_process_groups": unregister_all,
         }
-        return {c10d: functions, os: {"fork": fork}}
+        return {c10d: functions, os: {"fork": fork, "forkpty": fork}}
 
 
 def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
