@@ -9,7 +9,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from tests.ranks import run_ranks
+from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
 
 CHOICES = (
