@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
-from tests.ranks import run_ranks
+from tests.forking import run_ranks
 from tests.training import device
 from tests.workers.roles import be_a_worker, callable_directly
 from workers import model_config_from_hf
