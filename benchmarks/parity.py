@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import workers
-from tests.workers.parity import IN_BFLOAT16, LAYOUTS, QUANTITIES, ROWS, STEPS, TOLERANCES, differences
+from parallel_state import simulated
+from tests import forking
+from tests.workers.parity import IN_BFLOAT16, LAYOUTS, OF_MANY_RANKS, QUANTITIES, ROWS, STEPS, TOLERANCES, differences
 
 HEAD = """# Parity of the layouts with one process
 
@@ -46,25 +50,43 @@ or limit groups the rows differently, they are other losses by definition (`test
 compares both with equal groups)."""
 
 
-def table(dtype: str, layouts: list[str]) -> tuple[str, bool]:
+OF_MANY_RANKS_TEXT = """
+Layouts that eight processes cannot hold, on
+[simulated ranks](testing.md#simulated-ranks-everything-that-communicates) in one process on the CPU. The layouts above
+run on forked ranks here, and on simulated ranks in the test."""
+
+
+def table(dtype: str, layouts: list[str], run: Callable[..., Any] = forking.run_ranks) -> tuple[str, bool]:
     """Return the table of these layouts, and whether all differences are within the tolerance."""
-    lines = [f"## {dtype}: within {TOLERANCES[dtype]:g}", "", "| layout | ranks | " + " | ".join(QUANTITIES) + " |"]
+    title = f"## {dtype}: within {TOLERANCES[dtype]:g}"
+    if run is not forking.run_ranks:
+        title = f"## Many ranks, {dtype}: within {TOLERANCES[dtype]:g}\n{OF_MANY_RANKS_TEXT}"
+    lines = [title, "", "| layout | ranks | " + " | ".join(QUANTITIES) + " |"]
     lines.append("|---|---:|" + "---:|" * len(QUANTITIES))
     passed = True
     for layout in layouts:
-        found = differences(layout, dtype)
+        found = differences(layout, dtype, run)
         passed &= all(value <= TOLERANCES[dtype] for value in found.values())
         figures = " | ".join(f"{found[quantity]:.1e}" for quantity in QUANTITIES)
-        lines.append(f"| {layout} | {LAYOUTS[layout].ranks} | {figures} |")
+        lines.append(f"| {layout} | {(LAYOUTS | OF_MANY_RANKS)[layout].ranks} | {figures} |")
         print(lines[-1], file=sys.stderr)
     return "\n".join(lines), passed
+
+
+def simulated_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    return simulated.run_ranks(world_size, function, *arguments)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     arguments = parser.parse_args()
-    parts = [table("float32", list(LAYOUTS)), table("bfloat16", list(IN_BFLOAT16))]
+    parts = [
+        table("float32", list(LAYOUTS)),
+        table("bfloat16", list(IN_BFLOAT16)),
+        table("float32", list(OF_MANY_RANKS), simulated_ranks),
+        table("bfloat16", list(OF_MANY_RANKS)[:1], simulated_ranks),
+    ]
     head = HEAD.format(
         megatron=version("megatron-core"),
         torch=version("torch").split("+")[0],

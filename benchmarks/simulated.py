@@ -1,6 +1,7 @@
 """CPU seconds and memory of simulated ranks: groups, model and optimizer, two training steps of a tiny GPT.
 
-Run ``python -m benchmarks.simulated 128 4 4`` (ranks, tp, pp); data-parallel ranks fill the rest.
+Run ``python -m benchmarks.simulated 128 4 4`` (ranks, tp, pp); data-parallel ranks fill the rest. Without arguments it
+measures one hand-over between two ranks, and its parts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import torch.distributed as dist
 
 from parallel_state import ParallelLayout
 from parallel_state.megatron import initialize_distributed
-from parallel_state.simulated import Simulation
+from parallel_state.rank_state import Attributes, RankState, StateSwitch
+from parallel_state.simulated import Simulation, SimulationError
+from parallel_state.simulated.process_state import ProcessState
+from parallel_state.simulated.scheduler import Scheduler
 from tests import training
 from workers.config import ModelConfig, ParallelConfig
 
@@ -55,5 +59,57 @@ def measure(ranks: int, tp: int, pp: int) -> None:
     )
 
 
+class _Never:
+    done = False
+
+
+def hand_over(count: int = 4000) -> None:
+    """Print the microseconds of CPU of a hand-over, and of its parts."""
+    simulation = Simulation(2)
+    simulation.run(dict.fromkeys(range(2), lambda: initialize_distributed("gloo")))
+    switches, started = simulation.switches, time.process_time()
+    simulation.run(dict.fromkeys(range(2), lambda: [dist.barrier() for _ in range(count)][:0]))
+    whole = (time.process_time() - started) / (simulation.switches - switches)
+    simulation.close()
+
+    def no_deadlock() -> SimulationError:
+        raise AssertionError
+
+    scheduler = Scheduler(2, None, lambda rank: None, no_deadlock, lambda rank, error: None)
+
+    def alternate() -> None:
+        for _ in range(count):
+            scheduler.wake({})
+            scheduler.give_way(_Never())
+
+    started = time.process_time()
+    scheduler.run({0: alternate, 1: alternate})
+    baton = (time.process_time() - started) / scheduler.switches
+
+    process = ProcessState({})
+    switch, states = StateSwitch(process.parts), [RankState(process.parts) for _ in range(2)]
+    state = _seconds(lambda turn: switch.to(states[turn % 2]), count)
+    rows = {"whole hand-over, with a barrier": whole, "the baton: two threads": baton, "state, all parts": state}
+    for part in process.parts:
+        kind = "module and class attributes" if isinstance(part, Attributes) else _name(part)
+        rows[f"  {kind}"] = rows.get(f"  {kind}", 0.0) + _seconds(
+            lambda turn, part=part: part.write(part.read()), count
+        )
+    rows["the barrier: announcing, matching, waking"] = max(0.0, whole - baton - state)
+    for name, seconds in rows.items():
+        sys.stdout.write(f"{name:44}{seconds * 1e6:8.1f} us\n")
+
+
+def _name(part: Any) -> str:
+    return f"{getattr(part.read, '__module__', None) or 'numpy.random'}.{part.read.__name__}".replace("__main__.", "")
+
+
+def _seconds(function: Callable[[int], Any], count: int) -> float:
+    started = time.process_time()
+    for turn in range(count):
+        function(turn)
+    return (time.process_time() - started) / count
+
+
 if __name__ == "__main__":
-    measure(*map(int, sys.argv[1:]))
+    measure(*map(int, sys.argv[1:])) if len(sys.argv) > 1 else hand_over()

@@ -84,8 +84,8 @@ class RankState:
     The values are those of a new rank until the first ``save``.
 
     Args:
-        parts: The parts, in the order in which they are written. A part that is appended to them later is left as it
-            is until the first ``save`` after that.
+        parts: The parts, in the order in which they are written. A part that is appended to them later has the value
+            of a new rank.
     """
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
@@ -98,7 +98,8 @@ class RankState:
 
     def load(self) -> None:
         """Make the values the process's."""
-        for part, value in zip(self.parts, self.values, strict=False):
+        self.values += [part.fresh() for part in self.parts[len(self.values) :]]
+        for part, value in zip(self.parts, self.values, strict=True):
             part.write(value)
 
 

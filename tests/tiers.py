@@ -1,9 +1,10 @@
 """Which tests start Ray or a second process: they have the mark ``processes`` and are not in the fast tier.
 
 A test gets the mark here if it uses the fixture ``ray_cluster``, or if its code, that of its fixtures, or that of the
-functions and classes of the tests that they use names ``run_ranks``, ``os.fork`` or the module ``subprocess``. Any
-other test that starts a process needs ``@pytest.mark.processes``. A test that starts a process and has no mark fails in
-every tier.
+functions and classes of the tests that they use names ``run_ranks``, ``os.fork`` or the module ``subprocess``. Tests on
+simulated ranks of ``tests.ranks`` get it too: they fork on a GPU, and the fast tier has no time for them. Any other
+test that starts a process needs ``@pytest.mark.processes``. A test that starts a process and has no mark fails in every
+tier.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.forking import run_ranks
+from tests import forking, ranks
 
-STARTERS = (run_ranks, os.fork, subprocess)
+STARTERS = (forking.run_ranks, ranks.run_ranks, os.fork, subprocess)
 STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
 

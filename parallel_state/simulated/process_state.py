@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -87,24 +90,98 @@ class ProcessState:
         return state
 
     def add_imported(self) -> None:
-        """Add the globals of modules that were imported since the last call; other ranks start with their values."""
+        """Add the globals of modules that were imported since the last call; ranks start with their values now."""
         if len(sys.modules) == self._count:
             return
         self._count = len(sys.modules)
-        named = {(id(part.owner), name) for part in self.parts if isinstance(part, Attributes) for name in part.names}
-        for name, module in list(sys.modules.items()):
-            inside = any(name == package or name.startswith(f"{package}.") for package in self._packages)
-            if name in self._known or not inside or not isinstance(module, ModuleType):
-                continue
-            self._known.add(name)
-            names = [each for each in _rebound(module) if (id(module), each) not in named]
-            if names:
-                self.parts.append(Attributes(module, names, _own))
-            self.parts += [
-                Attributes(getattr(module, owner), (attribute,), _same)
-                for where, owner, attribute in _CLASS_ATTRIBUTES
-                if where == name and hasattr(module, owner)
-            ]
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType) and self._is_swapped(module.__name__):
+                self._add(module)
+
+    @contextlib.contextmanager
+    def watched_imports(self) -> Iterator[None]:
+        """Return a context manager in which a module is added at the end of its import, with its first values."""
+        watch = ImportWatch(self._is_swapped, self._add)
+        sys.meta_path.insert(0, watch)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(watch)
+
+    def _is_swapped(self, name: str) -> bool:
+        return any(name == package or name.startswith(f"{package}.") for package in self._packages)
+
+    def _add(self, module: ModuleType) -> None:
+        if module.__name__ in self._known:
+            return
+        self._known.add(module.__name__)
+        named = {name for part in self.parts if isinstance(part, Attributes) and part.owner is module
+                 for name in part.names}  # fmt: skip
+        names = [each for each in _rebound(module) if each not in named]
+        if names:
+            self.parts.append(FirstValues(module, names, _own))
+        self.parts += [
+            FirstValues(getattr(module, owner), (attribute,), _same)
+            for where, owner, attribute in _CLASS_ATTRIBUTES
+            if where == module.__name__ and hasattr(module, owner)
+        ]
+
+
+class FirstValues(Attributes):
+    """Attributes whose values at the construction of this part are those of every new rank.
+
+    Args:
+        owner: The object.
+        names: The attributes.
+        copied: Returns a rank's copy of a value.
+    """
+
+    def __init__(self, owner: Any, names: Iterable[str], copied: Callable[[Any], Any]) -> None:
+        super().__init__(owner, names, copied)
+        self._copied = copied
+        self._first = super().fresh()
+
+    def fresh(self) -> dict[str, Any]:
+        """Return copies of the first values by name."""
+        return {name: self._copied(value) for name, value in self._first.items()}
+
+
+class ImportWatch(importlib.abc.MetaPathFinder):
+    """Finds modules as the other finders do, and reports those that were loaded.
+
+    Args:
+        wanted: Whether a module is reported, by its name.
+        loaded: Called with a module right after its code has run.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool], loaded: Callable[[ModuleType], None]) -> None:
+        self._wanted, self._loaded = wanted, loaded
+        self._finding: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec that another finder finds, with a loader that reports the module."""
+        if fullname in self._finding or not self._wanted(fullname):
+            return None
+        self._finding.add(fullname)
+        try:
+            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((each for each in found if each is not None), None)
+        finally:
+            self._finding.remove(fullname)
+        if spec is not None and spec.loader is not None:
+            self._report(spec.loader)
+        return spec
+
+    def _report(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def execute_and_report(module: ModuleType) -> None:
+            execute(module)
+            self._loaded(module)
+
+        loader.exec_module = execute_and_report
 
 
 def has_megatron() -> bool:

@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -119,8 +119,10 @@ class Simulation:
             raise UnsupportedError("a rank cannot run simulated ranks", ranks=())
         outside, threads = self._switch.active, torch.get_num_threads()
         torch.set_num_threads(1)
+        self._process.add_imported()
         try:
-            self._scheduler.run({rank: self._on_thread(rank, function) for rank, function in functions.items()})
+            with self._process.watched_imports():
+                self._scheduler.run({rank: self._on_thread(rank, function) for rank, function in functions.items()})
         finally:
             self._switch.to(outside)
             torch.set_num_threads(threads)
@@ -248,7 +250,6 @@ class Simulation:
             error.add_note(f"raised on {self.describe(rank)}; then:\n{positions_text(self)}")
 
     def _switch_to(self, rank: int) -> None:
-        self._process.add_imported()
         self._switch.to(self._states[rank])
 
     def _on_thread(self, rank: int, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -304,7 +305,7 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
-        def fork() -> int:
+        def fork() -> NoReturn:
             error = UnsupportedError(
                 f"{self.describe(rank)} forks this process; simulated ranks are threads of it, and a forked process "
                 f"would have no other rank\n    at {calling_line()}",
@@ -322,7 +323,7 @@ class Simulation:
             "_warn_not_in_group": not_in_group,
             "_unregister_all_process_groups": unregister_all,
         }
-        return {c10d: functions, os: {"fork": fork}}
+        return {c10d: functions, os: {"fork": fork, "forkpty": fork}}
 
 
 def _same_on_every_rank() -> dict[Any, dict[str, Any]]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.errors import LayoutError, MControllerError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 
 
 def groups_of_two() -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from parallel_state.topology import Topology
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 
 TP2_PP2 = ParallelLayout(world_size=4, tp=2, pp=2)
 TP4 = ParallelLayout(world_size=4, tp=4)

@@ -7,14 +7,14 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import VOCAB, actor, critic, experience, own_shard, weights
 from workers.weights.shards import named_shards
 
@@ -127,6 +127,11 @@ LAYOUTS = {
     ),
     "EP2, router losses by row, micro-batches by tokens": Layout(2, {"ep": 2}, "router losses by row", max_tokens=40),
 }
+OF_MANY_RANKS = {
+    "TP4 x PP4 x DP4 x CP2": Layout(128, {"tp": 4, "pp": 4, "cp": 2}),
+    "TP4 x PP4 x DP8 x CP4": Layout(512, {"tp": 4, "pp": 4, "cp": 4}),
+}
+"""Layouts for simulated ranks only: one needs minutes of CPU."""
 IN_BFLOAT16 = (
     "TP2",
     "TP4",
@@ -156,27 +161,34 @@ CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for 
 
 def assert_parity(name: str, dtype: str) -> None:
     """Assert that the layout computes what one process computes, within the tolerance."""
-    found = differences(name, dtype)
+    found = differences(name, dtype, run_ranks)
     assert found.keys() == set(QUANTITIES)
     assert all(math.isfinite(value) and value <= TOLERANCES[dtype] for value in found.values()), found
 
 
 def assert_decisive(name: str, dtype: str) -> None:
     """Assert that each router of every rank, and of one process, uses all experts, and that no choice is close."""
-    for process in (_in_one_process(LAYOUTS[name].model, dtype), *of_every_rank(name, dtype)):
+    processes = _in_one_process(LAYOUTS[name].model, dtype, run_ranks), *of_every_rank(name, dtype, run_ranks)
+    for process in processes:
         assert process["routing"]
         for margin, experts in process["routing"]:
             assert experts == EXPERTS
             assert margin > 2.0  # bfloat16 rounds these logits, which are below 4, by 1/128 at most
 
 
+def _layout(name: str) -> Layout:
+    return LAYOUTS.get(name) or OF_MANY_RANKS[name]
+
+
 @functools.cache
-def differences(name: str, dtype: str) -> dict[str, float]:
+def differences(name: str, dtype: str, run: Callable[..., Any]) -> dict[str, float]:
     """Return, by quantity, the largest absolute difference to one process, over elements, steps and ranks.
 
-    Differences of gradient norms above 1 are divided by the norm.
+    Differences of gradient norms above 1 are divided by the norm. ``run`` is ``run_ranks`` of simulated or forked
+    ranks.
     """
-    expected, ranks = _in_one_process(LAYOUTS[name].model, dtype), of_every_rank(name, dtype)
+    layout = _layout(name)
+    expected, ranks = _in_one_process(layout.model, dtype, run), of_every_rank(name, dtype, run)
     shards = 1 + max(rank["dp"] for rank in ranks)
     found = dict.fromkeys(QUANTITIES, 0.0)
     for rank in ranks:
@@ -191,13 +203,13 @@ def differences(name: str, dtype: str) -> dict[str, float]:
 
 
 @functools.cache
-def of_every_rank(name: str, dtype: str) -> list[dict[str, Any]]:
-    return run_ranks(computed, LAYOUTS[name].ranks, LAYOUTS[name], dtype)
+def of_every_rank(name: str, dtype: str, run: Callable[..., Any]) -> list[dict[str, Any]]:
+    return run(computed, _layout(name).ranks, _layout(name), dtype)
 
 
 @functools.cache
-def _in_one_process(model: str, dtype: str) -> dict[str, Any]:
-    return run_ranks(computed, 1, Layout(1, {}, model), dtype)[0]
+def _in_one_process(model: str, dtype: str, run: Callable[..., Any]) -> dict[str, Any]:
+    return run(computed, 1, Layout(1, {}, model), dtype)[0]
 
 
 def computed(layout: Layout, dtype: str) -> dict[str, Any]:

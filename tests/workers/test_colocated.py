@@ -14,7 +14,7 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo import DataConfig, PPOConfig, RayPPOTrainer, Reward, TrainerConfig, rule_only
 from mcontroller.ppo.rewards import outcome_scores
 from mcontroller.ray import ResourcePoolManager, Role
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import EOS, MODEL, OPTIM, PAD, PROMPT, RESPONSE, prompts, weights
 from workers import ActorConfig, ActorRolloutRefWorker, CriticConfig, CriticWorker, RewardConfig, RewardModelWorker
 from workers.config import load_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import (
     SAMPLED,
     accumulated_gradients,

@@ -14,7 +14,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.local import LocalWorkerGroup
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import device
 from tests.workers.roles import (
     MODEL,

@@ -11,6 +11,7 @@ import torch
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated import run_ranks
+from tests import forking
 from tests.workers import parity
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, experience, prompts
 from workers.actor import ActorRolloutRefWorker
@@ -52,4 +53,5 @@ def test_layouts_have_the_bits_of_forked_gloo_ranks() -> None:
     ):
         layout = parity.LAYOUTS[name]
         simulated = run_ranks(layout.ranks, parity.computed, layout, "float32")
-        torch.testing.assert_close(simulated, parity.of_every_rank(name, "float32"), rtol=0, atol=0, msg=name)
+        forked = forking.run_ranks(parity.computed, layout.ranks, layout, "float32")
+        torch.testing.assert_close(simulated, forked, rtol=0, atol=0, msg=name)

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel_state import simulated
 from tests.forking import run_ranks
@@ -116,3 +118,55 @@ def test_asynchronous_and_coalesced_calls_complete_at_their_wait() -> None:
         return total.tolist(), [float(tensor) for tensor in tensors]
 
     assert simulated.run_ranks(3, plain) == [([3.0, 3.0], [3.0, 6.0])] * 3
+
+
+def test_functional_collectives_take_uneven_splits_and_several_tensors() -> None:
+    def compute() -> list[list[float]]:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        split = functional.all_to_all_single(torch.arange(3.0) + 10 * rank, [1 + rank] * 2, [1, 2], world)
+        totals = functional.all_reduce_coalesced([torch.ones(1), torch.ones(2)], "sum", world)
+        sent = functional.broadcast(torch.full((1,), float(rank)), 1, world)
+        return [(each + 0).tolist() for each in (split, *totals, sent)]
+
+    same = [[2.0], [2.0, 2.0], [1.0]]
+    assert simulated.run_ranks(2, compute) == [[[0.0, 10.0], *same], [[1.0, 2.0, 11.0, 12.0], *same]]
+
+
+def test_coalesced_gathers_and_scatters_complete_at_the_end_of_the_block() -> None:
+    def compute() -> list[list[float]]:
+        gathered, parts = [torch.empty(2), torch.empty(4)], [torch.empty(1), torch.empty(2)]
+        with dist._coalescing_manager():
+            for size, whole in enumerate(gathered, 1):
+                dist.all_gather_into_tensor(whole, torch.full((size,), float(dist.get_rank())))
+        with dist._coalescing_manager():
+            for size, part in enumerate(parts, 1):
+                dist.reduce_scatter_tensor(part, torch.arange(2.0 * size))
+        return [each.tolist() for each in (*gathered, *parts)]
+
+    first, second = simulated.run_ranks(2, compute)
+    assert first == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0], [0.0, 2.0]]
+    assert second == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [2.0], [4.0, 6.0]]
+
+
+def test_objects_are_gathered_on_one_rank_and_sent_to_one() -> None:
+    def compute() -> tuple[Any, Any]:
+        rank = dist.get_rank()
+        gathered: Any = [None, None] if rank == 0 else None
+        dist.gather_object({"rank": rank}, gathered)
+        objects = ["text", {1: 2}] if rank == 0 else [None, None]
+        dist.send_object_list(objects, 1) if rank == 0 else dist.recv_object_list(objects, 0)
+        return gathered, objects
+
+    assert simulated.run_ranks(2, compute) == [([{"rank": 0}, {"rank": 1}], ["text", {1: 2}]), (None, ["text", {1: 2}])]
+
+
+def test_meshes_and_wrappers_of_torch_use_the_ranks() -> None:
+    def compute() -> tuple[float, list[Any]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        doubled = distribute_tensor(torch.arange(8.0), mesh["shards"], [Shard(0)]) * 2
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+        return float(doubled.sum().full_tensor()), model.module.weight.grad.tolist()
+
+    assert simulated.run_ranks(4, compute) == [(56.0, [[1.5, 1.5]])] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -213,6 +214,16 @@ def test_values_that_must_agree_and_do_not_are_reported() -> None:
         require_different(torch.tensor([0.0, 1.0, 0.0])[dist.get_rank()], what="seeds")
 
     assert str(report(Disagreement, 3, random_states)).startswith("seeds are equal, and must differ")
+
+    def gradients(reduced: bool) -> None:
+        layer = torch.nn.Linear(2, 2)
+        layer(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+        if reduced:
+            dist.all_reduce(layer.weight.grad)
+        require_equal({name: each.grad for name, each in layer.named_parameters()}, what="gradients")
+
+    assert str(report(Disagreement, 3, lambda: gradients(False))).startswith("gradients 'weight' differ")
+    run_ranks(3, lambda: gradients(True))
     run_ranks(3, lambda: require_equal(torch.ones(2) * torch.nan))
     run_ranks(3, lambda: require_different(torch.tensor(dist.get_rank())))
 
@@ -251,8 +262,23 @@ def test_a_thread_that_communicates_is_rejected() -> None:
     assert "all_reduce in the thread 'prefetch'" in str(report(UnsupportedError, 2, compute))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_waits_for_a_call_of_its_rank_is_rejected() -> None:
+    def compute() -> None:
+        work = dist.all_reduce(torch.zeros(1), async_op=True)
+        thread = threading.Thread(target=work.wait, name="waiter")
+        thread.start()
+        thread.join()
+
+    assert "wait of all_reduce in the thread 'waiter'" in str(report(UnsupportedError, 2, compute))
+
+
 def test_fork_is_rejected() -> None:
-    assert "rank 0 forks this process" in str(report(UnsupportedError, 2, lambda: os.fork()))
+    def start_process() -> None:
+        multiprocessing.get_context("fork").Process(target=print).start()
+
+    for forks in (lambda: os.fork(), lambda: os.forkpty(), start_process):
+        assert "rank 0 forks this process" in str(report(UnsupportedError, 2, forks))
 
 
 def test_tensors_of_other_devices_are_rejected() -> None:

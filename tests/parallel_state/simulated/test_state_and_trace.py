@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,3 +101,29 @@ def test_a_trace_has_every_transfer_by_axis_operation_bytes_and_line() -> None:
 def test_schedules_are_checked() -> None:
     with pytest.raises(ParallelStateError, match="or 'random' with one"):
         run_ranks(2, dist.barrier, schedule="random")
+
+
+def test_a_module_that_a_rank_imports_first_starts_with_its_own_values_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_late.py").write_text(
+        "count, seen = 0, []\ndef add():\n    global count, seen\n    count += 1\n    seen = [*seen, count]\n"
+        "    return count\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def compute(times: int) -> tuple[int, list[int]]:
+        import imported_late  # type: ignore[import-not-found]
+
+        for _ in range(times + dist.get_rank()):
+            imported_late.add()
+        dist.all_reduce(torch.zeros(1))
+        return imported_late.count, imported_late.seen
+
+    simulation = Simulation(2, modules=("imported_late",))
+    simulation.run(dict.fromkeys(range(2), lambda: dist.init_process_group("gloo")))
+    assert simulation.run(dict.fromkeys(range(2), lambda: compute(1))) == {0: (1, [1]), 1: (2, [1, 2])}
+    assert simulation.run(dict.fromkeys(range(2), lambda: compute(0))) == {0: (1, [1]), 1: (3, [1, 2, 3])}
+    simulation.close()
+    assert (sys.modules["imported_late"].count, sys.modules["imported_late"].seen) == (0, [])
+    del sys.modules["imported_late"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import actor, critic, experience, largest_difference, own_shard, weights
 
 ROWS = 8

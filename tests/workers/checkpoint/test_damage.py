@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from mcontroller.errors import DataError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import critic, largest_difference, weights
 
 RANKS = 2

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from mcontroller.errors import DataError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import VOCAB, actor, critic, experience, largest_difference, own_shard, weights
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import transformer_config

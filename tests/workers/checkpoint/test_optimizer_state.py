@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcontroller.errors import DataError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import actor, critic, experience, largest_difference, own_shard, weights
 
 EXPERTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from mcontroller.errors import ConfigError
 from parallel_state.layout import ParallelLayout
 from parallel_state.megatron import MegatronContext
-from tests.forking import run_ranks
+from tests import forking
+from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, Role, largest_difference, new_context
 from workers.config import ModelConfig, ParallelConfig
+from workers.model import build
 from workers.model.build import build_model
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import transformer_config
@@ -162,12 +165,13 @@ def test_axes_that_are_not_the_contexts_are_rejected() -> None:
 
 def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     def built_twice() -> None:
+        reloaded = importlib.reload(build)  # simulated ranks of other tests have printed it in this process
         parallel = ParallelConfig(tp=2)
         context = new_context(parallel)
         for _ in range(2):
-            build_model(SMALL_GPT, parallel, context)
+            reloaded.build_model(SMALL_GPT, parallel, context)
 
-    run_ranks(built_twice, 2)
+    forking.run_ranks(built_twice, 2)
     chosen = "transformer_engine" if torch.cuda.is_available() and gpt_layer_specs.HAVE_TE else "local"
     assert capfd.readouterr().out.count(f"model.transformer_impl=auto: layers of {chosen}") == 1
 

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcontroller.errors import ConfigError, DataError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, Role, device, largest_difference, new_context
 from workers.config import ParallelConfig
 from workers.model.build import build_model

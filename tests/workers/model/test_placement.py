@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from mcontroller.errors import ConfigError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, new_context
 from tests.workers.roles import MODEL, actor, experience
 from workers.config import ModelConfig, ParallelConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, actor, experience, own_shard
 from workers.model import utilization
 from workers.model.utilization import training_flops

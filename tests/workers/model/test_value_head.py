@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from mcontroller.errors import ConfigError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, device, new_context
 from workers.config import ParallelConfig
 from workers.model.build import build_model

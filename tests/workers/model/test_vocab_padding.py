@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, device, new_context
 from workers.config import ParallelConfig
 from workers.model.build import build_model

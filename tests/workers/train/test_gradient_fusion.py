@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import unwrap_model
 
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, weights
 from workers.actor import ActorRolloutRefWorker
 from workers.train.batches import TokenBatch

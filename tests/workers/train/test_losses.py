@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import device
 from workers.model.vocab_parallel import log_probs_and_entropy
 from workers.train.losses import masked_mean, masked_sum, value_loss

@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from mcontroller.errors import ConfigError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
 from workers.actor import ActorRolloutRefWorker
 from workers.config import OptimConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mcontroller.data.protocol import DataProto
 from parallel_state.megatron import MegatronContext
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import VOCAB, actor, be_a_worker, largest_difference, weights
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ParallelConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import (
     MODEL,
     VOCAB,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import device
 from tests.workers.roles import accumulated_gradients, actor, experience, largest_difference, own_shard
 from workers.train.router_losses import prepare_routers

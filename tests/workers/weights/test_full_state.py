@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcontroller.errors import DataError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, new_context
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model

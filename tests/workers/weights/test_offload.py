@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, actor, critic, experience, own_shard, prompts, weights
 from workers.weights.offload import Offload
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import Role, new_context
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model

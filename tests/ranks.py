@@ -1,0 +1,30 @@
+"""``run_ranks``: a function on several ranks, simulated in this process on a CPU, and forked on a GPU.
+
+Tests of what ranks compute together import it from here. Tests of real transports, of processes and of what a process
+does outside of Python import ``run_ranks`` of ``tests.forking``, with the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from parallel_state import simulated
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+
+if torch.cuda.is_available():
+    from tests.forking import run_ranks  # a GPU, or the pretended one, needs a process for each rank
+else:
+
+    def run_ranks(fn: Callable[..., T], world_size: int, *args: Any) -> list[T]:
+        """Run ``fn(*args)`` on ``world_size`` simulated ranks, and return their results by rank.
+
+        Raises:
+            BaseException: What the first rank that failed raised, with the positions of the others in a note.
+        """
+        return simulated.run_ranks(world_size, fn, *args)
