@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcontroller.errors import MControllerError
 from parallel_state.agreement import all_gather_values
+from workers.train.nonfinite_origin import GradientFinding, is_finite
 
 __all__ = ["NonFiniteGradient", "all_finite", "raise_nonfinite"]
 
@@ -23,7 +23,9 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
         step: number of steps that the optimizer had made.
         grad_norm: norm of the gradients.
         ranks: ranks whose own loss or metrics are not finite.
-        parameters: by rank, the first parameter whose gradient is not finite.
+        parameters: by rank, the first parameter in the backward pass whose gradient is not finite, without reduction
+            over data-parallel ranks.
+        origin: the rank whose parameter is the first of all; None if only the sum over ranks is not finite.
     """
 
     method: str
@@ -31,19 +33,12 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
     grad_norm: float
     ranks: list[int]
     parameters: dict[int, str]
-
-
-class _Finding(NamedTuple):
-    """What is not finite on one rank: names of reports, and the first parameter."""
-
-    coordinates: str
-    reports: list[str]
-    parameter: str | None
+    origin: int | None
 
 
 def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
     """Return whether the reports of all ranks' losses are free of NaN and Inf (a collective over all ranks)."""
-    wrong = torch.tensor(sum(not _finite(value) for report in reports for value in report.values()), device=device)
+    wrong = torch.tensor(sum(not is_finite(value) for report in reports for value in report.values()), device=device)
     dist.all_reduce(wrong)
     return int(wrong) == 0
 
@@ -52,8 +47,8 @@ def raise_nonfinite(
     method: str,
     step: int,
     grad_norm: float,
-    model: Sequence[nn.Module],
     reports: Sequence[Mapping[str, Tensor]],
+    gradient: GradientFinding | None,
     coordinates: str,
 ) -> None:
     """Raise NonFiniteGradient on every rank, with the findings of all of them (a collective over all ranks).
@@ -62,19 +57,21 @@ def raise_nonfinite(
         method: the worker method that trained.
         step: number of steps that the optimizer has made.
         grad_norm: norm of the gradients.
-        model: this rank's model chunks, with their gradients.
         reports: the reports of this rank's losses for the mini-batch.
+        gradient: this rank's ``first_nonfinite_gradient``.
         coordinates: of this rank, for the message.
     """
-    names = {name for report in reports for name, value in report.items() if not _finite(value)}
-    findings = all_gather_values(_Finding(coordinates, sorted(names), _first_parameter(model)))
-    ranks = [rank for rank, finding in enumerate(findings) if finding.reports]
-    parameters = {rank: finding.parameter for rank, finding in enumerate(findings) if finding.parameter}
-    origins = [
-        f"{', '.join(findings[rank].reports)} on rank {rank} ({findings[rank].coordinates})" for rank in ranks[:1]
-    ]
-    for rank, name in list(parameters.items())[:1]:
-        origins.append(f"the gradient of {name} on rank {rank} ({findings[rank].coordinates})")
+    names = sorted({name for report in reports for name, value in report.items() if not is_finite(value)})
+    findings = list(enumerate(all_gather_values((coordinates, names, gradient))))
+    ranks = [rank for rank, (_, wrong, _) in findings if wrong]
+    gradients = {rank: found for rank, (_, _, found) in findings if found is not None}
+    origin = min(gradients, key=lambda rank: (gradients[rank], rank), default=None)
+    origins = [f"{', '.join(wrong)} on rank {rank} ({place})" for rank, (place, wrong, _) in findings if wrong][:1]
+    if origin is not None:
+        place = findings[origin][1][0]
+        origins.append(f"the gradient of {gradients[origin].parameter} on rank {origin} ({place})")
+    elif not origins:
+        origins.append("only the sum of the gradients, which are finite on every rank")
     raise NonFiniteGradient(
         f"{method}, optimizer step {step}: not finite: {'; '.join(origins)}; gradient norm {grad_norm}. The weights "
         "are unchanged. Check the batch, lower the learning rate, or set optim.on_nonfinite=skip",
@@ -82,18 +79,6 @@ def raise_nonfinite(
         step=step,
         grad_norm=grad_norm,
         ranks=ranks,
-        parameters=parameters,
+        parameters={rank: found.parameter for rank, found in gradients.items()},
+        origin=origin,
     )
-
-
-def _first_parameter(model: Sequence[nn.Module]) -> str | None:
-    for chunk in model:
-        for name, parameter in chunk.named_parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is not None and not _finite(gradient):
-                return name.removeprefix("module.")
-    return None
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
