@@ -27,6 +27,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.handles import ArgumentFailed, ArgumentLost, fetch
+from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
 
@@ -69,6 +70,7 @@ class ProcessInfo:
         log: the files on that node that its output goes to.
         address: its address on the channel.
         rendezvous: a port on its node that it has reserved for a rendezvous.
+        process: the process as its node sees it.
     """
 
     node: str
@@ -77,6 +79,7 @@ class ProcessInfo:
     log: tuple[str, ...]
     address: Address
     rendezvous: Rendezvous
+    process: NodeProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class WorkerProcess:
             _logs(),
             self._endpoint.address,
             Rendezvous(node, self._reserved.getsockname()[1]),
+            NodeProcess.this(self._endpoint.query_thread),
         )
 
     def get_info(self) -> ProcessInfo:

@@ -20,14 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from ray.exceptions import RayError
+
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import RECONNECT_SECONDS
 from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
 from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
-from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, WorkerDied
+from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, ResourceError, WorkerDied
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.handles import ArgumentLost
+from mcontroller.ray.node_processes import on_node, why_silent
 from mcontroller.ray.process import CallHeader
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.wire import encode
@@ -271,19 +274,28 @@ class GroupProcesses:
             notify(addresses, "commit", self.caller, call.number, cancelled)
         return cancelled
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of the workers, end the processes and free their slots.
 
         A second call does nothing. Workers are not called if a call (of this driver or another) is still running, if
         the group is broken, or if its processes are gone.
 
+        Args:
+            timeout: deadline of ``before_shutdown`` in seconds; None for no deadline.
+
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
+            CallTimeout: ``before_shutdown`` did not return in time; the processes have been ended all the same.
+            ResourceError: processes could not be ended. They keep their slots; a second call tries again.
         """
         try:
             with self.sending:
                 nothing = [Arguments()] * self.world_size
-                call = self.call_processes(self.name, "before_shutdown", "finish", nothing) if self._is_idle() else None
+                call = (
+                    self.call_processes(self.name, "before_shutdown", "finish", nothing, timeout)
+                    if self._is_idle()
+                    else None
+                )
             if call is not None:
                 for keeping in tuple(self._keeping):
                     keeping.read_before_end()
@@ -291,6 +303,14 @@ class GroupProcesses:
                     self.settle(call)
         finally:
             self.handles.end()
+            if self.handles.remaining:
+                left = "; ".join(self.handles.remaining)
+                raise ResourceError(
+                    f"group {self.name} has processes that could not be ended, and that keep their slots: {left}. End "
+                    "them on their nodes, then call shutdown again",
+                    name=self.name,
+                    processes=self.handles.remaining,
+                )
 
     def _is_idle(self) -> bool:
         if self.handles.ended or self._poll() or self._broken is not None or self._calls:
@@ -453,11 +473,20 @@ class GroupProcesses:
         coordinates = self.coordinates.get(role)
         return RankLabel(role, rank, coordinates[rank] if coordinates else {}, self.handles.infos[rank])
 
+    def _why_silent(self, rank: int) -> str:
+        info = self.handles.infos[rank]
+        try:
+            return str(on_node(info.node_id, why_silent, info.process))
+        except (RayError, TimeoutError):
+            return f"its node {info.node} does not answer either"
+
     def _timeout_error(self, call: SentCall, timeout: float | None) -> CallTimeout:
         late = sorted(call.pending)
-        unknown = "(no answer: the process is in native code that holds the interpreter, or is gone)"
         answers = ask([self.handles.infos[rank].address for rank in late], "stack", timeout=QUERY_SECONDS)
-        stacks = {rank: answer[0] if answer else unknown for rank, answer in zip(late, answers, strict=True)}
+        stacks = {
+            rank: answer[0] if answer else f"(no stack: {self._why_silent(rank)})"
+            for rank, answer in zip(late, answers, strict=True)
+        }
         limit = min(limit for limit in (call.timeout, timeout) if limit is not None)
         listed = "\n".join(f"{self._label(call.role, rank)}:\n{stacks[rank]}" for rank in late)
         return CallTimeout(

@@ -179,6 +179,14 @@ def test_an_error_in_before_shutdown_is_raised_after_the_end(pool: RayResourcePo
     assert pool.holders == []
 
 
+def test_a_before_shutdown_that_does_not_return_has_a_deadline(pool: RayResourcePool) -> None:
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(NeverFinishes), name_prefix="never")
+    with pytest.raises(CallTimeout, match=r"never\.before_shutdown had no answer in 1 s") as caught:
+        group.shutdown(timeout=1)
+    assert "in before_shutdown" in caught.value.stacks[0] and "in block" in caught.value.stacks[0]
+    assert pool.holders == []
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_group_that_is_busy_or_broken_ends_at_once(pool: RayResourcePool, tmp_path: Path, busy: bool) -> None:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Finishes, str(tmp_path)), name_prefix="ends")
