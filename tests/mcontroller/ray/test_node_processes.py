@@ -50,7 +50,7 @@ def test_a_process_with_the_id_of_an_ended_one_is_left_alone(sleeper: subprocess
 def test_a_process_that_cannot_be_ended_is_reported(sleeper: subprocess.Popen[bytes]) -> None:
     found = tuple(seen(sleeper))
     source = (
-        "import os; os.setuid(65534); from mcontroller.ray.node_processes import NodeProcess, end_processes; "
+        "import os; from mcontroller.ray.node_processes import NodeProcess, end_processes; os.setuid(65534); "
         f"print(end_processes([NodeProcess(*{found!r})], 0, 0))"
     )
     printed = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout

@@ -9,10 +9,10 @@ import pytest
 import ray
 
 from mcontroller import ClassWithInitArgs
-from mcontroller.errors import ConfigError, DispatchError, GroupError, TopologyError, WorkerError
+from mcontroller.errors import CallTimeout, ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
-from tests.mcontroller.ray.roles import Finishes, Plain, SameCoordinates
+from tests.mcontroller.ray.roles import Finishes, NeverFinishes, Plain, SameCoordinates
 
 Start = Callable[..., RayWorkerGroup]
 
