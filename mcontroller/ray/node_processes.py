@@ -51,12 +51,17 @@ class NodeProcess(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Its state as ps has it: R, S, D, T (stopped) ...; "" if it has ended."""
+        """Its state as ps has it: R, S, D, T (stopped), Z (ended, and not yet reaped) ...; "" if it is gone."""
         try:
             state, started = (_stat(self.pid)[index] for index in (0, 19))
         except OSError:
             return ""
-        return "" if int(started) != self.started or state in "ZX" else state
+        return "" if int(started) != self.started else state
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.state not in ("", "Z", "X")
 
 
 def _stat(pid: int) -> list[str]:
@@ -92,7 +97,8 @@ def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: fl
     Returns:
         By process id, why a process still runs.
     """
-    left = _still_running(processes, patience)
+    _wait_until(lambda: not any(process.state for process in processes), patience)  # reaped too
+    left = [process for process in processes if process.runs]
     reasons: dict[int, str] = {}
     for process in left:
         try:
@@ -101,16 +107,16 @@ def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: fl
             pass
         except OSError as error:
             reasons[process.pid] = f"SIGKILL fails: {error.strerror}"
-    for process in _still_running([each for each in left if each.pid not in reasons], seconds):
-        reasons[process.pid] = f"in state {process.state or 'unknown'} {seconds:g} s after SIGKILL"
-    return reasons
+    killed = [process for process in left if process.pid not in reasons]
+    _wait_until(lambda: not any(process.runs for process in killed), seconds)
+    late = {process.pid: f"in state {process.state} {seconds:g} s after SIGKILL" for process in killed if process.runs}
+    return reasons | late
 
 
-def _still_running(processes: Sequence[NodeProcess], seconds: float) -> list[NodeProcess]:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while (left := [process for process in processes if process.state]) and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.002)
-    return left
 
 
 def exit_status(process: NodeProcess) -> int | None:
@@ -132,7 +138,7 @@ def exit_status(process: NodeProcess) -> int | None:
 def why_silent(process: NodeProcess) -> str:
     """Return why a process of this node does not answer queries."""
     state = process.state
-    if not state:
+    if not process.runs:
         return "the process has ended"
     if state in "Tt":
         return "the process is stopped: continue it with SIGCONT"
