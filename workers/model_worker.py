@@ -343,7 +343,7 @@ class ModelWorker(MegatronWorker):
         routers.begin(batches)
         on_device = self._on_device(batches)
         own_loss = functools.partial(loss_of_own_targets, loss, self.context.pg)
-        losses = {"forward": self.forward_step, "loss": own_loss, "pg": self.context.pg}
+        losses: dict[str, Any] = {"forward": self.forward_step, "loss": own_loss, "pg": self.context.pg}
         compute = functools.partial(run_for_gradients, self.model, **losses)
         random = random_state()
         reports = compute(on_device)
