@@ -48,8 +48,7 @@ from workers.train.micro_batches import (
     token_micro_batches,
 )
 from workers.train.mini_batches import mini_batch_rows
-from workers.train.nonfinite import all_finite, raise_nonfinite
-from workers.train.nonfinite_origin import first_nonfinite_gradient
+from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import (
     ParameterGroups,
     guarded_step,

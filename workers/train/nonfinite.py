@@ -1,18 +1,28 @@
-"""Report gradients that are not finite: on which rank, in which loss, in which parameter."""
+"""Report gradients that are not finite: on which rank, in which loss, in which parameter.
+
+To find the parameter, each rank computes the mini-batch again, without reduction. Without reduction over data-parallel
+ranks, a gradient that is not finite stays on the ranks that compute with it.
+Within a rank and along tp, cp, ep and pp it still spreads to all layers before its own. So every rank notes at which
+point of its backward pass each layer got the gradient of its output, and the earliest point of all ranks is the origin.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor, nn
 
 from mcontroller.errors import MControllerError
 from parallel_state.agreement import all_gather_values
-from workers.train.nonfinite_origin import GradientFinding, is_finite
+from workers.train.batches import TokenBatch
 
-__all__ = ["NonFiniteGradient", "all_finite", "raise_nonfinite"]
+__all__ = ["GradientFinding", "NonFiniteGradient", "all_finite", "first_nonfinite_gradient", "raise_nonfinite"]
 
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
@@ -36,9 +46,30 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
     origin: int | None
 
 
+class GradientFinding(NamedTuple):
+    """The first parameter of a rank whose gradient is not finite; findings of several ranks are ordered by time.
+
+    Attributes:
+        part: number of the part of the mini-batch that was computed.
+        chunks_after: number of model chunks whose backward pass runs before.
+        point: number of gradients of outputs that this chunk had computed before that of the parameter's module.
+        inside: whether the gradient of the module's output was finite. A module that got another one comes first: the
+            module may have communicated with it.
+        finite: number of the module's parameters with a finite gradient.
+        parameter: its name.
+    """
+
+    part: int
+    chunks_after: int
+    point: int
+    inside: bool
+    finite: int
+    parameter: str
+
+
 def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
     """Return whether the reports of all ranks' losses are free of NaN and Inf (a collective over all ranks)."""
-    wrong = torch.tensor(sum(not is_finite(value) for report in reports for value in report.values()), device=device)
+    wrong = torch.tensor(sum(not _is_finite(value) for report in reports for value in report.values()), device=device)
     dist.all_reduce(wrong)
     return int(wrong) == 0
 
@@ -61,7 +92,7 @@ def raise_nonfinite(
         gradient: this rank's ``first_nonfinite_gradient``.
         coordinates: of this rank, for the message.
     """
-    names = sorted({name for report in reports for name, value in report.items() if not is_finite(value)})
+    names = sorted({name for report in reports for name, value in report.items() if not _is_finite(value)})
     findings = list(enumerate(all_gather_values((coordinates, names, gradient))))
     ranks = [rank for rank, (_, wrong, _) in findings if wrong]
     gradients = {rank: found for rank, (_, _, found) in findings if found is not None}
@@ -82,3 +113,123 @@ def raise_nonfinite(
         parameters={rank: found.parameter for rank, found in gradients.items()},
         origin=origin,
     )
+
+
+def first_nonfinite_gradient(
+    chunks: Sequence[Any],
+    micro_batches: Sequence[TokenBatch],
+    compute: Callable[[Sequence[TokenBatch]], object],
+    pg: ProcessGroupCollection,
+) -> GradientFinding | None:
+    """Compute a mini-batch again without reduction, and return this rank's first gradient that is not finite.
+
+    The gradients of the chunks are overwritten.
+
+    Args:
+        chunks: this rank's model chunks, inside DistributedDataParallel.
+        micro_batches: those of the mini-batch, on the device.
+        compute: adds the gradients of some of them to those of the chunks.
+        pg: the groups of the layout.
+    """
+    size = pg.pp.size() if len(chunks) > 1 else 1  # an interleaved schedule needs a multiple of the stages
+    first: GradientFinding | None = None
+    with _kept_buffers(chunks):
+        for part, start in enumerate(range(0, len(micro_batches), size)):  # all of them: other ranks may find more
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            with _OutputGradients(chunks) as outputs, _without_reduction(chunks):
+                compute(micro_batches[start : start + size])
+            for index, chunk in enumerate(chunks):
+                found = _first_of(chunk, part, _chunks_after(index, len(chunks), pg), outputs.of_chunk[index])
+                first = min((each for each in (first, found) if each is not None), default=None)
+    return first
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether no value is NaN or Inf."""
+    return bool(torch.isfinite(tensor).all())
+
+
+def _chunks_after(index: int, chunks: int, pg: ProcessGroupCollection) -> int:
+    return chunks * pg.pp.size() - 1 - (index * pg.pp.size() + pg.pp.rank())
+
+
+class _OutputGradients:
+    """Context manager that notes when each module gets the gradient of its output, and whether it is finite.
+
+    Attributes:
+        of_chunk: for every chunk, when each module got the gradient of its output, and whether it was finite.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.of_chunk: list[dict[nn.Module, tuple[int, bool]]] = [{} for _ in chunks]
+        self._hooks = [
+            module.register_forward_hook(self._hook(noted))
+            for chunk, noted in zip(chunks, self.of_chunk, strict=True)
+            for module in chunk.modules()
+        ]
+
+    def __enter__(self) -> _OutputGradients:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, noted: dict[nn.Module, tuple[int, bool]]) -> Callable[..., None]:
+        def after_forward(module: nn.Module, _: Any, output: Any) -> None:
+            def note(gradient: Tensor) -> None:
+                point, finite = noted.get(module, (len(noted), True))
+                noted[module] = point, finite and _is_finite(gradient)
+
+            for value in output if isinstance(output, tuple) else (output,):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(note)
+
+        return after_forward
+
+
+def _first_of(
+    chunk: nn.Module, part: int, chunks_after: int, outputs: dict[nn.Module, tuple[int, bool]]
+) -> GradientFinding | None:
+    """Return the parameter whose module was the first to get the gradient of its output."""
+    found = []
+    for prefix, module in unwrap_model(chunk).named_modules():
+        gradients = {
+            name: gradient
+            for name, parameter in module.named_parameters(recurse=False)
+            if (gradient := getattr(parameter, "main_grad", None)) is not None
+        }
+        wrong = [name for name, gradient in gradients.items() if not _is_finite(gradient)]
+        noted = outputs.get(module, (len(outputs), True))
+        place = (part, chunks_after, *noted, len(gradients) - len(wrong))
+        found += [GradientFinding(*place, f"{prefix}.{name}") for name in wrong]
+    return min(found, default=None)
+
+
+@contextlib.contextmanager
+def _kept_buffers(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager that restores the buffers of the chunks, such as the tokens that a router has counted."""
+    before = [(buffer, buffer.clone()) for chunk in chunks for buffer in unwrap_model(chunk).buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _without_reduction(chunks: Sequence[Any]) -> Iterator[None]:
+    """Context manager in which a schedule leaves gradients as each rank computed them."""
+    config, names = get_model_config(chunks[0]), ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+    before = {name: getattr(config, name) for name in names}
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.no_sync())
+        for name in names:
+            setattr(config, name, None)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
