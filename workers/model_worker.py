@@ -341,9 +341,9 @@ class ModelWorker(MegatronWorker):
         self.optimizer.zero_grad()
         routers.begin(batches)
         on_device = self._on_device(batches)
-        own_loss = functools.partial(loss_of_own_targets, loss, self.context.pg)
-        losses: dict[str, Any] = {"forward": self.forward_step, "loss": own_loss, "pg": self.context.pg}
-        compute = functools.partial(run_for_gradients, self.model, **losses)
+        pg = self.context.pg
+        own_loss = functools.partial(loss_of_own_targets, loss, pg)
+        compute = functools.partial(run_for_gradients, self.model, forward=self.forward_step, loss=own_loss, pg=pg)
         random = random_state()
         reports = compute(on_device)
         step = guarded_step(self.optimizer)
@@ -356,7 +356,7 @@ class ModelWorker(MegatronWorker):
             return step.grad_norm, reports
         if not step.overflow and self.phases[self.phase].on_nonfinite == "raise":
             set_random_state(random)
-            found = first_nonfinite_gradient(self.model, on_device, compute, self.context.pg)
+            found = first_nonfinite_gradient(self.model, on_device, compute, pg)
             rank = str(self.context.rank_info())
             raise_nonfinite(method, self.optimizer_steps, step.grad_norm, reports, found, rank)
         return None, []
