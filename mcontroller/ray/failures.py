@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
-from mcontroller.ray.node_processes import exit_status, on_node
+from mcontroller.ray.node_processes import on_node, recorded_status
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.warm_start import exits
 
@@ -177,7 +177,7 @@ def _exit_cause(text: str, info: ProcessInfo | None) -> str:
     known = None
     if info is not None:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # its node is gone
-            known = on_node(info.node_id, exit_status, info.process)
+            known = on_node(info.node_id, recorded_status, info.process)
     by_ray = _ray_cause(text)
     if known is None:
         return f"{by_ray} (its exit status is unknown, because no warm parent has forked it, or its node is gone)"

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.ray.warm_start import exits
 
-__all__ = ["NODE_SECONDS", "NodeProcess", "begin_on_node", "end_processes", "exit_status", "on_node", "why_silent"]
+__all__ = ["NODE_SECONDS", "NodeProcess", "begin_on_node", "end_processes", "on_node", "recorded_status", "why_silent"]
 
 NODE_SECONDS = 15.0
 """Timeout of a question to another node, by a task for which Ray may have to start a process there."""
@@ -119,7 +119,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.002)
 
 
-def exit_status(process: NodeProcess) -> int | None:
+def recorded_status(process: NodeProcess) -> int | None:
     """Return how a process of this node has ended: its exit code, or the negative number of a signal; None if unknown.
 
     Waits until its parent has recorded it.
