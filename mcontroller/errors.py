@@ -28,6 +28,7 @@ __all__ = [
     "MissingPackageError",
     "ParallelStateError",
     "ResourceError",
+    "ShutdownError",
     "TopologyError",
     "WorkerDied",
     "WorkerError",
@@ -40,6 +41,16 @@ class ConfigError(MControllerError, ValueError):
 
 class DataError(MControllerError, ValueError):
     """A batch without the expected columns, rows or keys; the fields name them."""
+
+
+class ShutdownError(MControllerError):
+    """Several parts of a program could not be ended as they should.
+
+    Attributes:
+        errors: the error of each part, by its name.
+    """
+
+    errors: dict[str, Exception]
 
 
 class DispatchError(MControllerError, ValueError):

@@ -338,9 +338,14 @@ class WorkerGroup(Generic[W_co]):
         called: GroupMethod[..., Future[Any], Future[Any]] = GroupMethod(self, method, registration)
         return called(*args, **kwargs)
 
-    def shutdown(self) -> None:
-        """End the ranks; a second call does nothing."""
-        self.executor.shutdown()
+    def shutdown(self, timeout: float | None = 600.0) -> None:
+        """End the ranks, after ``before_shutdown`` of their workers; a second call does nothing.
+
+        Args:
+            timeout: deadline of ``before_shutdown`` in seconds, after which the processes are ended and CallTimeout is
+                raised; None for no deadline. Ranks in the calling process have none.
+        """
+        self.executor.shutdown(timeout)
 
     def __enter__(self) -> Self:
         return self

@@ -175,8 +175,12 @@ class Executor(Protocol):
     def fetch(self, handles: Sequence[Handle]) -> list[Any]:
         """Return the values of handles of this transport in the calling process; see ``Fetch``."""
 
-    def shutdown(self) -> None:
-        """Call ``finish`` on idle ranks, end all ranks and free their resources. A second call does nothing."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Call ``finish`` on idle ranks, end all ranks and free their resources. A second call does nothing.
+
+        Args:
+            timeout: deadline of ``finish`` in seconds, for ranks that are processes of their own; None for none.
+        """
 
 
 def resolve(arguments: Arguments, fetch: Fetch) -> tuple[list[Any], dict[str, Any]]:

@@ -7,7 +7,6 @@ To change what is computed, override ``build_model``, ``build_optimizer``, ``par
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import time
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -31,7 +29,7 @@ from parallel_state.communicators import Communicators
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.load import load_checkpoint, open_checkpoint
 from workers.checkpoint.save import save_checkpoint
-from workers.checkpoint.state import TrainingState
+from workers.checkpoint.state import TrainingState, random_state, set_random_state
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
@@ -39,7 +37,7 @@ from workers.megatron_worker import MegatronWorker
 from workers.memory.use import MemoryUse
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
-from workers.train.forward import owned_targets, sum_over_context
+from workers.train.forward import loss_of_own_targets, sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import (
     MicroBatch,
@@ -50,7 +48,7 @@ from workers.train.micro_batches import (
     token_micro_batches,
 )
 from workers.train.mini_batches import mini_batch_rows
-from workers.train.nonfinite import all_finite, raise_nonfinite
+from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import (
     ParameterGroups,
     guarded_step,
@@ -343,8 +341,11 @@ class ModelWorker(MegatronWorker):
         self.optimizer.zero_grad()
         routers.begin(batches)
         on_device = self._on_device(batches)
-        own_loss = functools.partial(_loss_of_own_targets, loss, self.context.pg)
-        reports = run_for_gradients(self.model, on_device, self.forward_step, own_loss, self.context.pg)
+        pg = self.context.pg
+        own_loss = functools.partial(loss_of_own_targets, loss, pg)
+        compute = functools.partial(run_for_gradients, self.model, forward=self.forward_step, loss=own_loss, pg=pg)
+        random = random_state()
+        reports = compute(on_device)
         step = guarded_step(self.optimizer)
         if step.overflow and not all_finite(reports, self.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
@@ -354,8 +355,10 @@ class ModelWorker(MegatronWorker):
             self.optimizer_steps += 1
             return step.grad_norm, reports
         if not step.overflow and self.phases[self.phase].on_nonfinite == "raise":
+            set_random_state(random)
+            found = first_nonfinite_gradient(self.model, on_device, compute, pg)
             rank = str(self.context.rank_info())
-            raise_nonfinite(method, self.optimizer_steps, step.grad_norm, self.model, reports, rank)
+            raise_nonfinite(method, self.optimizer_steps, step.grad_norm, reports, found, rank)
         return None, []
 
     def _gather_parameters(self) -> None:
@@ -589,10 +592,6 @@ class ModelWorker(MegatronWorker):
         if counters:
             self.restore(counters)
         return manifest["step"]
-
-
-def _loss_of_own_targets(loss: Loss, pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
-    return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask), output)
 
 
 def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:

@@ -73,6 +73,9 @@ class Endpoint:
         ports: the first and the last port to listen on; None for any.
         forget: called with a controller that has ended, when another one calls; its answers have been dropped.
 
+    Attributes:
+        query_thread: the operating system's id of the thread that answers queries.
+
     Raises:
         OSError: no port is free.
     """
@@ -106,7 +109,9 @@ class Endpoint:
             "place": lambda reply, *call: reply(self.order.assign(*call)),
         }
         server = _QueryServer(self._queries, {**own, **queries}, authenticator, monitors)
-        threading.Thread(target=server.serve, name="channel queries", daemon=True).start()
+        queries_thread = threading.Thread(target=server.serve, name="channel queries", daemon=True)
+        queries_thread.start()
+        self.query_thread = queries_thread.native_id or 0
 
     @property
     def _sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["check_above", "check_at_least", "check_between", "check_known_keys", "check_one_of"]
+__all__ = ["check_above", "check_at_least", "check_between", "check_finite", "check_known_keys", "check_one_of"]
+
+
+def check_finite(key: str, value: float) -> None:
+    """Raise ConfigError for NaN and infinity."""
+    if not math.isfinite(value):
+        raise ConfigError(f"{key} is {value}; it must be a finite number", key=key, value=value)
 
 
 def check_at_least(key: str, value: float, least: float) -> None:
-    """Raise ConfigError unless ``value >= least``; NaN is rejected."""
+    """Raise ConfigError unless ``value >= least``; NaN and infinity are rejected."""
     if not value >= least:
         raise ConfigError(f"{key} is {value}; it must be at least {least}", key=key, value=value)
+    check_finite(key, value)
 
 
 def check_above(key: str, value: float, bound: float) -> None:
-    """Raise ConfigError unless ``value > bound``; NaN is rejected."""
+    """Raise ConfigError unless ``value > bound``; NaN and infinity are rejected."""
     if not value > bound:
         raise ConfigError(f"{key} is {value}; it must be more than {bound}", key=key, value=value)
+    check_finite(key, value)
 
 
 def check_between(key: str, value: float, least: float, most: float) -> None:

@@ -179,7 +179,7 @@ class LocalExecutor:
         self._broken = error
         return LocalCall((), error=error)
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers.
 
         Raises:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from mcontroller.closing import close_all
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
@@ -538,13 +539,20 @@ class RayPPOTrainer:
     # ---- end -------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End every process and release the pools; a second call does nothing."""
-        self.display.close()
-        for group in self.groups.values():
-            group.shutdown()
-        self.resource_pool_manager.shutdown()
-        for tracker in self.trackers:
-            tracker.close()
+        """End every process and release the pools, all of them even if one fails; a second call does nothing.
+
+        Raises:
+            ShutdownError: several of them failed. The error of only one is raised as it is.
+        """
+        close_all(
+            "the trainer",
+            [
+                ("display", self.display.close),
+                *((f"group {role}", group.shutdown) for role, group in self.groups.items()),
+                ("pools", self.resource_pool_manager.shutdown),
+                *((f"tracker {type(tracker).__name__}", tracker.close) for tracker in self.trackers),
+            ],
+        )
 
     def __enter__(self) -> Self:
         return self

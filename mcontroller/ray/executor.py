@@ -106,9 +106,9 @@ class RayExecutor:
         except ArgumentFailed as failed:
             raise failed.error from None
 
-    def shutdown(self) -> None:
-        """Shut down the processes, and with them every role that they run."""
-        self.processes.shutdown()
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Shut down the processes, and with them every role that they run; see ``GroupProcesses.shutdown``."""
+        self.processes.shutdown(timeout)
 
 
 class RayCall(SentCall):

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
+from mcontroller.ray.node_processes import on_node, recorded_status
 from mcontroller.ray.process import ProcessInfo
+from mcontroller.ray.warm_start import exits
 
 __all__ = ["RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
 
 LOG_LINES = 20
 LOG_BYTES = 16 * 1024
 """Bytes at the end of a log that are read and shown: a process may have written very much, or very long lines."""
-
-LOG_SECONDS = 15.0
-"""Timeout of reading a log on another node, by a task for which Ray may have to start a process there."""
 
 FOLLOWERS = (
     "connection closed by peer",
@@ -145,7 +144,7 @@ def _unexpected(failure: RankFailure, followers: int) -> WorkerError:
 
 
 def _died(failure: RankFailure, followers: int) -> WorkerDied:
-    exit_cause = _exit_cause(str(failure.error))
+    exit_cause = _exit_cause(str(failure.error), failure.label.info)
     log_tail = tail(failure.label.info)
     return WorkerDied(
         f"{failure.label} died in {failure.method}: {exit_cause}{_counted(followers)}\n"
@@ -173,23 +172,36 @@ def _counted(followers: int) -> str:
     return f" ({followers} other rank{'s' * (followers > 1)} failed after it)" if followers else ""
 
 
-def _exit_cause(text: str) -> str:
+def _exit_cause(text: str, info: ProcessInfo | None) -> str:
+    """Return how a process has ended, and Ray's description of its death, if that has more than a lost connection."""
+    known = None
+    if info is not None:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # its node is gone
+            known = on_node(info.node_id, recorded_status, info.process)
+    by_ray = _ray_cause(text)
+    if known is None:
+        return f"{by_ray} (its exit status is unknown, because no warm parent has forked it, or its node is gone)"
+    by_ray = "" if _CONNECTION_ERROR in by_ray else f"; {by_ray}"
+    return exits.described(known) + by_ray
+
+
+_CONNECTION_ERROR = "connection error code"
+"""In Ray's text for a process that has ended by itself, whatever the reason."""
+
+
+def _ray_cause(text: str) -> str:
     """Return Ray's description of the death without its headers and its list of general advice."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("The actor is dead because") or "Worker exit" in line]
     return " ".join(causes or lines[-1:]).split(" Some common causes include")[0]
 
 
-def tail(info: ProcessInfo | None, timeout: float = LOG_SECONDS) -> str:
+def tail(info: ProcessInfo | None) -> str:
     """Return the last lines that a process wrote, read on its node, or why they are not available."""
     if info is None or not info.log:
         return "(the process ended before it reported the path of its log)"
-    if info.node_id == ray.get_runtime_context().get_node_id():
-        return _read_tail(info.log)
-    there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
-    ref = ray.remote(_read_tail).options(num_cpus=0, scheduling_strategy=there).remote(info.log)
     try:
-        return ray.get(ref, timeout=timeout)
+        return str(on_node(info.node_id, _read_tail, info.log))
     except (ray.exceptions.RayError, TimeoutError) as error:
         return f"(the log could not be read on node {info.node}: {type(error).__name__})"
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.channel.queries import ask
+from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, why_silent
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
-from parallel_state.hangs.record import RankRecord, process_state, read_rank_record
+from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.recorded import RecordedRanks
 
 __all__ = ["Hang", "look_at_ranks"]
 
-NODE_SECONDS = 15.0
-"""Timeout of reading records on another node, by a task for which Ray may have to start a process there."""
-
-_NO_ANSWER = "(no answer: the process is in native code that holds the interpreter, or is gone)"
+_FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has died", "": "has died"}
+"""The states of processes that do not run, as ps has them, in the words of reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,13 @@ def look_at_ranks(
     answers = ask([info.address for info in infos], "position", timeout=timeout)
     positions: dict[int, ProcessPosition] = {rank: answer[0] for rank, answer in enumerate(answers) if answer}
     silent = [rank for rank in range(len(infos)) if rank not in positions]
-    outside = _read_from_outside([infos[rank] for rank in silent])
-    states = {rank: state for rank, (state, _) in zip(silent, outside, strict=True)}
+    outside = dict(zip(silent, _read_from_outside([infos[rank] for rank in silent]), strict=True))
+    states = {rank: seen.state for rank, seen in outside.items()}
     records = {rank: position.record for rank, position in positions.items()}
-    records |= {rank: record for rank, (_, record) in zip(silent, outside, strict=True)}
-    stacks = {rank: positions[rank].stack if rank in positions else _no_answer(states[rank]) for rank in late}
+    records |= {rank: seen.record for rank, seen in outside.items()}
+    stacks = {
+        rank: positions[rank].stack if rank in positions else f"(no stack: {outside[rank].reason})" for rank in late
+    }
     ranks = RecordedRanks(
         {rank: record for rank, record in records.items() if record is not None and record.rank in (-1, rank)},
         coordinates,
@@ -80,36 +81,40 @@ def _activity(position: ProcessPosition | None, state: str) -> str:
     return f"is in no collective, at {position.line}" if position.line else "runs no call"
 
 
-def _no_answer(state: str) -> str:
-    return f"(no answer: the process {state})" if state else _NO_ANSWER
+class _Outside(NamedTuple):
+    """What the node of a process knows of it: its state if it does not run, why it is silent, and its record."""
 
-
-_Outside = tuple[str, RankRecord | None]
-"""The state of a process in words, and its record."""
+    state: str
+    reason: str
+    record: RankRecord | None
 
 
 def _read_from_outside(infos: Sequence[ProcessInfo]) -> list[_Outside]:
-    """Return what the nodes of processes know of them."""
     here = ray.get_runtime_context().get_node_id()
     found: dict[ProcessInfo, _Outside] = {}
     references = {}
     for node in {info.node_id for info in infos}:
         on_node = [info for info in infos if info.node_id == node]
-        keys = [(info.pid, info.record) for info in on_node]
+        keys = [(info.process, info.record) for info in on_node]
         if node == here:
             found.update(zip(on_node, _read(keys), strict=True))
         else:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(_read).options(num_cpus=0, scheduling_strategy=there)
-            references[task.remote(keys)] = on_node
+            references[begin_on_node(node, _read, keys)] = on_node
     ready, _ = ray.wait(list(references), num_returns=len(references), timeout=NODE_SECONDS) if references else ([], [])
     for reference in ready:
         try:
             found.update(zip(references[reference], ray.get(reference), strict=True))
-        except ray.exceptions.RayError:  # the node is gone: its processes are reported as not answering
+        except ray.exceptions.RayError:  # the node is gone
             continue
-    return [found.get(info, ("", None)) for info in infos]
+    return [found.get(info) or _Outside("", f"its node {info.node} does not answer either", None) for info in infos]
 
 
-def _read(keys: Sequence[tuple[int, int | None]]) -> list[_Outside]:
-    return [(process_state(pid), None if record is None else read_rank_record(pid, record)) for pid, record in keys]
+def _read(keys: Sequence[tuple[NodeProcess, int | None]]) -> list[_Outside]:
+    return [
+        _Outside(
+            _FROZEN.get(process.state, ""),
+            why_silent(process),
+            None if record is None else read_rank_record(process.pid, record),
+        )
+        for process, record in keys
+    ]

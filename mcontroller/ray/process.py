@@ -27,6 +27,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.handles import ArgumentFailed, ArgumentLost, fetch
+from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
 from parallel_state.hangs.lines import calling_position, source_line
@@ -72,6 +73,7 @@ class ProcessInfo:
         log: the files on that node that its output goes to.
         address: its address on the channel.
         rendezvous: a port on its node that it has reserved for a rendezvous.
+        process: the process as its node sees it.
         record: the descriptor of the record of its last collectives, see ``parallel_state.hangs.record``; None for
             none.
     """
@@ -82,6 +84,7 @@ class ProcessInfo:
     log: tuple[str, ...]
     address: Address
     rendezvous: Rendezvous
+    process: NodeProcess
     record: int | None = None
 
 
@@ -157,6 +160,7 @@ class WorkerProcess:
             _logs(),
             self._endpoint.address,
             Rendezvous(node, self._reserved.getsockname()[1]),
+            NodeProcess.this(self._endpoint.query_thread),
             None if self._record is None else self._record.descriptor,
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,13 +14,19 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.options import ChannelOptions
+from mcontroller.ray.node_processes import NODE_SECONDS, begin_on_node, end_processes
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.reservation import session
 
 __all__ = ["ProcessHandles", "Releasable"]
 
 END_SECONDS = 5.0
-"""Time to wait until killed processes are gone."""
+"""Time to wait until processes that Ray has killed are gone, before they get SIGKILL."""
+
+KILL_SECONDS = 10.0
+"""Time to wait until processes that got SIGKILL are gone."""
+
+_log = logging.getLogger(__name__)
 
 
 class Releasable(Protocol):
@@ -41,6 +48,7 @@ class ProcessHandles:
         watched: a task of each process that does not end before the process does, by rank.
         infos: where each process runs, by rank; empty until all have reported it.
         hub: the connections to the processes, once there are any.
+        remaining: the processes that the last ``end`` could not end, with node, process id and reason.
     """
 
     lease: Releasable
@@ -50,6 +58,7 @@ class ProcessHandles:
     watched: list[Any] = field(default_factory=list)
     infos: list[ProcessInfo] = field(default_factory=list)
     hub: Hub | None = None
+    remaining: list[str] = field(default_factory=list)
     _killed: bool = False
     _freed: bool = False
     _session: tuple[str, str] | None = field(default_factory=session)
@@ -87,35 +96,57 @@ class ProcessHandles:
     def end(self) -> None:
         """Kill the processes, wait until they are gone, and free their slots.
 
-        A second call does nothing, unless the first was interrupted: then it does the same again.
+        If a process cannot be ended, its slots stay taken, because it still has its memory; ``remaining`` names it. A
+        second call does nothing, unless the first was interrupted or processes remain: then it does the same again.
         """
         with self._lock:
             self._killed = True
             if not self._freed and self.reachable:
-                self._kill()
-                self.lease.release()
-                self._freed = True
+                self.remaining = self._kill()
+                if self.remaining:
+                    _log.error("processes could not be ended, and keep their slots: %s", "; ".join(self.remaining))
+                else:
+                    self.lease.release()
+                    self._freed = True
             if self.hub is not None:
                 self.hub.close()
 
-    def _kill(self) -> None:
+    def _kill(self) -> list[str]:
+        """Kill the processes and wait for their end on every node; return those that remain."""
         for actor in self.actors:
             ray.kill(actor)
-        deadline = time.monotonic() + END_SECONDS
         if self.watched:
             ray.wait(self.watched, num_returns=len(self.watched), timeout=END_SECONDS, fetch_local=False)
-        here = ray.get_runtime_context().get_node_id()
+        by_node: dict[str, list[ProcessInfo]] = {}
         for info in self.infos:
-            while info.node_id == here and _is_running(info.pid) and time.monotonic() < deadline:
-                time.sleep(0.002)
+            by_node.setdefault(info.node_id, []).append(info)
+        here = ray.get_runtime_context().get_node_id()
+        limits = END_SECONDS, KILL_SECONDS
+        elsewhere = {
+            node: begin_on_node(node, end_processes, [info.process for info in infos], *limits)
+            for node, infos in by_node.items()
+            if node != here
+        }
+        reasons = {here: end_processes([info.process for info in by_node.get(here, [])], *limits)}
+        end = time.monotonic() + sum(limits) + NODE_SECONDS
+        for node, reference in elsewhere.items():
+            reasons[node] = _reasons(reference, node, by_node[node], max(0.0, end - time.monotonic()))
+        return [
+            f"pid {info.pid} on {info.node}: {reasons[node][info.pid]}"
+            for node, infos in by_node.items()
+            for info in infos
+            if info.pid in reasons[node]
+        ]
 
 
-def _is_running(pid: int) -> bool:
+def _reasons(reference: Any, node: str, infos: Sequence[ProcessInfo], timeout: float) -> dict[int, str]:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        found: dict[int, str] = ray.get(reference, timeout=timeout)
+    except (RayError, TimeoutError) as error:
+        if node not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+            return {}  # the processes have ended with their node
+        return {info.pid: f"unknown, its node does not answer: {type(error).__name__}" for info in infos}
+    return found
 
 
 def _error_or_none(ref: Any) -> RayError | None:

@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from mcontroller.channel.options import ChannelOptions
+from mcontroller.closing import close_all
 from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 
@@ -489,6 +490,5 @@ class ResourcePoolManager:
         return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
 
     def shutdown(self) -> None:
-        """Shut down all pools."""
-        for pool in self.resource_pool_dict.values():
-            pool.shutdown()
+        """Shut down all pools, even if one fails."""
+        close_all("the pools", [(f"pool {name}", pool.shutdown) for name, pool in self.resource_pool_dict.items()])

@@ -25,7 +25,7 @@ from mcontroller.channel.links import RECONNECT_SECONDS
 from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
 from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
-from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, WorkerDied
+from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, ResourceError, WorkerDied
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.handles import ArgumentLost
 from mcontroller.ray.hangs import look_at_ranks
@@ -272,19 +272,28 @@ class GroupProcesses:
             notify(addresses, "commit", self.caller, call.number, cancelled)
         return cancelled
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of the workers, end the processes and free their slots.
 
         A second call does nothing. Workers are not called if a call (of this driver or another) is still running, if
         the group is broken, or if its processes are gone.
 
+        Args:
+            timeout: deadline of ``before_shutdown`` in seconds; None for no deadline.
+
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
+            CallTimeout: ``before_shutdown`` did not return in time; the processes have been ended all the same.
+            ResourceError: processes could not be ended. They keep their slots; a second call tries again.
         """
         try:
             with self.sending:
                 nothing = [Arguments()] * self.world_size
-                call = self.call_processes(self.name, "before_shutdown", "finish", nothing) if self._is_idle() else None
+                call = (
+                    self.call_processes(self.name, "before_shutdown", "finish", nothing, timeout)
+                    if self._is_idle()
+                    else None
+                )
             if call is not None:
                 for keeping in tuple(self._keeping):
                     keeping.read_before_end()
@@ -292,6 +301,14 @@ class GroupProcesses:
                     self.settle(call)
         finally:
             self.handles.end()
+            if self.handles.remaining:
+                left = "; ".join(self.handles.remaining)
+                raise ResourceError(
+                    f"group {self.name} has processes that could not be ended, and that keep their slots: {left}. End "
+                    "them on their nodes, then call shutdown again",
+                    name=self.name,
+                    processes=self.handles.remaining,
+                )
 
     def _is_idle(self) -> bool:
         if self.handles.ended or self._poll() or self._broken is not None or self._calls:

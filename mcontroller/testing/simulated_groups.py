@@ -60,9 +60,9 @@ class SimulatedExecutor(LocalExecutor):
                 raise
             raise self.error_of(rank, method, error) from error
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers and groups."""
-        super().shutdown()
+        super().shutdown(timeout)
         self._simulation.close()
 
 

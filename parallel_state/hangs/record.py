@@ -34,7 +34,6 @@ __all__ = [
     "RecordMemory",
     "RecordedGroup",
     "Route",
-    "process_state",
     "read_rank_record",
 ]
 
@@ -242,12 +241,3 @@ def _call(slot: Sequence[int], routes: Sequence[Route], texts: memoryview) -> La
 def _text(texts: memoryview, offset: int) -> str:
     (length,) = _LENGTH.unpack_from(texts, offset)
     return bytes(texts[offset + _LENGTH.size : offset + _LENGTH.size + length]).decode()
-
-
-def process_state(pid: int) -> str:
-    """Return the state of a process in the words of reports, if the kernel does not let it run; else an empty text."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "has died"
-    return {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has died"}.get(state, "")

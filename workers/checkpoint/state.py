@@ -20,7 +20,15 @@ from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.manifest import Shapes
 
-__all__ = ["TrainingState", "layout_of", "set_random_state", "sharded_state", "weight_prefix", "weight_shapes"]
+__all__ = [
+    "TrainingState",
+    "layout_of",
+    "random_state",
+    "set_random_state",
+    "sharded_state",
+    "weight_prefix",
+    "weight_shapes",
+]
 
 
 @dataclass
@@ -82,7 +90,7 @@ def sharded_state(
         model = weights[0] if len(weights) == 1 else {f"model{index}": chunk for index, chunk in enumerate(weights)}
         state["optimizer"] = training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    state["random"] = ShardedObject("random", _random_state(), (world_size,), (rank,))
+    state["random"] = ShardedObject("random", random_state(), (world_size,), (rank,))
     return state
 
 
@@ -114,7 +122,8 @@ def _sharded_tensors(weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
         yield from (tensor for tensor in values if isinstance(tensor, ShardedTensor))
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Return the random state of this rank."""
     return {
         "host": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
@@ -123,7 +132,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the random state of this rank, as ``sharded_state`` has it under "random"."""
+    """Restore the random state of this rank, to one of ``random_state``."""
     torch.set_rng_state(state["host"])
     torch.cuda.set_rng_state(state["device"])
     get_cuda_rng_tracker().set_states(state["tracker"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcontroller.config.checks import check_above, check_at_least, check_between
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from workers.weights.hf.config import model_fields_from_hf
@@ -85,6 +86,14 @@ class ModelConfig:
     """Model type that the model is exported as. None: that of the registered family that is built like it."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, under Megatron's names."""
+
+    def __post_init__(self) -> None:
+        check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)
+        check_at_least("model.init_method_std", self.init_method_std, 0.0)
+        if self.rope_scaling_factor is not None:
+            check_above("model.rope_scaling_factor", self.rope_scaling_factor, 0.0)
+        for name in ("rotary_percent", "attention_dropout", "hidden_dropout"):
+            check_between(f"model.{name}", getattr(self, name), 0.0, 1.0)
 
     @staticmethod
     def find_fields(fields: Mapping[str, Any], missing: Sequence[str], key: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,15 @@ from workers.train.batches import TokenBatch
 from workers.train.own_targets import OwnTargets
 from workers.train.router_losses import padding_matters
 
-__all__ = ["forward_hidden", "forward_values", "is_last_chunk", "owned_targets", "sum_over_context", "token_scores"]
+__all__ = [
+    "forward_hidden",
+    "forward_values",
+    "is_last_chunk",
+    "loss_of_own_targets",
+    "owned_targets",
+    "sum_over_context",
+    "token_scores",
+]
 
 
 def forward_hidden(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
@@ -119,6 +128,11 @@ def owned_targets(rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     own = _own(rows, pg)
     ones = torch.ones_like(own.index, dtype=torch.float32)
     return own.scatter(ones, rows.targets.shape)
+
+
+def loss_of_own_targets(loss: Callable[..., Any], pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
+    """Return ``loss`` of a micro-batch whose mask has the targets of this rank only; ``whole_mask`` has all of them."""
+    return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask), output)
 
 
 def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:

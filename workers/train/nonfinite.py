@@ -1,18 +1,28 @@
-"""Report gradients that are not finite: on which rank, in which loss, in which parameter."""
+"""Report gradients that are not finite: on which rank, in which loss, in which parameter.
+
+To find the parameter, each rank computes the mini-batch again, without reduction. Without reduction over data-parallel
+ranks, a gradient that is not finite stays on the ranks that compute with it.
+Within a rank and along tp, cp, ep and pp it still spreads to all layers before its own. So every rank notes at which
+point of its backward pass each layer got the gradient of its output, and the earliest point of all ranks is the origin.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from mcontroller.errors import MControllerError
 from parallel_state.agreement import all_gather_values
+from workers.train.batches import TokenBatch
 
-__all__ = ["NonFiniteGradient", "all_finite", "raise_nonfinite"]
+__all__ = ["GradientFinding", "NonFiniteGradient", "all_finite", "first_nonfinite_gradient", "raise_nonfinite"]
 
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
@@ -23,7 +33,9 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
         step: number of steps that the optimizer had made.
         grad_norm: norm of the gradients.
         ranks: ranks whose own loss or metrics are not finite.
-        parameters: by rank, the first parameter whose gradient is not finite.
+        parameters: by rank, the first parameter in the backward pass whose gradient is not finite, without reduction
+            over data-parallel ranks.
+        origin: the rank whose parameter is the first of all; None if only the sum over ranks is not finite.
     """
 
     method: str
@@ -31,19 +43,33 @@ class NonFiniteGradient(MControllerError, ArithmeticError):
     grad_norm: float
     ranks: list[int]
     parameters: dict[int, str]
+    origin: int | None
 
 
-class _Finding(NamedTuple):
-    """What is not finite on one rank: names of reports, and the first parameter."""
+class GradientFinding(NamedTuple):
+    """The first parameter of a rank whose gradient is not finite; findings of several ranks are ordered by time.
 
-    coordinates: str
-    reports: list[str]
-    parameter: str | None
+    Attributes:
+        part: number of the part of the mini-batch that was computed.
+        chunks_after: number of model chunks whose backward pass runs before.
+        point: number of gradients of outputs that this chunk had computed before that of the parameter's module.
+        inside: whether the gradient of the module's output was finite. A module that got another one comes first: the
+            module may have communicated with it.
+        finite: number of the module's parameters with a finite gradient.
+        parameter: its name.
+    """
+
+    part: int
+    chunks_after: int
+    point: int
+    inside: bool
+    finite: int
+    parameter: str
 
 
 def all_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> bool:
     """Return whether the reports of all ranks' losses are free of NaN and Inf (a collective over all ranks)."""
-    wrong = torch.tensor(sum(not _finite(value) for report in reports for value in report.values()), device=device)
+    wrong = torch.tensor(sum(not _is_finite(value) for report in reports for value in report.values()), device=device)
     dist.all_reduce(wrong)
     return int(wrong) == 0
 
@@ -52,8 +78,8 @@ def raise_nonfinite(
     method: str,
     step: int,
     grad_norm: float,
-    model: Sequence[nn.Module],
     reports: Sequence[Mapping[str, Tensor]],
+    gradient: GradientFinding | None,
     coordinates: str,
 ) -> None:
     """Raise NonFiniteGradient on every rank, with the findings of all of them (a collective over all ranks).
@@ -62,19 +88,21 @@ def raise_nonfinite(
         method: the worker method that trained.
         step: number of steps that the optimizer has made.
         grad_norm: norm of the gradients.
-        model: this rank's model chunks, with their gradients.
         reports: the reports of this rank's losses for the mini-batch.
+        gradient: this rank's ``first_nonfinite_gradient``.
         coordinates: of this rank, for the message.
     """
-    names = {name for report in reports for name, value in report.items() if not _finite(value)}
-    findings = all_gather_values(_Finding(coordinates, sorted(names), _first_parameter(model)))
-    ranks = [rank for rank, finding in enumerate(findings) if finding.reports]
-    parameters = {rank: finding.parameter for rank, finding in enumerate(findings) if finding.parameter}
-    origins = [
-        f"{', '.join(findings[rank].reports)} on rank {rank} ({findings[rank].coordinates})" for rank in ranks[:1]
-    ]
-    for rank, name in list(parameters.items())[:1]:
-        origins.append(f"the gradient of {name} on rank {rank} ({findings[rank].coordinates})")
+    names = sorted({name for report in reports for name, value in report.items() if not _is_finite(value)})
+    findings = list(enumerate(all_gather_values((coordinates, names, gradient))))
+    ranks = [rank for rank, (_, wrong, _) in findings if wrong]
+    gradients = {rank: found for rank, (_, _, found) in findings if found is not None}
+    origin = min(gradients, key=lambda rank: (gradients[rank], rank), default=None)
+    origins = [f"{', '.join(wrong)} on rank {rank} ({place})" for rank, (place, wrong, _) in findings if wrong][:1]
+    if origin is not None:
+        place = findings[origin][1][0]
+        origins.append(f"the gradient of {gradients[origin].parameter} on rank {origin} ({place})")
+    elif not origins:
+        origins.append("only the sum of the gradients, which are finite on every rank")
     raise NonFiniteGradient(
         f"{method}, optimizer step {step}: not finite: {'; '.join(origins)}; gradient norm {grad_norm}. The weights "
         "are unchanged. Check the batch, lower the learning rate, or set optim.on_nonfinite=skip",
@@ -82,18 +110,126 @@ def raise_nonfinite(
         step=step,
         grad_norm=grad_norm,
         ranks=ranks,
-        parameters=parameters,
+        parameters={rank: found.parameter for rank, found in gradients.items()},
+        origin=origin,
     )
 
 
-def _first_parameter(model: Sequence[nn.Module]) -> str | None:
-    for chunk in model:
-        for name, parameter in chunk.named_parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is not None and not _finite(gradient):
-                return name.removeprefix("module.")
-    return None
+def first_nonfinite_gradient(
+    chunks: Sequence[Any],
+    micro_batches: Sequence[TokenBatch],
+    compute: Callable[[Sequence[TokenBatch]], object],
+    pg: ProcessGroupCollection,
+) -> GradientFinding | None:
+    """Compute a mini-batch again without reduction, and return this rank's first gradient that is not finite.
+
+    The gradients of the chunks are overwritten.
+
+    Args:
+        chunks: this rank's model chunks, inside DistributedDataParallel.
+        micro_batches: those of the mini-batch, on the device.
+        compute: adds the gradients of some of them to those of the chunks.
+        pg: the groups of the layout.
+    """
+    size = pg.pp.size() if len(chunks) > 1 else 1  # an interleaved schedule needs a multiple of the stages
+    first: GradientFinding | None = None
+    with _kept_buffers(chunks):
+        for part, start in enumerate(range(0, len(micro_batches), size)):  # all of them: other ranks may find more
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            with _OutputGradients(chunks) as outputs, _without_reduction(chunks):
+                compute(micro_batches[start : start + size])
+            for index, chunk in enumerate(chunks):
+                found = _first_of(chunk, part, _chunks_after(index, len(chunks), pg), outputs.of_chunk[index])
+                first = min((each for each in (first, found) if each is not None), default=None)
+    return first
 
 
-def _finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether no value is NaN or Inf."""
     return bool(torch.isfinite(tensor).all())
+
+
+def _chunks_after(index: int, chunks: int, pg: ProcessGroupCollection) -> int:
+    return chunks * pg.pp.size() - 1 - (index * pg.pp.size() + pg.pp.rank())
+
+
+class _OutputGradients:
+    """Context manager that notes when each module gets the gradient of its output, and whether it is finite.
+
+    Attributes:
+        of_chunk: for every chunk, when each module got the gradient of its output, and whether it was finite.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.of_chunk: list[dict[nn.Module, tuple[int, bool]]] = [{} for _ in chunks]
+        self._hooks = [
+            module.register_forward_hook(self._hook(noted))
+            for chunk, noted in zip(chunks, self.of_chunk, strict=True)
+            for module in chunk.modules()
+        ]
+
+    def __enter__(self) -> _OutputGradients:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, noted: dict[nn.Module, tuple[int, bool]]) -> Callable[..., None]:
+        def after_forward(module: nn.Module, _: Any, output: Any) -> None:
+            def note(gradient: Tensor) -> None:
+                point, finite = noted.get(module, (len(noted), True))
+                noted[module] = point, finite and _is_finite(gradient)
+
+            for value in output if isinstance(output, tuple) else (output,):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(note)
+
+        return after_forward
+
+
+def _first_of(
+    chunk: nn.Module, part: int, chunks_after: int, outputs: dict[nn.Module, tuple[int, bool]]
+) -> GradientFinding | None:
+    """Return the parameter whose module was the first to get the gradient of its output."""
+    found = []
+    for prefix, module in unwrap_model(chunk).named_modules():
+        gradients = {
+            name: gradient
+            for name, parameter in module.named_parameters(recurse=False)
+            if (gradient := getattr(parameter, "main_grad", None)) is not None
+        }
+        wrong = [name for name, gradient in gradients.items() if not _is_finite(gradient)]
+        noted = outputs.get(module, (len(outputs), True))
+        place = (part, chunks_after, *noted, len(gradients) - len(wrong))
+        found += [GradientFinding(*place, f"{prefix}.{name}") for name in wrong]
+    return min(found, default=None)
+
+
+@contextlib.contextmanager
+def _kept_buffers(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager that restores the buffers of the chunks, such as the tokens that a router has counted."""
+    before = [(buffer, buffer.clone()) for chunk in chunks for buffer in unwrap_model(chunk).buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _without_reduction(chunks: Sequence[Any]) -> Iterator[None]:
+    """Context manager in which a schedule leaves gradients as each rank computed them."""
+    config, names = get_model_config(chunks[0]), ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+    before = {name: getattr(config, name) for name in names}
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.no_sync())
+        for name in names:
+            setattr(config, name, None)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)

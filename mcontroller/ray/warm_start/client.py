@@ -1,6 +1,6 @@
 """Start a Ray worker as a fork of the warm parent of this node, or as usual if that is not possible.
 
-Ray starts this text with ``python -S -c``, the number of OpenMP threads, and the command of a worker. It imports only
+Ray starts this file with ``python -S -P``, the number of OpenMP threads, and the command of a worker. It imports only
 the standard library, because each process of a group runs it. The process exits as the worker does, and ends it if it
 is ended first.
 """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,6 +24,8 @@ _NODE_PYTHON = r'tr "\0" "\n" < /proc/$PPID/cmdline | sed -n "s/^--python_worker
 def with_warm_start(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return Ray's options for an actor whose process is forked from the warm parent of its node.
 
+    A node that does not have this package at the same path starts the process as Ray does.
+
     Options whose runtime environment has an interpreter of its own are returned unchanged, as are all options on a
     system other than Linux.
     """
@@ -32,10 +34,10 @@ def with_warm_start(options: Mapping[str, Any]) -> dict[str, Any]:
     if not sys.platform.startswith("linux") or any({**inherited, **own}.get(field) for field in OF_ANOTHER_INTERPRETER):
         return dict(options)
     threads = str(max(int(options.get("num_cpus") or 1), 1))
-    script = f'P=$({_NODE_PYTHON}); exec "${{P:-{sys.executable}}}" -S -c "$0" {threads} "$@"'
-    own["py_executable"] = f"sh -c {shlex.quote(script)} {shlex.quote(_source())}"
+    # Ray logs the command of every process, so it names the client's file rather than its text.
+    script = (
+        f'P=$({_NODE_PYTHON}); P="${{P:-{sys.executable}}}"; '
+        f'if [ -f "$0" ]; then exec "$P" -S -P "$0" {threads} "$@"; fi; exec "$P" "$@"'
+    )
+    own["py_executable"] = f"sh -c {shlex.quote(script)} {shlex.quote(os.path.abspath(client.__file__))}"
     return {**options, "runtime_env": own}
-
-
-def _source() -> str:
-    return Path(client.__file__).read_text()

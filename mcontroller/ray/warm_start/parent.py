@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcontroller.ray.warm_start import exits
 from mcontroller.ray.warm_start.client import short_path
 
 __all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "run"]
@@ -52,6 +53,9 @@ class WorkerCommand:
 class Parent:
     """Forks workers until the raylet of the node ends.
 
+    Attributes:
+        exits: the file in which it records how its workers have ended.
+
     Args:
         folder: folder of its socket.
         key: name of its socket there.
@@ -66,6 +70,7 @@ class Parent:
         self._selector.register(self._raylet, selectors.EVENT_READ, sys.exit)
         _check_that_forks_are_safe()
         self._path = os.path.join(folder, f"{key}.sock")
+        self.exits = exits.path_of(folder, key)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):  # of a parent that was killed
             os.unlink(self._path)
@@ -125,8 +130,11 @@ class Parent:
             os.close(process)
             _, status = os.waitpid(pid, 0)
             self._workers.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(OSError):  # the folder of the Ray session may be gone
+                exits.record(self.exits, pid, code)
             with contextlib.suppress(OSError):
-                connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+                connection.send(str(code).encode())
             self._forget(connection)
 
         def left() -> None:
@@ -165,6 +173,7 @@ def run() -> None:
             note.write(str(error))
         raise
     worker = parent.serve()
+    exits.set_record_of_this_process(parent.exits)
     os.setpgid(0, 0)  # Ray ends the process group of a worker with it
     os.chdir(worker.folder)
     os.environ.clear()

@@ -137,6 +137,18 @@ class Plain(Worker):
         if self.rank == rank:
             block()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout=2)
+    def hold_the_interpreter_on(self, rank: int) -> None:
+        """Sleep in native code on one rank, without releasing the interpreter."""
+        if self.rank == rank:
+            ctypes.PyDLL(None).sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, timeout=2)
+    def stop_on(self, rank: int) -> None:
+        """Stop the process of one rank."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def fail_without_text(self) -> None:
         raise Mute
 
@@ -156,6 +168,13 @@ class Numbered(Worker):
     def number(self) -> int:
         self.calls += 1
         return self.calls
+
+
+class NeverFinishes(Plain):
+    """Has a ``before_shutdown`` that does not return."""
+
+    def before_shutdown(self) -> None:
+        block()
 
 
 class Finishes(Plain):
@@ -242,4 +261,6 @@ def end(how: str) -> None:
         os._exit(3)
     if how == "sys.exit":
         raise SystemExit(3)
+    if how == "segfault":
+        ctypes.string_at(0)
     os.kill(os.getpid(), signal.SIGKILL)

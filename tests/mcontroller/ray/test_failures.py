@@ -84,8 +84,13 @@ def test_errors_after_the_loss_of_a_peer_are_recognised() -> None:
     assert not is_follower("ValueError: the batch has no column 'values'")
 
 
-@pytest.mark.parametrize("how", ["exit", "kill"])
-def test_the_error_of_a_dead_process_has_the_last_lines_of_its_log(start: Start, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("exit", "exited with code 3"), ("kill", "killed by SIGKILL"), ("segfault", "killed by SIGSEGV")],
+)
+def test_the_error_of_a_dead_process_has_how_it_ended_and_the_last_lines_of_its_log(
+    start: Start, how: str, cause: str
+) -> None:
     group = start("critic")
     pids = group.pid()
     began = time.monotonic()
@@ -94,9 +99,10 @@ def test_the_error_of_a_dead_process_has_the_last_lines_of_its_log(start: Start,
     assert time.monotonic() - began < SOON
     error = pickle.loads(pickle.dumps(caught.value))
     assert (error.role, error.rank, error.pid, error.method) == ("critic", 1, pids[1], "die_on")
-    assert len(error.log_tail) <= LOG_BYTES
-    assert "worker process has died" in error.exit_cause
-    assert error.log_tail.splitlines()[-1] == "the last words of a rank"
+    assert len(error.log_tail) <= 2 * LOG_BYTES  # standard output and standard error
+    assert error.exit_cause.startswith(cause) and "connection error" not in error.exit_cause
+    assert f"died in die_on: {cause}" in str(error)
+    assert "the last words of a rank" in error.log_tail
 
 
 def test_an_exception_without_a_text_is_reported_with_its_type_and_traceback(start: Start) -> None:
@@ -269,6 +275,26 @@ def test_a_late_call_names_the_ranks_and_shows_their_stacks(start: Start) -> Non
     assert "in block" in error.stacks[1] and "roles.py" in error.stacks[1]
     with pytest.raises(GroupBroken):
         group.pid()
+
+
+def test_a_rank_that_holds_the_interpreter_is_reported_as_such(start: Start) -> None:
+    group = start("actor")
+    with pytest.raises(CallTimeout) as caught:
+        group.hold_the_interpreter_on(1)
+    assert "holds the interpreter" in caught.value.stacks[1]
+
+
+def test_a_stopped_rank_is_reported_as_stopped_and_ended_before_its_slot_is_free(
+    pool: RayResourcePool, start: Start
+) -> None:
+    group = start("actor")
+    pids = group.pid()
+    with pytest.raises(CallTimeout) as caught:
+        group.stop_on(1)
+    assert "the process is stopped" in caught.value.stacks[1]
+    assert "holds the interpreter" not in str(caught.value)
+    assert not any(map(runs, pids))
+    assert pool.holders == []
 
 
 def test_deadlines_are_of_the_call_before_the_method_before_the_group(start: Start) -> None:

@@ -9,10 +9,10 @@ import pytest
 import ray
 
 from mcontroller import ClassWithInitArgs
-from mcontroller.errors import ConfigError, DispatchError, GroupError, TopologyError, WorkerError
+from mcontroller.errors import CallTimeout, ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
-from tests.mcontroller.ray.roles import Finishes, Plain, SameCoordinates
+from tests.mcontroller.ray.roles import Finishes, NeverFinishes, Plain, SameCoordinates
 
 Start = Callable[..., RayWorkerGroup]
 
@@ -176,6 +176,14 @@ def test_an_error_in_before_shutdown_is_raised_after_the_end(pool: RayResourcePo
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Finishes), name_prefix="full")
     with pytest.raises(WorkerError, match="failed in before_shutdown: OSError: the disk is full"):
         group.shutdown()
+    assert pool.holders == []
+
+
+def test_a_before_shutdown_that_does_not_return_has_a_deadline(pool: RayResourcePool) -> None:
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(NeverFinishes), name_prefix="never")
+    with pytest.raises(CallTimeout, match=r"never\.before_shutdown had no answer in 1 s") as caught:
+        group.shutdown(timeout=1)
+    assert "in before_shutdown" in caught.value.stacks[0] and "in block" in caught.value.stacks[0]
     assert pool.holders == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,15 @@ from mcontroller import RayClassWithInitArgs
 from mcontroller.errors import ConfigError
 from mcontroller.ppo import POLICY_LOSSES, PolicyLoss, register_kl_estimator, register_policy_loss
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig, RolloutConfig
+from workers.config import (
+    ActorConfig,
+    CriticConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    load_config,
+)
 
 GPT = ModelConfig(vocab_size=100, max_sequence_length=64, num_layers=4, hidden_size=48, num_attention_heads=12)
 ROLLOUT = RolloutConfig(prompt_length=8, response_length=8)
@@ -48,6 +57,31 @@ def test_registered_names_are_accepted() -> None:
 
     config = ActorConfig(GPT, rollout=ROLLOUT, policy_loss="custom_for_this_test", kl_loss_type="custom_for_this_test")
     assert POLICY_LOSSES[config.policy_loss].function is loss
+
+
+NUMBERS = {"vocab_size": 8, "max_sequence_length": 8, "num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("model.layernorm_epsilon", "model.rope_scaling_factor", "model.rotary_percent", "model.attention_dropout"),
+        *("model.hidden_dropout", "model.init_method_std", "optim.lr", "optim.weight_decay", "optim.eps"),
+        *("optim.clip_grad", "cliprange_value", "timeout_s"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_rejected_with_the_name_of_the_field(key: str, value: float) -> None:
+    outer, _, inner = key.rpartition(".")
+    changes: dict[str, Any] = {outer: {inner: value}} if outer else {inner: value}
+    with pytest.raises(ConfigError) as caught:
+        load_config(CriticConfig, {"model": NUMBERS}, changes)
+    assert f"{key} is {value}" in str(caught.value)
+
+
+def test_a_dropout_of_2_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"model\.hidden_dropout is 2.*; it must lie between 0.0 and 1.0"):
+        load_config(CriticConfig, {"model": NUMBERS}, {"model": {"hidden_dropout": 2.0}})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""Processes as their node sees them: whether they run, how they are ended, and why one does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mcontroller.ray.warm_start import exits
+
+__all__ = ["NODE_SECONDS", "NodeProcess", "begin_on_node", "end_processes", "on_node", "recorded_status", "why_silent"]
+
+NODE_SECONDS = 15.0
+"""Timeout of a question to another node, by a task for which Ray may have to start a process there."""
+
+STATUS_SECONDS = 2.0
+"""Time until the parent of a process that has ended has recorded how."""
+
+SAMPLE_SECONDS = 0.5
+"""Time over which the switches of a thread are counted."""
+
+SWITCHES = 10
+"""A thread that waits for the interpreter wakes up every 5 ms, 100 times in ``SAMPLE_SECONDS``; an idle one never."""
+
+
+class NodeProcess(NamedTuple):
+    """A process of a node.
+
+    Attributes:
+        pid: process id.
+        started: when it started, in clock ticks since the boot: another process may get its id later.
+        queries: id of the thread that answers queries.
+        exits: the file in which its parent records its end; None if it has no warm parent.
+    """
+
+    pid: int
+    started: int
+    queries: int
+    exits: str | None
+
+    @classmethod
+    def this(cls, queries: int) -> NodeProcess:
+        """Return the calling process."""
+        return cls(os.getpid(), int(_stat(os.getpid())[19]), queries, exits.record_of_this_process())
+
+    @property
+    def state(self) -> str:
+        """Its state as ps has it: R, S, D, T (stopped), Z (ended, and not yet reaped) ...; "" if it is gone."""
+        try:
+            state, started = (_stat(self.pid)[index] for index in (0, 19))
+        except OSError:
+            return ""
+        return "" if int(started) != self.started else state
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.state not in ("", "Z", "X")
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def begin_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Start a function on another node; return the reference of its value."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(*args)
+
+
+def on_node(node_id: str, function: Callable[..., Any], *args: Any, timeout: float = NODE_SECONDS) -> Any:
+    """Call a function on a node, here if this is the node.
+
+    Raises:
+        RayError: the node is gone.
+        TimeoutError: it did not answer in time.
+    """
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*args)
+    return ray.get(begin_on_node(node_id, function, *args), timeout=timeout)
+
+
+def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: float) -> dict[int, str]:
+    """Wait until processes of this node have ended, and end those that have not.
+
+    Args:
+        processes: asked to end already.
+        patience: seconds until they get SIGKILL.
+        seconds: seconds after that until they are given up.
+
+    Returns:
+        By process id, why a process still runs.
+    """
+    _wait_until(lambda: not any(process.state for process in processes), patience)  # reaped too
+    left = [process for process in processes if process.runs]
+    reasons: dict[int, str] = {}
+    for process in left:
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        except OSError as error:
+            reasons[process.pid] = f"SIGKILL fails: {error.strerror}"
+    killed = [process for process in left if process.pid not in reasons]
+    _wait_until(lambda: not any(process.runs for process in killed), seconds)
+    late = {process.pid: f"in state {process.state} {seconds:g} s after SIGKILL" for process in killed if process.runs}
+    return reasons | late
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def recorded_status(process: NodeProcess) -> int | None:
+    """Return how a process of this node has ended: its exit code, or the negative number of a signal; None if unknown.
+
+    Waits until its parent has recorded it.
+    """
+    end = time.monotonic() + STATUS_SECONDS
+    while process.exits is not None:
+        status = exits.status_in(process.exits, process.pid)
+        if status is not None:
+            return status
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return None
+
+
+def why_silent(process: NodeProcess) -> str:
+    """Return why a process of this node does not answer queries."""
+    state = process.state
+    if not process.runs:
+        return "the process has ended"
+    if state in "Tt":
+        return "the process is stopped: continue it with SIGCONT"
+    before = _switches(process)
+    time.sleep(SAMPLE_SECONDS)
+    waits = _switches(process) - before >= SWITCHES
+    if waits:
+        return "the process is in native code that holds the interpreter"
+    return f"the process runs, in state {state}, and does not hold the interpreter: it is slow, or its node is"
+
+
+def _switches(process: NodeProcess) -> int:
+    """Return how often the thread that answers queries has given up its processor by itself."""
+    try:
+        status = Path(f"/proc/{process.pid}/task/{process.queries}/status").read_text()
+    except OSError:
+        return 0
+    line = next(line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches"))
+    return int(line.split()[1])

@@ -1,0 +1,67 @@
+"""Ending processes of a node, and why one does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mcontroller.ray.node_processes import NodeProcess, end_processes, why_silent
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def seen(process: subprocess.Popen[bytes]) -> NodeProcess:
+    with open(f"/proc/{process.pid}/stat") as stat:
+        return NodeProcess(process.pid, int(stat.read().rpartition(")")[2].split()[19]), process.pid, None)
+
+
+def test_a_stopped_process_is_reported_and_ended(sleeper: subprocess.Popen[bytes]) -> None:
+    found = seen(sleeper)
+    assert "does not hold the interpreter" in why_silent(found)
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitpid(sleeper.pid, os.WUNTRACED)
+    assert "is stopped" in why_silent(found)
+    sleeper.terminate()  # has no effect on it yet
+    assert end_processes([found], patience=0.1, seconds=10) == {}
+    assert sleeper.wait() == -signal.SIGKILL
+    assert why_silent(found) == "the process has ended"
+
+
+def test_a_process_with_the_id_of_an_ended_one_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+    assert end_processes([seen(sleeper)._replace(started=1)], patience=0, seconds=0) == {}
+    assert sleeper.poll() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a process of another user")
+def test_a_process_that_cannot_be_ended_is_reported(sleeper: subprocess.Popen[bytes]) -> None:
+    found = tuple(seen(sleeper))
+    source = (
+        "import os; from mcontroller.ray.node_processes import NodeProcess, end_processes; os.setuid(65534); "
+        f"print(end_processes([NodeProcess(*{found!r})], 0, 0))"
+    )
+    printed = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == f"{{{sleeper.pid}: 'SIGKILL fails: Operation not permitted'}}"
+
+
+def test_a_process_that_waits_is_not_said_to_hold_the_interpreter() -> None:
+    asleep, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (asleep.set(), done.wait()))
+    thread.start()
+    asleep.wait()
+    assert "does not hold the interpreter" in why_silent(NodeProcess.this(thread.native_id or 0))
+    done.set()
+    thread.join()

@@ -1,0 +1,62 @@
+"""All parts are ended even if one fails."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from mcontroller.closing import close_all
+from mcontroller.errors import ShutdownError
+from tests.mcontroller.ppo.toy import toy_config, toy_trainer
+
+
+def failing(error: Exception) -> Any:
+    def close(*_: object) -> None:
+        raise error
+
+    return close
+
+
+def test_every_part_is_ended_and_the_errors_are_raised_together() -> None:
+    ended: list[str] = []
+    parts = [
+        ("first", failing(OSError("the disk is full"))),
+        ("second", lambda: ended.append("second")),
+        ("third", failing(ValueError("no such thing"))),
+        ("fourth", lambda: ended.append("fourth")),
+    ]
+    with pytest.raises(ShutdownError, match="2 parts of the program could not be ended") as caught:
+        close_all("the program", parts)
+    assert ended == ["second", "fourth"]
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert {name: str(each) for name, each in error.errors.items()} == {
+        "first": "the disk is full",
+        "third": "no such thing",
+    }
+    assert "first: OSError: the disk is full\nthird: ValueError: no such thing" in str(error)
+
+
+def test_one_error_is_raised_as_it_is() -> None:
+    with pytest.raises(OSError, match=r"^the disk is full$"):
+        close_all("the program", [("first", failing(OSError("the disk is full"))), ("second", list)])
+
+
+def test_a_trainer_ends_its_other_groups_and_trackers_if_one_group_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = toy_trainer(toy_config(1), val_dataset=None)
+    trainer.init_workers()
+    first, *others = trainer.groups.values()
+    monkeypatch.setattr(first, "shutdown", failing(OSError("the disk is full")))
+    closed: list[str] = []
+
+    class Closing:
+        def close(self) -> None:
+            closed.append("tracker")
+            raise ValueError("no connection")
+
+    trainer.trackers = (Closing(),)  # type: ignore[assignment]
+    with pytest.raises(ShutdownError) as caught:
+        trainer.shutdown()
+    assert closed == ["tracker"] and others and all(group.executor.workers == [] for group in others)
+    assert {str(error) for error in caught.value.errors.values()} == {"the disk is full", "no connection"}
