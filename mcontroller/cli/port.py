@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mcontroller.porting.rules import RULES, Finding
+from mcontroller.porting.rules import RULES, PortFinding
 from mcontroller.porting.scan import scan
 
 __all__ = ["add_arguments", "run"]
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings of every file, and their number."""
-    found: list[Finding] = []
+    found: list[PortFinding] = []
     for path in arguments.files:
         try:
             source = path.read_text()
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _lines(path: Path, source: Sequence[str], findings: Sequence[Finding]) -> Iterator[str]:
+def _lines(path: Path, source: Sequence[str], findings: Sequence[PortFinding]) -> Iterator[str]:
     for each in findings:
         rule = RULES[each.rule]
         yield f"{path}:{each.line}: {rule.kind} [{each.rule}] {rule.text}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from mcontroller.porting.rules import Check, Context, Finding, attribute_of, dotted, finding, keyword_of
+from mcontroller.porting.rules import PortCheck, PortContext, PortFinding, attribute_of, dotted, finding, keyword_of
 
 __all__ = ["BATCH_CHECKS"]
 
@@ -13,7 +13,7 @@ UNIONS = frozenset({"union_tensor_dict", "union_numpy_dict"})
 ARRAYS = frozenset({"array", "asarray", "empty", "fromiter", "full", "arange", "zeros", "ones", "concatenate"})
 
 
-def check_union(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_union(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find unions whose first argument is expected to change."""
     if not isinstance(node, ast.Call):
         return
@@ -32,7 +32,7 @@ def check_union(node: ast.AST, context: Context) -> Iterator[Finding]:
         yield finding(node, "union", f"{text} = {ast.unparse(node)}")
 
 
-def check_metrics(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_metrics(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find uses of the metrics in ``meta_info``: as read by the caller, and as returned by a worker."""
     advice = "reduce the list of all returning ranks: sum(values) / len(values), or values[0] for the first rank's"
     if isinstance(node, ast.Subscript) and _is_meta_info(node.value) and _constant(node.slice) == "metrics":
@@ -48,7 +48,7 @@ def check_metrics(node: ast.AST, context: Context) -> Iterator[Finding]:
             yield finding(info, "metrics", f"in the caller: {advice}")
 
 
-def check_writes_to_parts(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_writes_to_parts(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find writes to a part of a batch that are expected to reach the whole batch."""
     for name, attribute in _written(node):
         source = context.parts.get(name)
@@ -61,7 +61,7 @@ def check_writes_to_parts(node: ast.AST, context: Context) -> Iterator[Finding]:
             yield finding(node, "shared-columns", f"write to {whole}.{attribute} too, if it is read from there")
 
 
-def check_lists(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_lists(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find non-tensor columns that may be made of lists."""
     if not (isinstance(node, ast.Call) and attribute_of(node) == "from_dict"):
         return
@@ -74,7 +74,7 @@ def check_lists(node: ast.AST, context: Context) -> Iterator[Finding]:
         yield finding(columns, "nested-lists", text)
 
 
-def check_auto_padding(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_auto_padding(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find the names by which padding is allowed elsewhere."""
     if _constant(node) in ("VERL_AUTO_PADDING", "_verl_auto_padding"):
         yield finding(node, "auto-padding", "DataProtoConfig.auto_padding = True, DataProtoConfig.auto_padding_key")
@@ -116,7 +116,7 @@ def _selects(call: ast.expr, field: str) -> bool:
     return given is not None or (isinstance(call, ast.Call) and len(call.args) > position)
 
 
-BATCH_CHECKS: tuple[Check, ...] = (
+BATCH_CHECKS: tuple[PortCheck, ...] = (
     check_union,
     check_metrics,
     check_writes_to_parts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from mcontroller.porting.rules import Check, Context, Finding, attribute_of, dotted, finding, keyword_of
+from mcontroller.porting.rules import PortCheck, PortContext, PortFinding, attribute_of, dotted, finding, keyword_of
 
 __all__ = ["CALL_CHECKS", "is_unawaited"]
 
@@ -28,7 +28,7 @@ def is_unawaited(call: ast.AST) -> bool:
     return name.startswith(("execute_all", "execute_rank_zero")) and not name.endswith("_sync")
 
 
-def check_modes(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_modes(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find modes whose results have another order or number here."""
     name = dotted(node) if isinstance(node, ast.Attribute) else ""
     if name.endswith(("Dispatch.MEGATRON_PP_AS_DP", "Dispatch.MEGATRON_PP_AS_DP_PROTO")):
@@ -39,7 +39,7 @@ def check_modes(node: ast.AST, context: Context) -> Iterator[Finding]:
         )
 
 
-def check_registration(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_registration(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find registered methods that get other arguments here."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return
@@ -61,7 +61,7 @@ def check_registration(node: ast.AST, context: Context) -> Iterator[Finding]:
             yield finding(call, "default-mode", replacement)
 
 
-def check_mode_names(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_mode_names(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find names of modes that are looked up in upper case elsewhere."""
     if not isinstance(node, ast.Call) or not node.args:
         return
@@ -71,7 +71,7 @@ def check_mode_names(node: ast.AST, context: Context) -> Iterator[Finding]:
         yield finding(node, "mode-name", ast.unparse(node).replace(name.value, name.value.upper(), 1))
 
 
-def check_futures(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_futures(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find results that are waited for with Ray's functions."""
     if not (isinstance(node, ast.Call) and dotted(node.func) in ("ray.get", "ray.wait") and node.args):
         return
@@ -81,14 +81,14 @@ def check_futures(node: ast.AST, context: Context) -> Iterator[Finding]:
         yield finding(node, "futures", f"{ast.unparse(waited)}.{method}()")
 
 
-def check_registrations_as_dicts(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_registrations_as_dicts(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find entries of the attribute that ``register`` sets."""
     if isinstance(node, ast.Subscript) and "MAGIC_ATTR" in ast.unparse(node.value):
         key = node.slice.value if isinstance(node.slice, ast.Constant) else "dispatch_mode"
         yield finding(node, "registration", f"{ast.unparse(node.value)}.{key}")
 
 
-def check_errors(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_errors(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find handlers of exceptions that calls of a group do not raise."""
     if not isinstance(node, ast.Try):
         return
@@ -110,7 +110,7 @@ def _is_group_call(node: ast.AST) -> bool:
     return node.func.attr.startswith("execute_") or owner.endswith(("wg", "group"))
 
 
-def check_pools_and_groups(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_pools_and_groups(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find pools with the default number of slots, and arguments that groups do not take."""
     name = attribute_of(node)
     if not isinstance(node, ast.Call):
@@ -125,7 +125,7 @@ def check_pools_and_groups(node: ast.AST, context: Context) -> Iterator[Finding]
             yield finding(node, "group-arguments", f"{name}(pool, ray_cls_with_init, name_prefix=...)")
 
 
-CALL_CHECKS: tuple[Check, ...] = (
+CALL_CHECKS: tuple[PortCheck, ...] = (
     check_modes,
     check_registration,
     check_mode_names,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import mcontroller
 import mcontroller.porting
-from mcontroller.porting.rules import Check, Context, Finding, attribute_of, dotted, finding, keyword_of
+from mcontroller.porting.rules import PortCheck, PortContext, PortFinding, attribute_of, dotted, finding, keyword_of
 
 __all__ = ["PROCESS_CHECKS"]
 
@@ -39,7 +39,7 @@ CONTROLLER = ("verl.protocol", "verl.single_controller", "verl.utils.seqlen_bala
 PROGRAMS = ("verl.workers", "verl.trainer.ppo.ray_trainer")
 
 
-def check_imports(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_imports(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find imports of names that this project has in another module."""
     if isinstance(node, ast.Import):
         for alias in node.names:
@@ -72,7 +72,7 @@ def _module_of(name: str) -> str:
     return next((each.__name__ for each in (mcontroller, mcontroller.porting) if name in each.__all__), "")
 
 
-def check_devices(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_devices(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find devices that are named by a fixed index, and uses of the list of visible ones."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         if DEVICE.fullmatch(node.value):
@@ -93,7 +93,7 @@ def check_devices(node: ast.AST, context: Context) -> Iterator[Finding]:
             yield finding(node, "device-index", "the index is LOCAL_RANK: self.local_rank, or self.device")
 
 
-def check_distributed(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_distributed(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find code that joins torch.distributed or makes Megatron's groups, which ``MegatronWorker`` has done."""
     if not isinstance(node, ast.Call) or "MegatronWorker" not in context.bases:
         return
@@ -112,7 +112,7 @@ def _is_init_without_sizes(call: ast.Call) -> bool:
     return (through_super or dotted(call.func.value) == "MegatronWorker") and len(call.args) == expected
 
 
-def check_rendezvous(node: ast.AST, context: Context) -> Iterator[Finding]:
+def check_rendezvous(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find uses of the rendezvous: the port's type, and the register center, which does not exist here."""
     if isinstance(node, ast.Call) and attribute_of(node) == "get_master_addr_port":
         yield finding(node, "port-number", "str(port), if it is compared with a string or joined to one")
@@ -123,4 +123,4 @@ def check_rendezvous(node: ast.AST, context: Context) -> Iterator[Finding]:
         yield finding(node, "register-center", "nothing: remove it")
 
 
-PROCESS_CHECKS: tuple[Check, ...] = (check_imports, check_devices, check_distributed, check_rendezvous)
+PROCESS_CHECKS: tuple[PortCheck, ...] = (check_imports, check_devices, check_distributed, check_rendezvous)

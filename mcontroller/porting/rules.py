@@ -7,13 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["RULES", "Check", "Context", "Finding", "Rule", "attribute_of", "dotted", "finding", "keyword_of"]
-
-Kind = Literal["silent", "error"]
+__all__ = [
+    "RULES",
+    "Difference",
+    "PortCheck",
+    "PortContext",
+    "PortFinding",
+    "attribute_of",
+    "dotted",
+    "finding",
+    "keyword_of",
+]
 
 
 @dataclass(frozen=True)
-class Rule:
+class Difference:
     """One difference.
 
     Attributes:
@@ -21,41 +29,51 @@ class Rule:
         text: what is different, in one sentence.
     """
 
-    kind: Kind
+    kind: Literal["silent", "error"]
     text: str
 
 
-RULES: Mapping[str, Rule] = {
-    "union": Rule("silent", "union returns a new batch and leaves its first argument as it is"),
-    "metrics": Rule("silent", "after a call, meta_info['metrics'] has a list of the values of all returning ranks"),
-    "shared-meta-info": Rule("silent", "a part of a batch has a meta_info of its own: the write stays in the part"),
-    "shared-columns": Rule("silent", "select returns a batch with columns of its own: the write stays in it"),
-    "nested-lists": Rule("silent", "a list under non_tensors becomes a 1-D column, whatever its entries are"),
-    "auto-padding": Rule("silent", "padding is allowed by DataProtoConfig.auto_padding, not by the environment"),
-    "stages-as-shards": Rule("silent", "results of MEGATRON_PP_AS_DP modes are in the order of the shards, not ranks"),
-    "one-per-stage": Rule("silent", "MEGATRON_PP_ONLY returns one result for each stage, also if cp is more than 1"),
-    "rank-zero-arguments": Rule("silent", "with Execute.RANK_ZERO, rank 0 gets the arguments themselves, not lists"),
-    "device-index": Rule("silent", "a process sees the GPUs of all ranks of its group on the node, not only its own"),
-    "visible-devices": Rule("silent", "CUDA_VISIBLE_DEVICES lists the GPUs of all ranks of the group on the node"),
-    "port-number": Rule("silent", "the port of get_master_addr_port is an int"),
-    "errors": Rule("silent", "an exception of a worker arrives as WorkerError, and ends the group"),
-    "colocate-count": Rule("silent", "max_colocate_count is 1 by default: one group for each pool"),
-    "distributed": Rule("silent", "MegatronWorker has already joined torch.distributed and made Megatron's groups"),
-    "import": Rule("error", "the name is imported from another module"),
-    "super-init": Rule("error", "MegatronWorker's __init__ takes the sizes of the axes"),
-    "default-mode": Rule("error", "the default mode takes lists with an entry for each rank, and rejects other values"),
-    "futures": Rule("error", "a call that is not waited for returns a Future, not Ray's references"),
-    "registration": Rule("error", "the registration of a method is an object with attributes, not a dict"),
-    "register-center": Rule("error", "there is no register center: the group starts and connects its processes"),
-    "group-arguments": Rule("error", "the group does not take this argument"),
-    "direct-rollout": Rule("error", "Ray's handle of a process has no method of the worker"),
-    "mode-name": Rule("error", "a mode keeps the name that it is registered with; it is not put in upper case"),
+RULES: Mapping[str, Difference] = {
+    "union": Difference("silent", "union returns a new batch and leaves its first argument as it is"),
+    "metrics": Difference("silent", "after a call, meta_info['metrics'] lists the values of all returning ranks"),
+    "shared-meta-info": Difference("silent", "a part of a batch has its own meta_info: the write stays in the part"),
+    "shared-columns": Difference("silent", "select returns a batch with columns of its own: the write stays in it"),
+    "nested-lists": Difference("silent", "a list under non_tensors becomes a 1-D column, whatever its entries are"),
+    "auto-padding": Difference("silent", "padding is allowed by DataProtoConfig.auto_padding, not by the environment"),
+    "stages-as-shards": Difference("silent", "results of MEGATRON_PP_AS_DP are in the order of the shards, not ranks"),
+    "one-per-stage": Difference("silent", "MEGATRON_PP_ONLY returns one result for each stage, also with cp > 1"),
+    "rank-zero-arguments": Difference(
+        "silent", "with Execute.RANK_ZERO, rank 0 gets the arguments themselves, not lists"
+    ),
+    "device-index": Difference(
+        "silent", "a process sees the GPUs of all ranks of its group on the node, not only its own"
+    ),
+    "visible-devices": Difference(
+        "silent", "CUDA_VISIBLE_DEVICES lists the GPUs of all ranks of the group on the node"
+    ),
+    "port-number": Difference("silent", "the port of get_master_addr_port is an int"),
+    "errors": Difference("silent", "an exception of a worker arrives as WorkerError, and ends the group"),
+    "colocate-count": Difference("silent", "max_colocate_count is 1 by default: one group for each pool"),
+    "distributed": Difference(
+        "silent", "MegatronWorker has already joined torch.distributed and made Megatron's groups"
+    ),
+    "import": Difference("error", "the name is imported from another module"),
+    "super-init": Difference("error", "MegatronWorker's __init__ takes the sizes of the axes"),
+    "default-mode": Difference(
+        "error", "the default mode takes lists with an entry for each rank, and rejects other values"
+    ),
+    "futures": Difference("error", "a call that is not waited for returns a Future, not Ray's references"),
+    "registration": Difference("error", "the registration of a method is an object with attributes, not a dict"),
+    "register-center": Difference("error", "there is no register center: the group starts and connects its processes"),
+    "group-arguments": Difference("error", "the group does not take this argument"),
+    "direct-rollout": Difference("error", "Ray's handle of a process has no method of the worker"),
+    "mode-name": Difference("error", "a mode keeps the name that it is registered with; it is not put in upper case"),
 }
 """The differences by name. docs/porting.md has a row for each."""
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class PortFinding:
     """A line of a ported file that must change, or that means something else here.
 
     Attributes:
@@ -70,7 +88,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Context:
+class PortContext:
     """Where a node of the syntax tree is.
 
     Attributes:
@@ -88,13 +106,13 @@ class Context:
     parent: ast.AST | None = None
 
 
-Check = Callable[[ast.AST, Context], Iterator[Finding]]
+PortCheck = Callable[[ast.AST, PortContext], Iterator[PortFinding]]
 """Yields what is different at one node."""
 
 
-def finding(node: ast.AST, rule: str, replacement: str) -> Finding:
+def finding(node: ast.AST, rule: str, replacement: str) -> PortFinding:
     """Return a finding at the line of a node."""
-    return Finding(getattr(node, "lineno", 0), rule, replacement)
+    return PortFinding(getattr(node, "lineno", 0), rule, replacement)
 
 
 def dotted(node: ast.AST | None) -> str:

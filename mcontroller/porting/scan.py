@@ -9,7 +9,7 @@ from dataclasses import replace
 from mcontroller.porting.batch_checks import BATCH_CHECKS
 from mcontroller.porting.call_checks import CALL_CHECKS, is_unawaited
 from mcontroller.porting.process_checks import PROCESS_CHECKS
-from mcontroller.porting.rules import Context, Finding, attribute_of, dotted
+from mcontroller.porting.rules import PortContext, PortFinding, attribute_of, dotted
 
 __all__ = ["scan"]
 
@@ -22,30 +22,30 @@ PARTS = frozenset(
 """Methods and functions whose result shares ``meta_info`` with the whole batch in other implementations."""
 
 
-def scan(source: str) -> list[Finding]:
+def scan(source: str) -> list[PortFinding]:
     """Return what is different in a file of Python source, by line.
 
     Raises:
         SyntaxError: The source is not Python.
     """
     tree = ast.parse(source)
-    found = {each for node, context in _nodes(tree, _inside(tree, Context())) for each in _checked(node, context)}
+    found = {each for node, context in _nodes(tree, _inside(tree, PortContext())) for each in _checked(node, context)}
     return sorted(found)
 
 
-def _checked(node: ast.AST, context: Context) -> Iterator[Finding]:
+def _checked(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     for check in CHECKS:
         yield from check(node, context)
 
 
-def _nodes(node: ast.AST, context: Context) -> Iterator[tuple[ast.AST, Context]]:
+def _nodes(node: ast.AST, context: PortContext) -> Iterator[tuple[ast.AST, PortContext]]:
     """Yield every node below ``node`` with its context."""
     for child in ast.iter_child_nodes(node):
         yield child, replace(context, parent=node)
         yield from _nodes(child, _inside(child, context))
 
 
-def _inside(node: ast.AST, context: Context) -> Context:
+def _inside(node: ast.AST, context: PortContext) -> PortContext:
     """Return the context of the nodes inside a node."""
     if isinstance(node, ast.ClassDef):
         return replace(context, bases=tuple(dotted(base).rpartition(".")[2] for base in node.bases))
