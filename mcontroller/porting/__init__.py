@@ -1,7 +1,8 @@
 """Names and functions for ported workers: those of verl 0.4 that this project has under another name or not at all.
 
 New code does not need them: docs/porting.md lists, for each, what this project uses instead. Everything that only
-ported code uses is in this folder, and `python -m mcontroller port` reports what is still to change.
+ported code uses is exported here, and `python -m mcontroller port` reports what is still to change. The functions of
+the modes are in `mcontroller/ported_modes.py`, because they build on groups, and groups on this folder.
 """
 
 from __future__ import annotations
