@@ -84,7 +84,7 @@ def check_futures(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
 def check_registrations_as_dicts(node: ast.AST, context: PortContext) -> Iterator[PortFinding]:
     """Find entries of the attribute that ``register`` sets."""
     if isinstance(node, ast.Subscript) and "MAGIC_ATTR" in ast.unparse(node.value):
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else "dispatch_mode"
+        key = str(node.slice.value) if isinstance(node.slice, ast.Constant) else "dispatch_mode"
         yield finding(node, "registration", f"{ast.unparse(node.value)}.{key}")
 
 
