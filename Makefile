@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-fake-cuda test-newest test-slurm test-manifests lint types bench clean
+.PHONY: demo test test-fast test-fake-cuda test-newest test-slurm test-manifests test-port lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -49,6 +49,20 @@ test-slurm: $(STAMP)
 test-manifests: $(STAMP)
 	$(BIN)/python -m tests.launch.kuberay_schemas $(ARGS)
 
+# Workers of verl 0.4.1 under `mcontroller port`, and its public entries next to ours, in an environment of its own. verl is
+# installed without its dependencies; its wheel has a top-level package `tests`, which would hide this project's folder.
+PORT := .venv-port
+test-port: $(PORT)/.installed
+	$(PORT)/bin/python -m pytest tests/port $(ARGS)
+
+$(PORT)/.installed: pyproject.toml constraints.txt constraints-port.txt
+	test -x $(PORT)/bin/python || $(PYTHON) -m venv $(PORT)
+	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
+	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable ".[cpu,test]"
+	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement constraints-port.txt
+	rm -rf $(PORT)/lib/python*/site-packages/tests
+	touch $@
+
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
 
 lint: $(STAMP)
@@ -73,4 +87,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(PORT) build *.egg-info

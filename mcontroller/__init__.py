@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs
     from mcontroller.ray.class_with_init import create_colocated_worker_cls as create_colocated_worker_cls
     from mcontroller.ray.class_with_init import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
+    from mcontroller.ray.class_with_init import create_colocated_worker_raw_cls as create_colocated_worker_raw_cls
     from mcontroller.ray.process import sibling as sibling
     from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
     from mcontroller.ray.resource_pool import ResourcePool as ResourcePool

@@ -18,6 +18,7 @@ from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.partition import Padding
+from mcontroller.porting.group_names import PortedGroup
 from mcontroller.transport import Executor
 from mcontroller.worker import W_co
 from parallel_state.layout import ParallelLayout
@@ -29,6 +30,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Result_co = TypeVar("Result_co", covariant=True)
 Future_co = TypeVar("Future_co", bound=Future[Any], covariant=True)
+
+ANSWERED = frozenset({"get_megatron_rank_info", "get_megatron_global_info"})
+"""Methods of workers that a group answers itself, from its topology."""
 
 _UNSET: Any = object()
 
@@ -168,7 +172,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
 
 
-class WorkerGroup(Generic[W_co]):
+class WorkerGroup(PortedGroup, Generic[W_co]):
     """The ranks of one role, behind an executor; every registered method of the worker class is a method of it.
 
     The type parameter is the worker class. With ``mcontroller.mypy_plugin``, mypy knows the registered methods.
@@ -209,7 +213,7 @@ class WorkerGroup(Generic[W_co]):
         self._methods = registrations(worker_cls)
         self._flat = Topology.flat(executor.world_size, nodes=executor.nodes)
         self._topology: Topology | None = None
-        taken = sorted(method for method in self._methods if hasattr(type(self), method))
+        taken = sorted(method for method in self._methods if hasattr(type(self), method) and method not in ANSWERED)
         if taken:
             raise DispatchError(
                 f"{worker_cls.__name__}.{taken[0]} has the name of a member of {type(self).__name__}: "
@@ -300,14 +304,14 @@ class WorkerGroup(Generic[W_co]):
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call a method, registered or not, on every rank, and return the future of the list of values by rank.
 
-        If every argument is a list or tuple of ``world_size`` entries, each rank gets its own entries; otherwise every
-        rank gets the arguments as they are.
+        If every argument is a list of ``world_size`` entries, each rank gets its own entries; otherwise every rank gets
+        the arguments as they are.
 
         Raises:
             DispatchError: the worker class has no such method.
         """
         values = [*args, *kwargs.values()]
-        entries = values and all(isinstance(value, list | tuple) and len(value) == self.world_size for value in values)
+        entries = values and all(isinstance(value, list) and len(value) == self.world_size for value in values)
         return self._execute(Dispatch.ALL_TO_ALL if entries else Dispatch.ONE_TO_ALL, method_name, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:

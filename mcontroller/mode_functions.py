@@ -8,6 +8,7 @@ modes exist in this form too, for functions that build on them; calls with a pre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcontroller.dispatch.arguments import dispatch
@@ -49,7 +50,7 @@ def update_dispatch_mode(dispatch_mode: ModeOrName, dispatch_fn: Function, colle
         DispatchError: there is no mode of this name.
     """
     name = _spec(dispatch_mode).name
-    Dispatch.members[name] = mode_of_functions(name, dispatch_fn, collect_fn)
+    Dispatch.members[name] = _mode_with(name, dispatch_fn, collect_fn)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: ModeOrName) -> dict[str, Function]:
@@ -61,7 +62,7 @@ def get_predefined_dispatch_fn(dispatch_mode: ModeOrName) -> dict[str, Function]
         DispatchError: there is no mode of this name.
     """
     spec = _spec(dispatch_mode)
-    dispatch_fn, collect_fn = spec.functions or _functions_of(spec)
+    dispatch_fn, collect_fn = spec.functions or (_DispatchOf(spec), _CollectOf(spec))
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
 
@@ -80,30 +81,63 @@ def _spec(mode: ModeOrName) -> Spec:
     return spec
 
 
-def _functions_of(spec: Spec) -> tuple[Function, Function]:
-    def dispatch_fn(worker_group: Group, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = PreparedCall(worker_group, "dispatch_fn", _plan(spec, worker_group))
+@dataclass(frozen=True)
+class _DispatchOf:
+    """The ``dispatch_fn`` of a mode of the table."""
+
+    spec: Spec
+
+    def __call__(self, worker_group: Group, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = PreparedCall(worker_group, "dispatch_fn", _plan(self.spec, worker_group))
         call = dispatch(call, args, kwargs, RowRule(padding="none"), share=False)
         by_rank = call.arguments.values()
         lists = tuple([arguments.args[index] for arguments in by_rank] for index in range(len(args)))
         return lists, {name: [arguments.kwargs[name] for arguments in by_rank] for name in kwargs}
 
-    def collect_fn(worker_group: Group, output: Sequence[Any]) -> Any:
-        call = PreparedCall(worker_group, "collect_fn", _plan(spec, worker_group))
+
+@dataclass(frozen=True)
+class _CollectOf:
+    """The ``collect_fn`` of a mode of the table."""
+
+    spec: Spec
+
+    def __call__(self, worker_group: Group, output: Sequence[Any]) -> Any:
+        call = PreparedCall(worker_group, "collect_fn", _plan(self.spec, worker_group))
         return call.collect([output[rank] for rank in call.plan.collected])
 
-    return dispatch_fn, collect_fn
+
+def _mode_with(name: str, dispatch_fn: Function, collect_fn: Function) -> Spec:
+    """Return the mode ``name`` with these functions; the mode of the table again if the functions are its own."""
+    if isinstance(dispatch_fn, _DispatchOf) and collect_fn == _CollectOf(dispatch_fn.spec):
+        return replace(dispatch_fn.spec, name=name)
+    return mode_of_functions(name, dispatch_fn, collect_fn)
 
 
 def _plan(spec: Spec, group: Group) -> Plan:
     return plan(spec, group.topology_for(spec))
 
 
+class _UnknownMode(DispatchError, KeyError):
+    """A mode that the registry does not have."""
+
+    __str__ = Exception.__str__  # KeyError's would quote the message
+
+
 class _Registry(MutableMapping[ModeOrName, Mapping[str, Function]]):
-    """A view of ``Dispatch``: the functions of every mode; setting an entry updates or adds the mode."""
+    """A view of ``Dispatch``: the functions of every mode; setting an entry updates or adds the mode.
+
+    The entries of a copy can be set again: a mode of the table then is that row of the table, not a pair of functions.
+    """
 
     def __getitem__(self, mode: ModeOrName) -> dict[str, Function]:
+        if mode not in self:
+            name = mode if isinstance(mode, str) else mode.name
+            raise _UnknownMode(f"there is no dispatch mode {name!r}; the modes are {', '.join(Dispatch.names())}")
         return get_predefined_dispatch_fn(mode)
+
+    def copy(self) -> dict[ModeOrName, Mapping[str, Function]]:
+        """Return the functions of every mode in a dict of their own."""
+        return dict(self)
 
     def __setitem__(self, mode: ModeOrName, functions: Mapping[str, Function]) -> None:
         name = mode if isinstance(mode, str) else mode.name
@@ -111,10 +145,10 @@ class _Registry(MutableMapping[ModeOrName, Mapping[str, Function]]):
             raise DispatchError(
                 f"mode {name} is set to {sorted(functions)}; expected dispatch_fn and collect_fn", mode=name
             )
-        Dispatch.members[name] = mode_of_functions(name, **functions)
+        Dispatch.members[name] = _mode_with(name, **functions)
 
     def __delitem__(self, mode: ModeOrName) -> None:
-        Dispatch.remove(_spec(mode).name)
+        Dispatch.remove(mode if isinstance(mode, str) else mode.name)
 
     def __iter__(self) -> Iterator[Spec]:
         return iter(Dispatch)
@@ -123,8 +157,8 @@ class _Registry(MutableMapping[ModeOrName, Mapping[str, Function]]):
         return len(Dispatch)
 
     def __contains__(self, mode: object) -> bool:
-        return mode in Dispatch
+        return (mode if isinstance(mode, str) else getattr(mode, "name", None)) in Dispatch.members
 
 
-DISPATCH_MODE_FN_REGISTRY: MutableMapping[ModeOrName, Mapping[str, Function]] = _Registry()
+DISPATCH_MODE_FN_REGISTRY = _Registry()
 """The functions of every mode, by name or mode; setting an entry updates or adds the mode."""

@@ -13,6 +13,7 @@ from typing_extensions import TypeVar  # with defaults, which typing has from Py
 from mcontroller.dispatch.modes import Dispatch, Execute
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
+from mcontroller.porting.worker_names import PortedWorker
 
 __all__ = ["ClassWithInitArgs", "RankEnvironment", "Worker"]
 
@@ -55,7 +56,7 @@ class RankEnvironment:
         return cls(**{name: value if name == "master_addr" else int(value) for name, value in known.items()})  # type: ignore[arg-type]
 
 
-class Worker:
+class Worker(PortedWorker):
     """The base class of workers: one object per rank. Subclasses need not call ``super().__init__()``."""
 
     _environment: RankEnvironment

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ class MegatronWorker(Worker):
     """Base class of workers that compute with Megatron-Core.
 
     Every call through a group runs inside ``call_context``, where Megatron's globals are those of this worker, even if
-    several workers with different layouts share the process. A subclass needs no code for that::
+    several workers with different layouts share the process. So does the rest of a subclass's ``__init__`` after
+    ``super().__init__(...)``. A subclass needs no code for that::
 
         class MyWorker(MegatronWorker):
             @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -55,6 +58,9 @@ class MegatronWorker(Worker):
             on one GPU.
     """
 
+    _constructing: ExitStack | None = None
+    """Exits the context when the outermost ``__init__`` returns; None outside of it."""
+
     def __init__(self, parallel: ParallelConfig, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
         super().__init__()
         self.parallel = parallel
@@ -72,6 +78,13 @@ class MegatronWorker(Worker):
         if self.device.type == "cuda":
             check_distinct_gpus(self.device)
         self.context = MegatronContext(layout, seed, timeout_s=timeout_s)
+        if self._constructing is not None:
+            self._constructing.enter_context(self.context.activate())
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _leaving_context(cls.__init__)  # type: ignore[method-assign]
 
     def call_context(self, method: str) -> AbstractContextManager[Any]:
         """Return the context of a call: this worker's Megatron context. To extend it, enter ``super()``'s in yours."""
@@ -98,3 +111,17 @@ class MegatronWorker(Worker):
     def get_megatron_global_info(self) -> DistGlobalInfo:
         """Return the size of each axis, as Megatron reports it."""
         return self.context.global_info()
+
+
+def _leaving_context(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an ``__init__`` that, if it is outermost, exits the context that ``MegatronWorker.__init__`` enters."""
+
+    @functools.wraps(init)
+    def construct(self: MegatronWorker, *args: Any, **kwargs: Any) -> None:
+        if self._constructing is not None:
+            return init(self, *args, **kwargs)
+        with ExitStack() as self._constructing:
+            init(self, *args, **kwargs)
+        del self._constructing
+
+    return construct

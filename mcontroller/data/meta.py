@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ __all__ = [
 
 METRICS = "metrics"
 """The key whose values are gathered instead of compared."""
+
+_logger = logging.getLogger(__name__)
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
@@ -86,14 +89,19 @@ def same_array(left: np.ndarray, right: np.ndarray) -> bool:
     return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
 
 
-def merge_concat(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_concat(parts: Sequence[Mapping[str, Any]], *, keep_first: bool = False) -> dict[str, Any]:
     """Merge the meta_info of parts whose rows are concatenated.
 
     A key is kept if its values agree in all parts that have it. ``metrics``, a dict of name -> number or list, becomes
     name -> flat list of the values of every part that has the name, in the order of the parts.
 
+    Args:
+        parts: The ``meta_info`` of every part.
+        keep_first: Whether a key whose values differ keeps the value of the first part that has it. A log line names
+            the key.
+
     Raises:
-        DataError: If the values of another key differ; names the key, the parts and the values.
+        DataError: If the values of another key differ, without ``keep_first``; names the key, the parts and the values.
     """
     first = parts[0]
     if all([_ATOMS.issuperset(map(type, part.values())) and part == first for part in parts]):
@@ -101,6 +109,7 @@ def merge_concat(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     origin: dict[str, int] = {}
     metrics: list[Mapping[str, Any]] = []
+    differing: set[str] = set()
     for position, part in enumerate(parts):
         for key, value in part.items():
             if key == METRICS and isinstance(value, Mapping):
@@ -108,13 +117,17 @@ def merge_concat(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             elif key not in merged:
                 merged[key], origin[key] = copy_meta(value), position
             elif not same_value(merged[key], value):
-                raise _conflict("concat", key, (origin[key], merged[key]), (position, value))
-    if metrics and METRICS in merged:
+                if not keep_first:
+                    raise _conflict("concat", key, (origin[key], merged[key]), (position, value))
+                differing.add(key)
+    if metrics and METRICS in merged and not keep_first:
         raise DataError(
             f"meta_info['metrics'] is {short_repr(merged[METRICS])} in part {origin[METRICS]} and a dict in others: "
             "expected a dict of name -> number or list in all parts",
             key=METRICS,
         )
+    if differing:
+        _logger.info("meta_info of the parts differs in %s: the value of the first part is kept", sorted(differing))
     return merged | {METRICS: merge_metrics(metrics)} if metrics else merged
 
 

@@ -2,8 +2,8 @@
 
 A batch has three fields: ``batch``, a TensorDict whose dim 0 counts rows; ``non_tensor_batch``, numpy arrays of as many
 rows; and ``meta_info``, one dict for the whole batch. An operation returns a new DataProto. Its columns are views if
-torch and numpy can make them, and the dicts and lists of its ``meta_info`` are copies. Only ``pop``, ``rename`` and
-``reorder`` change the batch that they are called on.
+torch and numpy can make them, and the dicts and lists of its ``meta_info`` are copies. Only ``to``, ``padding``,
+``pop``, ``rename`` and ``reorder`` change the batch that they are called on.
 """
 
 from __future__ import annotations
@@ -140,10 +140,7 @@ class DataProto(BatchData):
         return self.derive(batch, {key: array[index] for key, array in self.non_tensor_batch.items()})
 
     def __getitems__(self, idxs: list[int]) -> Self:
-        """Return a mini-batch, for torch's DataLoader: as views if its rows are consecutive."""
-        first = idxs[0] if idxs else 0
-        if idxs == list(range(first, first + len(idxs))):
-            return self.slice(first, first + len(idxs))
+        """Return a mini-batch as a copy, for torch's DataLoader."""
         return self.select_idxs(idxs)
 
     def chunk(self, chunks: int) -> list[Self]:
@@ -194,12 +191,13 @@ class DataProto(BatchData):
             data: At least one batch; all must have the same columns, which may differ in dim 0 only.
 
         Returns:
-            A copy of the rows in the order of the parts; views if there is only one part.
+            A copy of the rows in the order of the parts.
 
         Raises:
             DataError: If parts differ in columns, dtypes, shapes or ``meta_info``; names the column or key.
         """
-        return concat_batches(data)
+        joined = concat_batches(data)
+        return joined.select_idxs(range(len(joined))) if len(data) == 1 and joined.has_columns() else joined
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeat every row, as a copy.
@@ -250,7 +248,7 @@ class DataProto(BatchData):
         self.stored_batch, self.non_tensor_batch = ordered.stored_batch, ordered.non_tensor_batch
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
-        """Append ``padding_size`` repeats of one row.
+        """Append ``padding_size`` repeats of one row to this batch, in place, and return it.
 
         Args:
             padding_size: Number of rows to append, at least 0.
@@ -268,7 +266,10 @@ class DataProto(BatchData):
                 rows=len(self),
             )
         row = 0 if padding_candidate == "first" else len(self) - 1
-        return self.select_idxs([*range(len(self)), *[row] * padding_size]) if padding_size else self.slice()
+        if padding_size:
+            padded = self.select_idxs([*range(len(self)), *[row] * padding_size])
+            self.stored_batch, self.non_tensor_batch = padded.stored_batch, padded.non_tensor_batch
+        return self
 
     def unpad(self, pad_size: int) -> Self:
         """Remove the last ``pad_size`` rows; the result is views.
@@ -320,6 +321,36 @@ class DataProto(BatchData):
         batch = reshape_rows(self.stored_batch, lambda column: column.flatten(0, batch_dims - 1), count)
         arrays = {key: array.reshape(count, *array.shape[batch_dims:]) for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays)
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Keys | None = None) -> Self:
+        """Make ``n_split`` rows of every row, as a copy: columns are split along dim 1, or repeated.
+
+        Args:
+            n_split: Number of rows that each row becomes, at least 1.
+            split_keys: Columns ``[rows, size, ...]`` that become ``[rows * n_split, size // n_split, ...]``. Every
+                other column is repeated, the repeats of a row next to each other. None splits none.
+
+        Raises:
+            DataError: If a column does not exist, or ``n_split`` does not divide its dim 1.
+        """
+        names = [] if split_keys is None else checks.as_keys(split_keys)
+        checks.check_keys("column", names, self.column_names())
+        columns: dict[str, Any] = {key: {**self.tensors(), **self.non_tensor_batch}[key] for key in names}
+        for key, column in columns.items():
+            if n_split < 1 or column.ndim < 2 or column.shape[1] % n_split:
+                raise DataError(
+                    f"column {key!r} of shape {list(column.shape)} cannot be split into {n_split} along dim 1: "
+                    "expected a divisor of its size",
+                    column=key,
+                    n_split=n_split,
+                )
+        repeated = self.repeat(n_split)
+        split = {
+            key: column.reshape(len(repeated), column.shape[1] // n_split, *column.shape[2:])
+            for key, column in columns.items()
+        }
+        repeated.non_tensor_batch.update({key: split.pop(key) for key in names if key in repeated.non_tensor_batch})
+        return repeated.with_tensors(split) if split else repeated
 
     # ---- columns ---------------------------------------------------------------------------------------------------
 
@@ -455,10 +486,13 @@ class DataProto(BatchData):
         return self.derive(united, dict(self.non_tensor_batch))
 
     def to(self, device: torch.device | str | int) -> Self:
-        """Move the tensors to ``device``; those that are there already are shared."""
-        stored = self.stored_batch
-        batch = None if stored is None else columns_to(stored, torch.device(device))
-        return self.derive(batch, dict(self.non_tensor_batch))
+        """Move the tensors of this batch to ``device``, in place, as ``nn.Module.to`` does, and return the batch.
+
+        Other batches with the same tensors keep theirs: ``batch.slice().to(device)`` leaves ``batch`` on its device.
+        """
+        if self.stored_batch is not None:
+            self.stored_batch = columns_to(self.stored_batch, torch.device(device))
+        return self
 
     def make_iterator(
         self,
@@ -474,7 +508,10 @@ class DataProto(BatchData):
             epochs: Number of passes over the batch.
             seed: Seed of the shuffling; None uses torch's default generator.
             dataloader_kwargs: Arguments of ``torch.utils.data.DataLoader``, such as ``shuffle``, ``drop_last`` or
-                ``sampler``. By default the rows keep their order, and mini-batches are views.
+                ``sampler``. By default the rows keep their order.
+
+        Returns:
+            An iterator over copies of the rows: a change of a mini-batch does not reach the batch or the next epoch.
 
         Raises:
             DataError: If ``mini_batch_size`` is less than 1, or ``epochs`` is negative.
@@ -489,19 +526,22 @@ class DataProto(BatchData):
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
 
-def concat_batches(data: Sequence[AnyDataProto], concat: ConcatTensors = concat_tensors) -> AnyDataProto:
-    """Low level: concatenate the rows of several batches as ``DataProto.concat`` does.
+def concat_batches(
+    data: Sequence[AnyDataProto], concat: ConcatTensors = concat_tensors, *, keep_first: bool = False
+) -> AnyDataProto:
+    """Low level: concatenate the rows of several batches as ``DataProto.concat`` does; one part stays as views.
 
     Args:
         data: At least one batch.
         concat: Function that concatenates ordinary tensors.
+        keep_first: Whether a key of ``meta_info`` whose values differ keeps the first of them, instead of an error.
 
     Raises:
         DataError: As ``DataProto.concat``.
     """
     _check_parts(data)
     first = data[0]
-    info = meta.merge_concat([part.meta_info for part in data])
+    info = meta.merge_concat([part.meta_info for part in data], keep_first=keep_first)
     if len(data) == 1:
         return first.derive(shallow_copy(first.stored_batch), dict(first.non_tensor_batch), info)
     checks.check_same_columns([(part.stored_batch, part.non_tensor_batch) for part in data])

@@ -144,7 +144,7 @@ def _entries(call: PreparedCall, values: Mapping[Key, Any], materialize: bool) -
     """Return the ``Arguments`` of each shard; shards with the same objects as entries share one."""
     count = call.plan.shard_count
     for key, value in values.items():
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, list | tuple) or (isinstance(value, tuple) and not call.plan.spec.tuples):
             raise call.error(
                 f"{_name(key)} is {type(value).__name__}; expected a list of {count} entries, one per "
                 f"{_shard_name(call)}{_entries_hint(value)}",

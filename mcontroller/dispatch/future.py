@@ -19,8 +19,18 @@ __all__ = ["DataProtoFuture", "Future", "LazyBatch"]
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
 
-class Future(Generic[T_co]):
+class _FutureType(type):
+    """The metaclass of futures. Ray names the type of a value that it cannot wait for: the name contains the fix."""
+
+    def __repr__(cls) -> str:
+        return f"<class '{cls.__module__}.{cls.__qualname__}', whose result is returned by .get()>"
+
+
+class Future(Generic[T_co], metaclass=_FutureType):
     """The result of a call with ``blocking=False``, before it has arrived.
+
+    It is no list of Ray's references: ``len``, indexing, ``ray.get`` and ``ray.wait`` raise an error that names
+    ``get``.
 
     Args:
         calls: the calls that the result depends on.
@@ -78,8 +88,16 @@ class Future(Generic[T_co]):
             "its result (get())"
         )
 
+    def _not_arrived(self, *_: object) -> NoReturn:
+        raise DispatchError(f"a {type(self).__name__} has no entries: call .get() on it, which waits for the result")
+
+    __len__ = __getitem__ = __iter__ = _not_arrived
+
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'done' if self.done() else 'running'})"
+        return f"{type(self).__name__}({'done' if self.done() else 'running'}, .get() returns the result)"
 
 
 class DataProtoFuture(Future[DataProto]):
@@ -115,6 +133,21 @@ class DataProtoFuture(Future[DataProto]):
         for call in self._calls:
             call.check(left())
         return self.rows.resolve(self._fetch)
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """The future of the value of each returning rank, in the order of the results."""
+
+        def read(part: Handle) -> Callable[[float | None], Any]:
+            def collect(timeout: float | None) -> Any:
+                left = _countdown(timeout)
+                for call in self._calls:
+                    call.check(left())
+                return self._fetch([part])[0]
+
+            return collect
+
+        return [Future(self._calls, read(part)) for part in self.parts]
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """Return futures of ``chunks`` consecutive parts of the rows, split as by ``DataProto.chunk``. Does not wait.

@@ -51,6 +51,8 @@ class DispatchSpec(Generic[A_co, R_co]):
         result: ``concat`` (one DataProto in the order of the input), ``list`` (in the order of ``by``) or ``value``.
         leading_function: whether the first positional argument is a function, which goes to every rank.
         rank_zero_only: whether only rank 0 runs.
+        tuples: for ``entries``, whether a tuple is dealt out as a list is; otherwise it is rejected, as a value that
+            is meant for every rank.
         in_worker_only: whether the method cannot be called through a group at all.
         functions: a user's ``(dispatch_fn, collect_fn)``, which replace all of the above.
 
@@ -66,6 +68,7 @@ class DispatchSpec(Generic[A_co, R_co]):
     result: R_co = "list"  # type: ignore[assignment]  # a default cannot be typed for each R_co
     leading_function: bool = False
     rank_zero_only: bool = False
+    tuples: bool = True
     in_worker_only: bool = False
     functions: Functions | None = None
 
@@ -97,6 +100,11 @@ class DispatchSpec(Generic[A_co, R_co]):
         """Whether the plan depends on more than the number of ranks."""
         named = {*self.axes, *self.by, *(axis for axis, _ in self.collect)}
         return not named <= {RANK} and not self.rank_zero_only
+
+    @property
+    def value(self) -> int:
+        """The position of this mode among the members of ``Dispatch``, as an enum would number them; -1 without one."""
+        return Dispatch.names().index(self.name) if self.name in Dispatch.members else -1
 
     def current(self) -> DispatchSpec[Any, Any]:
         """Return the mode that now has this name: this one, unless ``update_dispatch_mode`` has replaced it."""
@@ -142,7 +150,9 @@ class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
         "RANK_ZERO", "whole", result="value", rank_zero_only=True
     )
     ONE_TO_ALL: ClassVar[DispatchSpec[Whole, Listed]] = DispatchSpec("ONE_TO_ALL", "whole", by=_BY_RANK)
-    ALL_TO_ALL: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec("ALL_TO_ALL", "entries", _BY_RANK, by=_BY_RANK)
+    ALL_TO_ALL: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec(
+        "ALL_TO_ALL", "entries", _BY_RANK, by=_BY_RANK, tuples=False
+    )
     MEGATRON_COMPUTE: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec(
         "MEGATRON_COMPUTE", "entries", _DP, _LAST_STAGE, _DP
     )
@@ -254,6 +264,11 @@ class ExecuteMode(Generic[ZeroOnly_co]):
 
     name: str
     rank_zero_only: ZeroOnly_co = False  # type: ignore[assignment]  # a default cannot be typed for each ZeroOnly_co
+
+    @property
+    def value(self) -> int:
+        """The position of this mode among the members of ``Execute``; -1 without one."""
+        return Execute.names().index(self.name) if self.name in Execute.members else -1
 
 
 class Execute(metaclass=NamedMembers, of=ExecuteMode):

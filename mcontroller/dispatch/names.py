@@ -24,12 +24,14 @@ class NamedMembers(type):
     """
 
     members: dict[str, Any]
+    member_type: type
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, of: type) -> NamedMembers:
         """Create a class and move its attributes of type ``of`` into ``members``."""
         members = {key: value for key, value in namespace.items() if isinstance(value, of)}
         cls = super().__new__(mcs, name, bases, {key: namespace[key] for key in namespace if key not in members})
         cls.members = members
+        cls.member_type = of
         return cls
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, of: type) -> None:
@@ -60,6 +62,18 @@ class NamedMembers(type):
         del cls.members[name]
         return member
 
+    def from_name(cls, name: str) -> Any:
+        """Return the member of this name in upper or lower case; None if there is none."""
+        return cls.members.get(name, cls.members.get(name.upper()))
+
+    def names(cls) -> list[str]:
+        """Return the names of all members."""
+        return list(cls.members)
+
+    def values(cls) -> list[Any]:
+        """Return all members."""
+        return list(cls.members.values())
+
     def new_member(cls, name: str, member: Any) -> Any:
         """Return the member that ``register(name, member)`` stores; every class must define it."""
         raise NotImplementedError
@@ -80,6 +94,9 @@ class NamedMembers(type):
             if name.startswith("_") or name not in cls.members:
                 raise AttributeError(f"{cls.__name__} has no {name!r}; it has {', '.join(cls.members)}")
             return cls.members[name]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.member_type)
 
     def __iter__(cls) -> Iterator[Any]:
         return iter(cls.members.values())

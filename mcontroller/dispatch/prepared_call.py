@@ -91,8 +91,9 @@ class PreparedCall:
         """Return the caller's result from the values of the returning ranks, in the order of the results.
 
         With the result ``concat``, DataProtos are joined in the order of the caller's rows, without padding rows.
-        DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does. In a list, padding rows are
-        dropped from every DataProto.
+        DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does, but a key of ``meta_info``
+        whose values differ keeps that of the first returning rank. In a list, padding rows are dropped from every
+        DataProto.
 
         Raises:
             DispatchError: a rank returned something other than a DataProto for ``concat``, or another number of rows
@@ -128,7 +129,8 @@ class PreparedCall:
 
     def _concat(self, values: Sequence[DataProto]) -> DataProto:
         try:
-            return concat_batches(values, concat_on_one_thread)  # the workers need the cores for their next call
+            # On one thread, because the workers need the cores. A difference in meta_info must not discard their work.
+            return concat_batches(values, concat_on_one_thread, keep_first=True)
         except DataError as error:
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
             fields = {**error.fields, "ranks": self.plan.collected}

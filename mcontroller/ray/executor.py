@@ -8,11 +8,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import ray
 import zmq
 
 from mcontroller.channel.queries import notify_from_finalizer
 from mcontroller.errors import GroupError
-from mcontroller.ray.handles import ArgumentFailed, KeptValues, RemoteValue, Source, Stored, StoredValue, fetch
+from mcontroller.ray.handles import (
+    ArgumentFailed,
+    KeptValues,
+    RayObject,
+    RemoteValue,
+    Source,
+    Stored,
+    StoredValue,
+    fetch,
+)
 from mcontroller.ray.process import CallHeader
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.supervision import GroupProcesses, SentCall
@@ -94,6 +104,7 @@ class RayExecutor:
 
     def _message(self, call: RayCall, header: tuple[Any, ...], arguments: Arguments) -> tuple[bytes, list[zmq.Frame]]:
         """Return the body and the frames of a message, and keep what it refers to until the call is complete."""
+        arguments = _with_objects(arguments)
         encoded = encode(arguments, self.processes.handles.options.inline_bytes)
         deferred = (value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, Deferred))
         call.held += [encoded.stored, *(value.handles() for value in deferred)]
@@ -211,6 +222,15 @@ class RayCall(SentCall):
             text = f"{self.role}.{self.method} was cancelled"
             self._error = GroupError(text, role=self.role, method=self.method)
             self._processes.cancel(self)
+
+
+def _with_objects(arguments: Arguments) -> Arguments:
+    """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
+    if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
+        return arguments
+    args = tuple(RayObject(value) if isinstance(value, ray.ObjectRef) else value for value in arguments.args)
+    named = arguments.kwargs.items()
+    return Arguments(args, {name: RayObject(v) if isinstance(v, ray.ObjectRef) else v for name, v in named})
 
 
 def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:

@@ -21,7 +21,17 @@ from mcontroller.ray.references import WrittenReference, read_reference, write_r
 from mcontroller.ray.wire import decode, unpack
 from mcontroller.transport import Deferred, Fetch
 
-__all__ = ["ArgumentFailed", "ArgumentLost", "KeptValues", "RemoteValue", "Source", "Stored", "StoredValue", "fetch"]
+__all__ = [
+    "ArgumentFailed",
+    "ArgumentLost",
+    "KeptValues",
+    "RayObject",
+    "RemoteValue",
+    "Source",
+    "Stored",
+    "StoredValue",
+    "fetch",
+]
 
 
 class ArgumentLost(GroupError):
@@ -106,6 +116,21 @@ class Stored(Deferred):
     def resolve(self, fetch: Fetch) -> Any:
         """Return the value."""
         return fetch((self._handle,))[0]
+
+
+class RayObject(Deferred):
+    """The value of a reference that the caller passed as an argument, such as the result of a Ray task."""
+
+    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
+        self._handle = StoredValue(reference)
+
+    def handles(self) -> Sequence[Any]:
+        """Return the handle of the value."""
+        return (self._handle,)
+
+    def resolve(self, fetch: Fetch) -> Any:
+        """Return the value as Ray reads it: its arrays are read-only, and shared by the processes of the node."""
+        return ray.get(self._handle.reference)
 
 
 def fetch(handles: Sequence[Any]) -> list[Any]:

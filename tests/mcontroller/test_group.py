@@ -28,7 +28,7 @@ from mcontroller.local.executor import LocalCall
 from mcontroller.transport import Arguments
 from parallel_state.topology import Topology
 from tests.mcontroller.batches import numbered, numbers
-from tests.mcontroller.groups import topology_of
+from tests.mcontroller.groups import group_on, method, topology_of
 
 
 class Model(Worker):
@@ -235,8 +235,11 @@ def test_one_to_all_with_execute_rank_zero_returns_the_value_itself() -> None:
     assert list(group.executor.last_arguments) == [0]
 
 
-def test_a_tuple_of_entries_is_taken_as_a_list_of_them() -> None:
-    assert [args for _, args, _ in group_of().each(tuple("abcdefgh"))] == [(entry,) for entry in "abcdefgh"]
+def test_a_tuple_is_one_value_if_every_rank_gets_an_entry_and_entries_if_every_shard_does() -> None:
+    with pytest.raises(DispatchError, match="argument 0 is tuple; expected a list of 8 entries"):
+        group_of().each(tuple("abcdefgh"))
+    group = group_on(topology_of(4, tp=2))
+    assert method(group, "rank_and_arguments", Dispatch.MEGATRON_COMPUTE)(("a", "b"))[1] == (2, ("b",), {})
 
 
 @pytest.mark.parametrize(("value", "message"), [("path", "is str; expected a list of 8"), ([1, 2], "has 2 entries")])

@@ -98,6 +98,32 @@ def test_the_registry_sets_adds_and_removes_modes(named: Any) -> None:
         DISPATCH_MODE_FN_REGISTRY[named] = {"dispatch_fn": backwards}
 
 
+def test_a_copy_of_the_registry_restores_every_mode_after_it_was_cleared() -> None:
+    before = list(Dispatch)
+    saved = DISPATCH_MODE_FN_REGISTRY.copy()
+    group = group_of(Dispatch.MEGATRON_COMPUTE_PROTO)
+    DISPATCH_MODE_FN_REGISTRY.clear()
+    try:
+        assert len(DISPATCH_MODE_FN_REGISTRY) == 0 and Dispatch.from_name("ALL_TO_ALL") is None
+        assert DISPATCH_MODE_FN_REGISTRY.get(before[0]) is None
+        with pytest.raises(KeyError, match="there is no dispatch mode 'RANK_ZERO'"):
+            DISPATCH_MODE_FN_REGISTRY["RANK_ZERO"]
+    finally:
+        DISPATCH_MODE_FN_REGISTRY.update(saved)
+    assert list(Dispatch) == before and saved == DISPATCH_MODE_FN_REGISTRY
+    assert numbers(group.identity(numbered(3))) == [0, 1, 2]
+    assert Dispatch.MEGATRON_COMPUTE_PROTO.functions is None
+
+
+def test_modes_behave_as_members_of_an_enum() -> None:
+    assert isinstance(Dispatch.ALL_TO_ALL, Dispatch) and not isinstance(Execute.ALL, Dispatch)
+    assert isinstance(Execute.ALL, Execute) and not isinstance({"dispatch_fn": backwards}, Dispatch)
+    assert Dispatch.from_name("all_to_all") is Dispatch.ALL_TO_ALL and Dispatch.from_name("none") is None
+    assert Dispatch.values()[Dispatch.DP_COMPUTE.value] is Dispatch.DP_COMPUTE
+    assert Dispatch.names()[Dispatch.RANK_ZERO.value] == "RANK_ZERO" and Execute.RANK_ZERO.value == 1
+    assert Dispatch.over("dp").value == -1
+
+
 def test_functions_that_do_not_return_a_list_entry_per_rank_are_rejected() -> None:
     short = {"dispatch_fn": lambda group, value: (([value],), {}), "collect_fn": collect_all_to_all}
     with pytest.raises(DispatchError, match="has 1 entries; expected 8"):

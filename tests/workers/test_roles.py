@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state as mpu
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
@@ -211,6 +212,8 @@ class Asking(MegatronWorker):
 
     def __init__(self) -> None:
         super().__init__(ParallelConfig())
+        self.sizes = (mpu.get_tensor_model_parallel_world_size(), mpu.get_data_parallel_rank())
+        self.constructed_inside = self.context.is_active
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def plain(self) -> bool:
@@ -226,6 +229,10 @@ class Asking(MegatronWorker):
 
 
 class AskingAgain(Asking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.constructed_inside &= self.context.is_active
+
     def overridden(self) -> bool:
         return self.context.is_active
 
@@ -239,6 +246,7 @@ def asked() -> list[bool]:
     found = [getattr(group, name)() for group in groups for name in ("plain", "coroutine", "overridden")]
     found += [group.execute_with_func_generator(is_active).batch["active"].tolist() for group in groups]
     assert not any(group.workers[0].context.is_active for group in groups)
+    assert all(group.workers[0].constructed_inside and group.workers[0].sizes == (1, 0) for group in groups)
     return [answer for [answer] in found]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcontroller.data.meta import copy_meta, same_value
+from mcontroller.data.meta import copy_meta, merge_concat, same_value
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import numbered
@@ -47,6 +47,11 @@ def test_a_conflict_names_the_key_the_parts_and_the_values() -> None:
     assert (raised.value.key, raised.value.values) == ("step", (1, 2))
     with pytest.raises(DataError, match=r"'metrics'.* is 3 in part 0 and a dict in others"):
         joined({"metrics": 3}, {"metrics": {"loss": 1}})
+
+
+def test_keys_that_differ_between_ranks_keep_the_first_value_so_that_no_work_is_lost() -> None:
+    parts = [{"step": 1, "metrics": {"loss": 1.0}}, {"step": 2, "seed": 3, "metrics": {"loss": 2.0}}, {"metrics": 4}]
+    assert merge_concat(parts, keep_first=True) == {"step": 1, "seed": 3, "metrics": {"loss": [1.0, 2.0]}}
 
 
 def test_union_merges_metrics_by_name_and_rejects_two_values() -> None:

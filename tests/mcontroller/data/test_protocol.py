@@ -150,10 +150,11 @@ def test_an_invalid_index_is_rejected(wrong, message: str) -> None:
 def test_slices_chunks_and_selections_of_columns_share_memory_and_index_lists_copy() -> None:
     batch = numbered(6)
     memory = batch.batch["n"].untyped_storage().data_ptr()
-    views = [batch[1:3], *batch.chunk(2), *batch.split(4), batch.select("n"), DataProto.concat([batch])]
+    views = [batch[1:3], *batch.chunk(2), *batch.split(4), batch.select("n")]
     for view in views:
         assert view.batch["n"].untyped_storage().data_ptr() == memory
-    assert batch[[1, 2]].batch["n"].untyped_storage().data_ptr() != memory
+    for copied in (batch[[1, 2]], DataProto.concat([batch]), next(batch.make_iterator(6, 1))):
+        assert copied.batch["n"].untyped_storage().data_ptr() != memory
 
 
 def test_chunks_share_no_part_of_meta_info() -> None:
@@ -316,12 +317,14 @@ def test_row_lengths_are_sums_of_a_mask_or_lengths_of_jagged_rows() -> None:
     assert batch[:0].row_lengths() == []
 
 
-def test_mini_batches_are_views_in_order_unless_shuffled_and_may_drop_the_last() -> None:
+def test_mini_batches_are_copies_in_order_unless_shuffled_and_may_drop_the_last() -> None:
     batch = numbered(5)
     parts = list(batch.make_iterator(2, 1, dataloader_kwargs={"drop_last": True}))
     assert [numbers(part) for part in parts] == [[0, 1], [2, 3]]
-    parts[0].batch["n"][0] = 7
-    assert batch.batch["n"][0] == 7
+    for part in batch.make_iterator(2, 2):
+        part.batch["n"] += 100
+        part.non_tensor_batch["name"][:] = "changed"
+    assert batch == numbered(5)
     orders = {
         tuple(numbers(part)) for seed in range(5) for part in numbered(5).make_iterator(5, 1, seed, {"shuffle": True})
     }
@@ -347,12 +350,37 @@ def test_with_tensors_adds_and_replaces_tensors_and_shares_the_rest() -> None:
         batch.with_tensors({"n": torch.ones(3)})
 
 
-def test_to_moves_tensors_and_leaves_the_batch_where_it_was() -> None:
+def test_to_moves_the_batch_itself_as_modules_do_and_leaves_batches_that_share_its_tensors() -> None:
     batch = numbered(2)
-    moved = batch.to("meta")
-    assert moved.batch["n"].device.type == "meta"
-    assert moved.non_tensor_batch["name"].tolist() == ["0", "1"]
-    assert numbers(batch) == [0, 1]
+    other = batch.slice()
+    assert batch.to("meta") is batch
+    assert batch.batch["n"].device.type == "meta"
+    assert batch.non_tensor_batch["name"].tolist() == ["0", "1"]
+    assert numbers(other) == [0, 1]
+    assert DataProto(meta_info={"a": 1}).to("meta").batch is None
+
+
+def test_padding_changes_the_batch_itself() -> None:
+    batch = numbered(3, a=1)
+    assert batch.padding(2) is batch
+    assert (numbers(batch), batch.meta_info) == ([0, 1, 2, 2, 2], {"a": 1})
+
+
+def test_column_chunks_become_rows_and_other_columns_are_repeated() -> None:
+    batch = DataProto.from_dict(
+        {"pair": torch.arange(8).view(2, 4), "n": torch.tensor([5, 6])},
+        {"uid": np.array(["a", "b"], object), "texts": np.array([["x", "y"], ["z", "w"]], object)},
+        {"step": 1},
+    )
+    unfolded = batch.unfold_column_chunks(2, ["pair", "texts"])
+    assert unfolded.batch["pair"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert unfolded.batch["n"].tolist() == [5, 5, 6, 6]
+    assert unfolded.non_tensor_batch["texts"].tolist() == [["x"], ["y"], ["z"], ["w"]]
+    assert unfolded.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
+    assert unfolded.meta_info == {"step": 1}
+    assert batch.unfold_column_chunks(2).batch["pair"].shape == (4, 4)
+    with pytest.raises(DataError, match=r"column 'pair' of shape \[2, 4\] cannot be split into 3"):
+        batch.unfold_column_chunks(3, ["pair"])
 
 
 def test_equality_compares_values_dtypes_keys_and_meta_info_and_reports_the_difference() -> None:

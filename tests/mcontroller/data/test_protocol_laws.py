@@ -137,8 +137,8 @@ def test_operations_leave_the_batch_they_are_called_on_as_it_was(rows: int) -> N
     dense = batch.select(DENSE)
     made = [
         *batch.chunk(3), *batch.split(2), batch[:1], batch[[0] * min(rows, 1)], batch.select("ids"), batch.repeat(2),
-        batch.to("cpu"), batch.union(numbered(rows, more=1)), DataProto.concat([batch]), batch.unpad(0),
-        batch.padding(0), copy.copy(batch), dense.fold_batch_dim(1), dense.unfold_batch_dim(1),
+        batch.slice().to("cpu"), batch.union(numbered(rows, more=1)), DataProto.concat([batch]), batch.unpad(0),
+        batch.slice().padding(int(rows > 0)), copy.copy(batch), dense.fold_batch_dim(1), dense.unfold_batch_dim(1),
         batch.sample_level_repeat([1] * rows),
     ]  # fmt: skip
     for part in made:

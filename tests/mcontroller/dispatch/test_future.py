@@ -100,7 +100,7 @@ def test_a_call_that_is_not_waited_for_returns_a_future_of_its_result() -> None:
     assert isinstance(future, DataProtoFuture)
     assert future.done() and future.ready() and future.wait(0)
     assert numbers(future.get()) == [0, 1, 2, 3, 4]
-    assert repr(future) == "DataProtoFuture(done)"
+    assert repr(future) == "DataProtoFuture(done, .get() returns the result)"
 
 
 def test_a_result_that_is_a_list_is_a_plain_future() -> None:
