@@ -43,6 +43,7 @@ from mcontroller.channel.links import Links, configure
 from mcontroller.channel.messages import pack_answer, pack_call, unpack_answer, unpack_call
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.ray.executor import RayExecutor
+from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.process import ProcessInfo, Rendezvous
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.supervision import GroupProcesses
@@ -237,7 +238,8 @@ def start_light(processes: list[LightProcess], ranks: int, answers: int = 1) -> 
 
 
 def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
-    infos = [ProcessInfo("127.0.0.1", "", 0, (), each, Rendezvous("127.0.0.1", 0)) for each in addresses]
+    process, rendezvous = NodeProcess(0, 0, 0, None), Rendezvous("127.0.0.1", 0)
+    infos = [ProcessInfo("127.0.0.1", "", 0, (), each, rendezvous, process) for each in addresses]
     handles = ProcessHandles(NoLease(), ChannelOptions(), infos=infos)
     topology = Topology.from_layout(ParallelLayout(len(addresses)))
     return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)

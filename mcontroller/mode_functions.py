@@ -20,6 +20,22 @@ from mcontroller.group import WorkerGroup
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",
     "collect_all_to_all",
+    "collect_dp_compute",
+    "collect_dp_compute_data_proto",
+    "collect_megatron_compute",
+    "collect_megatron_compute_data_proto",
+    "collect_megatron_pp_as_dp",
+    "collect_megatron_pp_as_dp_data_proto",
+    "collect_megatron_pp_only",
+    "dispatch_all_to_all",
+    "dispatch_dp_compute",
+    "dispatch_dp_compute_data_proto",
+    "dispatch_dp_compute_data_proto_with_func",
+    "dispatch_megatron_compute",
+    "dispatch_megatron_compute_data_proto",
+    "dispatch_megatron_pp_as_dp",
+    "dispatch_megatron_pp_as_dp_data_proto",
+    "dispatch_one_to_all",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "register_dispatch_mode",
@@ -162,3 +178,25 @@ class _Registry(MutableMapping[ModeOrName, Mapping[str, Function]]):
 
 DISPATCH_MODE_FN_REGISTRY = _Registry()
 """The functions of every mode, by name or mode; setting an entry updates or adds the mode."""
+
+
+# ---- the functions of the predefined modes by the names that ported modes build on -----------------------------------
+
+dispatch_one_to_all = get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"]
+dispatch_all_to_all = get_predefined_dispatch_fn(Dispatch.ALL_TO_ALL)["dispatch_fn"]
+dispatch_megatron_compute, collect_megatron_compute = get_predefined_dispatch_fn(Dispatch.MEGATRON_COMPUTE).values()
+dispatch_megatron_compute_data_proto, collect_megatron_compute_data_proto = get_predefined_dispatch_fn(
+    Dispatch.MEGATRON_COMPUTE_PROTO
+).values()
+dispatch_megatron_pp_as_dp, collect_megatron_pp_as_dp = get_predefined_dispatch_fn(Dispatch.MEGATRON_PP_AS_DP).values()
+dispatch_megatron_pp_as_dp_data_proto, collect_megatron_pp_as_dp_data_proto = get_predefined_dispatch_fn(
+    Dispatch.MEGATRON_PP_AS_DP_PROTO
+).values()
+collect_megatron_pp_only = get_predefined_dispatch_fn(Dispatch.MEGATRON_PP_ONLY)["collect_fn"]
+dispatch_dp_compute, collect_dp_compute = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE).values()
+dispatch_dp_compute_data_proto, collect_dp_compute_data_proto = get_predefined_dispatch_fn(
+    Dispatch.DP_COMPUTE_PROTO
+).values()
+dispatch_dp_compute_data_proto_with_func = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)[
+    "dispatch_fn"
+]

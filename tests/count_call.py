@@ -25,8 +25,8 @@ PACKAGES = ("parallel_state", "mcontroller", "workers")
 PAYLOAD = (
     "mcontroller.data.",
     "mcontroller.partition.",
-    "mcontroller.ray.references.",
-    "mcontroller.ray.wire.",
+    "mcontroller.ray.values.references.",
+    "mcontroller.ray.values.wire.",
     "workers.train.batches.",
     "workers.train.micro_batches.",
 )

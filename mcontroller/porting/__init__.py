@@ -2,7 +2,7 @@
 
 New code does not need them: docs/porting.md lists, for each, what this project uses instead. Everything that only
 ported code uses is exported here, and `python -m mcontroller port` reports what is still to change. The functions of
-the modes are in `mcontroller/ported_modes.py`, because they build on groups, and groups on this folder.
+the modes are in `mcontroller/mode_functions.py`, because they build on groups, and groups on this folder.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import TYPE_CHECKING
 from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from mcontroller.ported_modes import collect_dp_compute as collect_dp_compute
-    from mcontroller.ported_modes import collect_dp_compute_data_proto as collect_dp_compute_data_proto
-    from mcontroller.ported_modes import collect_megatron_compute as collect_megatron_compute
-    from mcontroller.ported_modes import (
+    from mcontroller.mode_functions import collect_dp_compute as collect_dp_compute
+    from mcontroller.mode_functions import collect_dp_compute_data_proto as collect_dp_compute_data_proto
+    from mcontroller.mode_functions import collect_megatron_compute as collect_megatron_compute
+    from mcontroller.mode_functions import (
         collect_megatron_compute_data_proto as collect_megatron_compute_data_proto,
     )
-    from mcontroller.ported_modes import collect_megatron_pp_as_dp as collect_megatron_pp_as_dp
-    from mcontroller.ported_modes import (
+    from mcontroller.mode_functions import collect_megatron_pp_as_dp as collect_megatron_pp_as_dp
+    from mcontroller.mode_functions import (
         collect_megatron_pp_as_dp_data_proto as collect_megatron_pp_as_dp_data_proto,
     )
-    from mcontroller.ported_modes import collect_megatron_pp_only as collect_megatron_pp_only
-    from mcontroller.ported_modes import dispatch_all_to_all as dispatch_all_to_all
-    from mcontroller.ported_modes import dispatch_dp_compute as dispatch_dp_compute
-    from mcontroller.ported_modes import dispatch_dp_compute_data_proto as dispatch_dp_compute_data_proto
-    from mcontroller.ported_modes import (
+    from mcontroller.mode_functions import collect_megatron_pp_only as collect_megatron_pp_only
+    from mcontroller.mode_functions import dispatch_all_to_all as dispatch_all_to_all
+    from mcontroller.mode_functions import dispatch_dp_compute as dispatch_dp_compute
+    from mcontroller.mode_functions import dispatch_dp_compute_data_proto as dispatch_dp_compute_data_proto
+    from mcontroller.mode_functions import (
         dispatch_dp_compute_data_proto_with_func as dispatch_dp_compute_data_proto_with_func,
     )
-    from mcontroller.ported_modes import dispatch_megatron_compute as dispatch_megatron_compute
-    from mcontroller.ported_modes import (
+    from mcontroller.mode_functions import dispatch_megatron_compute as dispatch_megatron_compute
+    from mcontroller.mode_functions import (
         dispatch_megatron_compute_data_proto as dispatch_megatron_compute_data_proto,
     )
-    from mcontroller.ported_modes import dispatch_megatron_pp_as_dp as dispatch_megatron_pp_as_dp
-    from mcontroller.ported_modes import (
+    from mcontroller.mode_functions import dispatch_megatron_pp_as_dp as dispatch_megatron_pp_as_dp
+    from mcontroller.mode_functions import (
         dispatch_megatron_pp_as_dp_data_proto as dispatch_megatron_pp_as_dp_data_proto,
     )
-    from mcontroller.ported_modes import dispatch_one_to_all as dispatch_one_to_all
+    from mcontroller.mode_functions import dispatch_one_to_all as dispatch_one_to_all
     from mcontroller.porting.gathering import all_gather_data_proto as all_gather_data_proto
     from mcontroller.porting.object_store import parallel_put as parallel_put
     from mcontroller.porting.sequence_lengths import ceildiv as ceildiv

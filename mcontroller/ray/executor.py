@@ -13,7 +13,10 @@ import zmq
 
 from mcontroller.channel.queries import notify_from_finalizer
 from mcontroller.errors import GroupError
-from mcontroller.ray.handles import (
+from mcontroller.ray.process import CallHeader
+from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.supervision import GroupProcesses, SentCall
+from mcontroller.ray.values.handles import (
     ArgumentFailed,
     KeptValues,
     RayObject,
@@ -23,10 +26,7 @@ from mcontroller.ray.handles import (
     StoredValue,
     fetch,
 )
-from mcontroller.ray.process import CallHeader
-from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.supervision import GroupProcesses, SentCall
-from mcontroller.ray.wire import decode, encode, is_larger, is_stored, store
+from mcontroller.ray.values.wire import decode, encode, is_larger, is_stored, store
 from mcontroller.transport import Arguments, Deferred
 
 __all__ = ["RayCall", "RayExecutor"]

@@ -16,13 +16,13 @@ from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.handles import Stored, StoredValue
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.supervision import GroupProcesses, SentCall
+from mcontroller.ray.values.handles import Stored, StoredValue
+from mcontroller.ray.values.wire import Packed, pack, store
 from mcontroller.ray.warm_start.executable import with_warm_start
-from mcontroller.ray.wire import Packed, pack, store
 from mcontroller.transport import Arguments
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 

@@ -26,9 +26,9 @@ from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import GroupError, WorkerError
-from mcontroller.ray.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.node_processes import NodeProcess
-from mcontroller.ray.wire import Encoded, Packed, decode, encode
+from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
+from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record

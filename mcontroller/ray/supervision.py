@@ -27,11 +27,11 @@ from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, ResourceError, WorkerDied
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.handles import ArgumentLost
 from mcontroller.ray.hangs import look_at_ranks
 from mcontroller.ray.process import CallHeader
 from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.wire import encode
+from mcontroller.ray.values.handles import ArgumentLost
+from mcontroller.ray.values.wire import encode
 from mcontroller.transport import Arguments
 
 __all__ = ["GroupProcesses", "SentCall", "living_groups"]

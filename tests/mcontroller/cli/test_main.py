@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -19,8 +20,11 @@ CHECKOUT = Path(__file__).parents[3]
 def test_verbs_are_listed_with_the_first_line_of_their_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert "  topology  Draw the grid of ranks of a layout, and what a dispatch mode does on it.\n" in printed
-    assert "  help      Explain configuration keys" in printed
+    for name, text in (
+        ("topology", "Draw the grid of ranks of a layout, and what a dispatch mode does on it."),
+        ("help", "Explain"),
+    ):
+        assert re.search(rf"^  {name} +{re.escape(text)}", printed, re.MULTILINE)
 
 
 def test_listing_verbs_imports_neither_torch_nor_ray_nor_workers() -> None:

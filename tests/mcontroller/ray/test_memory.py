@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import ray
 
-from mcontroller.ray import wire
-from mcontroller.ray.wire import MAPPED_BYTES, private_copies
+from mcontroller.ray.values import wire
+from mcontroller.ray.values.wire import MAPPED_BYTES, private_copies
 
 
 @pytest.fixture

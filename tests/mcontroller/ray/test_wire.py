@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.ray.wire import IN_BAND_BYTES, Packed, pack, unpack
+from mcontroller.ray.values.wire import IN_BAND_BYTES, Packed, pack, unpack
 
 
 def travelled(value: object) -> object:

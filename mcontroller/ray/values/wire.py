@@ -38,7 +38,7 @@ from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from mcontroller.data.tensordicts import is_tensordict_itself
-from mcontroller.ray.references import read_reference, write_reference
+from mcontroller.ray.values.references import read_reference, write_reference
 from mcontroller.transport import Arguments
 
 __all__ = [

@@ -17,8 +17,8 @@ import ray
 from mcontroller.channel.address import Address
 from mcontroller.channel.queries import ask_each
 from mcontroller.errors import GroupError
-from mcontroller.ray.references import WrittenReference, read_reference, write_reference
-from mcontroller.ray.wire import decode, unpack
+from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
+from mcontroller.ray.values.wire import decode, unpack
 from mcontroller.transport import Deferred, Fetch
 
 __all__ = [
