@@ -58,7 +58,7 @@ test-port: $(PORT)/.installed
 $(PORT)/.installed: pyproject.toml constraints.txt constraints-port.txt
 	test -x $(PORT)/bin/python || $(PYTHON) -m venv $(PORT)
 	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
-	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable ".[cpu,test]"
+	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable ".[cpu,hf,test]"
 	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement constraints-port.txt
 	rm -rf $(PORT)/lib/python*/site-packages/tests
 	touch $@
