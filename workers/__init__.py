@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from workers.config import RolloutConfig as RolloutConfig
     from workers.config import load_config as load_config
     from workers.config.from_hf import model_config_from_hf as model_config_from_hf
+    from workers.config.from_megatron import model_config_from_megatron as model_config_from_megatron
     from workers.critic import CriticWorker as CriticWorker
     from workers.generate.rollout_protocol import Generated as Generated
     from workers.generate.rollout_protocol import PolicyWeights as PolicyWeights

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mcontroller.config.fields import strict_fields
+from mcontroller.errors import ConfigError
 from parallel_state import ParallelLayout
 
 __all__ = ["ParallelConfig"]
 
 _DP = "dp follows from the world size: dp = world size / (tp x cp x pp); leave it out"
+
+_MEGATRON_NAMES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+}
 
 
 @strict_fields
@@ -45,6 +55,31 @@ class ParallelConfig:
     """Megatron's order of the axes over the ranks, fastest first, joined by ``-``."""
     sequence_parallel: bool = False
     """Divide activations outside attention and MLP along the sequence over tp. Experts with tp > 1 require it."""
+
+    @classmethod
+    def from_megatron_args(cls, args: Any) -> ParallelConfig:
+        """Return the layout of Megatron-LM's arguments, or of a TransformerConfig.
+
+        Args:
+            args: with Megatron's names, such as ``tensor_model_parallel_size``. Axes that it does not have are 1.
+                Virtual stages are those that Megatron-LM's ``validate_args`` has computed.
+
+        Raises:
+            ConfigError: virtual stages are given in layers, and were not converted to a number of stages.
+        """
+        sizes = {axis: getattr(args, name, None) for axis, name in _MEGATRON_NAMES.items()}
+        layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+        if sizes["vpp"] is None and layers is not None:
+            raise ConfigError(
+                f"num_layers_per_virtual_pipeline_stage is {layers}, but virtual_pipeline_model_parallel_size is not "
+                "set: pass the arguments after Megatron-LM's validate_args",
+                key="parallel.vpp",
+                value=layers,
+            )
+        given = {axis: size for axis, size in sizes.items() if size is not None}
+        stages_first = bool(getattr(args, "use_tp_pp_dp_mapping", False))
+        order = {"order": "tp-cp-ep-pp-dp"} if stages_first else {}
+        return cls(**given, **order, sequence_parallel=bool(getattr(args, "sequence_parallel", False)))
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Return the axes over ``world_size`` ranks.

@@ -1,0 +1,173 @@
+"""ModelConfig from what a team's Megatron code has: Megatron-LM's arguments, or a TransformerConfig.
+
+A model that is written down twice may differ, and then something else is trained or exported than the team believes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mcontroller.errors import ConfigError
+from workers.config.model import ModelConfig
+
+__all__ = ["model_config_from_megatron"]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "fast_gelu": "gelu_tanh",
+    "relu": "relu",
+    "squared_relu": "squared_relu",
+    "quick_gelu": "quick_gelu",
+}
+"""Name of an activation function of torch or Megatron -> name in ``ModelConfig``."""
+
+# Fields with the same name in Megatron-LM's arguments, TransformerConfig and ModelConfig.
+_SAME_NAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "kv_channels",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+)
+
+# Fields that change what is computed and that ModelConfig does not have: name -> the value that it assumes.
+_ASSUMED: Mapping[str, Any] = {
+    "multi_latent_attention": False,
+    "heterogeneous_block_specs": False,
+    "heterogeneous_layers_config_path": None,
+    "is_hybrid_model": False,
+    "experimental_attention_variant": None,
+    "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": None,
+    "mtp_num_layers": None,
+    "apply_residual_connection_post_layernorm": False,
+    "layernorm_zero_centered_gamma": False,
+    "apply_layernorm_1p": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "rotary_interleaved": False,
+    "no_rope_freq": None,
+}
+
+
+def model_config_from_megatron(
+    source: Any, *, vocab_size: int | None = None, max_sequence_length: int | None = None, **changes: Any
+) -> ModelConfig:
+    """Return the model that Megatron-LM's arguments or a TransformerConfig describe.
+
+    A TransformerConfig does not have what belongs to the embeddings and the output: pass ``position_embedding_type``,
+    ``rotary_base``, ``rotary_percent``, ``rope_scaling_factor`` and ``tie_embeddings`` where they are not the
+    defaults.
+
+    Args:
+        source: the arguments after ``validate_args``, or the configuration.
+        vocab_size: tokens without padding. None: the arguments' ``vocab_size``.
+        max_sequence_length: longest sequence. None: the arguments' ``max_position_embeddings``.
+        changes: fields of ``ModelConfig`` that differ.
+
+    Raises:
+        ConfigError: the source has no ``vocab_size`` or length, and none is passed; or a field that changes what is
+            computed and that ``ModelConfig`` does not have. Names the field.
+    """
+    fields: dict[str, Any] = {name: getattr(source, name) for name in _SAME_NAME if hasattr(source, name)}
+    fields |= _normalization(source) | _activation(source) | _embeddings(source) | _experts(source)
+    fields["dtype"] = _dtype(source)
+    fields["num_query_groups"] = _value(source, "num_query_groups") if _is_grouped(source) else None
+    fields["vocab_size"] = vocab_size if vocab_size is not None else _value(source, "vocab_size")
+    lengths = (max_sequence_length, _value(source, "max_position_embeddings"), _value(source, "seq_length"))
+    fields["max_sequence_length"] = next((length for length in lengths if length is not None), None)
+    fields |= changes
+    _check_assumed(source, changes)
+    for name in ("vocab_size", "max_sequence_length"):
+        if fields[name] is None:
+            text = f"{type(source).__name__} has no {name}: pass {name}="
+            raise ConfigError(text, key=f"model.{name}", value=None)
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**{name: value for name, value in fields.items() if name in known})
+
+
+def _value(source: Any, name: str, default: Any = None) -> Any:
+    found = getattr(source, name, None)
+    return default if found is None else found
+
+
+def _is_grouped(source: Any) -> bool:
+    """Whether attention has fewer key-value heads; Megatron-LM's arguments have a number even if it is not used."""
+    groups = _value(source, "num_query_groups")
+    return bool(_value(source, "group_query_attention", groups != _value(source, "num_attention_heads")))
+
+
+def _normalization(source: Any) -> dict[str, Any]:
+    epsilon = _value(source, "layernorm_epsilon", _value(source, "norm_epsilon"))
+    return {} if epsilon is None else {"layernorm_epsilon": epsilon}
+
+
+def _activation(source: Any) -> dict[str, Any]:
+    function = _value(source, "activation_func")
+    if function is not None:  # a TransformerConfig
+        name = getattr(function, "__name__", repr(function))
+        if name not in _ACTIVATIONS:
+            text = f"activation_func is {name}; ModelConfig has {', '.join(_ACTIVATIONS.values())}"
+            raise ConfigError(text, key="model.activation", value=name)
+        return {"activation": _ACTIVATIONS[name], "gated_linear_unit": bool(source.gated_linear_unit)}
+    if _value(source, "swiglu", False):
+        return {"activation": "silu", "gated_linear_unit": True}
+    if _value(source, "quick_geglu", False):
+        return {"activation": "quick_gelu", "gated_linear_unit": True}
+    return {
+        "activation": "squared_relu" if _value(source, "squared_relu", False) else "gelu",
+        "gated_linear_unit": False,
+    }
+
+
+def _embeddings(source: Any) -> dict[str, Any]:
+    fields = {
+        name: getattr(source, name)
+        for name in ("position_embedding_type", "rotary_base", "rotary_percent")
+        if _value(source, name) is not None
+    }
+    if hasattr(source, "untie_embeddings_and_output_weights"):
+        fields["tie_embeddings"] = not source.untie_embeddings_and_output_weights
+    if _value(source, "use_rope_scaling", False):
+        fields["rope_scaling_factor"] = _value(source, "rope_scaling_factor", 8.0)
+    return fields
+
+
+def _experts(source: Any) -> dict[str, Any]:
+    experts = _value(source, "num_moe_experts", _value(source, "num_experts"))
+    return {} if experts is None else {"num_moe_experts": experts}
+
+
+def _dtype(source: Any) -> str:
+    """Return the dtype of the parameters, which the flags of mixed precision name too."""
+    for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if _value(source, flag, False):
+            return name
+    return str(_value(source, "params_dtype", "float32")).removeprefix("torch.")
+
+
+def _check_assumed(source: Any, changes: Mapping[str, Any]) -> None:
+    for name, assumed in _ASSUMED.items():
+        value = getattr(source, name, assumed)
+        if name not in changes and value not in (assumed, None, False):
+            raise ConfigError(
+                f"{name} is {value!r}; a ModelConfig has no such field: build the model in an override of build_model",
+                key=f"model.{name}",
+                value=value,
+            )
+    position = _value(source, "position_embedding_type", "rope")
+    if "position_embedding_type" not in changes and position not in ("rope", "learned_absolute", "none"):
+        text = f"position_embedding_type is {position!r}; ModelConfig has rope, learned_absolute and none"
+        raise ConfigError(text, key="model.position_embedding_type", value=position)
