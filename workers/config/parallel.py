@@ -78,8 +78,8 @@ class ParallelConfig:
             )
         given = {axis: size for axis, size in sizes.items() if size is not None}
         stages_first = bool(getattr(args, "use_tp_pp_dp_mapping", False))
-        order = {"order": "tp-cp-ep-pp-dp"} if stages_first else {}
-        return cls(**given, **order, sequence_parallel=bool(getattr(args, "sequence_parallel", False)))
+        order = "tp-cp-ep-pp-dp" if stages_first else "tp-cp-ep-dp-pp"
+        return cls(**given, order=order, sequence_parallel=bool(getattr(args, "sequence_parallel", False)))
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Return the axes over ``world_size`` ranks.

@@ -69,8 +69,9 @@ def build_model(
         context: the layout that the model is built in.
         value_head: whether the model ends in a value head, as a critic does: one number for each token (float32
             ``[batch, seq, 1]``) instead of logits. Embeddings are not tied then.
-        model_provider: a function that builds each chunk. ``model`` is ignored then, and the weights are those of the
-            provider, moved to the device and cast to the dtype of the chunk's own Megatron config.
+        model_provider: a function that builds each chunk. Of ``model`` only ``vocab_size`` is used then: if the
+            chunk's vocabulary is larger, the rest is padding, which is never sampled and not saved. The weights are
+            those of the provider, moved to the device and cast to the dtype of the chunk's own Megatron config.
         initialize: False leaves the weights uninitialized, to be loaded later, and ignores ``model.hf_path`` and
             ``model.seed``.
 
@@ -90,6 +91,8 @@ def build_model(
             build_chunk(pre_process=first, post_process=last, vp_stage=vp_stage)
             for first, last, vp_stage in _stages(parallel, context)
         ]
+        for chunk in chunks:
+            _mask_padding(chunk, model.vocab_size)
         if value_head and _is_last(parallel, context):
             put_value_head(chunks[-1], context.pg.tp)
         place_chunks(chunks, torch.device(torch.cuda.current_device()))
@@ -97,6 +100,13 @@ def build_model(
             left = None if model.hf_path is None else load_hf(chunks, model.hf_path, context)
             initialize_weights(chunks, context, model.seed, only=left)
     return chunks
+
+
+def _mask_padding(chunk: torch.nn.Module, vocab_size: int) -> None:
+    """Mask the padding of the vocabulary in the logits of any GPTModel, unless that was done."""
+    padded = isinstance(chunk, GPTModel) and chunk.vocab_size >= vocab_size
+    if padded and not hasattr(chunk, "unpadded_vocab_size"):
+        mask_padded_vocabulary(chunk, vocab_size)
 
 
 def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
@@ -184,6 +194,5 @@ class _OwnModel:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         if self.implementation == "local":
             use_gated_mlps(chunk)
-        mask_padded_vocabulary(chunk, model.vocab_size)
         chunk.model_family = model.family  # read by workers.weights.hf
         return chunk
