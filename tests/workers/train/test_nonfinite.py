@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel_state.simulated import run_ranks
 from tests import forking
+from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, actor, experience, own_shard
 from workers.train.nonfinite import NonFiniteGradient
 
@@ -95,7 +95,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_of_the_backward_pass_is_attributed_to_its_rank_and_parameter(layout: str) -> None:
     size, parallel, rank, ending, changes = LAYOUTS[layout]
-    check(run_ranks(size, updated, parallel, rank, ending, changes), rank)
+    check(run_ranks(updated, size, parallel, rank, ending, changes), rank)
 
 
 @pytest.mark.processes
