@@ -239,7 +239,8 @@ def start_light(processes: list[LightProcess], ranks: int, answers: int = 1) -> 
 
 def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
     process, rendezvous = NodeProcess(0, 0, 0, None), Rendezvous("127.0.0.1", 0)
-    infos = [ProcessInfo("127.0.0.1", "", 0, (), each, rendezvous, process) for each in addresses]
+    here = ray.get_runtime_context().get_node_id()
+    infos = [ProcessInfo("127.0.0.1", here, 0, (), each, rendezvous, process) for each in addresses]
     handles = ProcessHandles(NoLease(), ChannelOptions(), infos=infos)
     topology = Topology.from_layout(ParallelLayout(len(addresses)))
     return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)
