@@ -1,4 +1,4 @@
-"""``run_ranks``: a function on several ranks, simulated in this process with a torch for CPUs, and forked otherwise.
+"""``run_ranks``: a function on several ranks, simulated in this process, and forked where there is a GPU.
 
 Tests of what ranks compute together import it from here. Tests of real transports, of processes and of what a process
 does outside of Python import ``run_ranks`` of ``tests.forking``, with the same arguments.
@@ -17,9 +17,7 @@ __all__ = ["run_ranks"]
 
 T = TypeVar("T")
 
-if torch.cuda.is_available() or torch.version.cuda is not None:
-    # A GPU, or the pretended one, needs a process for each rank; and with a torch that is built for CUDA, a process in
-    # which simulated ranks have computed gradients cannot fork ranks that do.
+if torch.cuda.is_available():  # also on the pretended GPU
     from tests.forking import run_ranks
 else:
 
