@@ -19,10 +19,10 @@ def in_process_writers() -> dict[Any, dict[str, Any]]:
     """Return what each rank replaces in Megatron: object -> attribute -> value."""
     writer = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
     caller = importlib.import_module(f"{_STRATEGIES}.async_utils")
-    results_queue = "get_write_results_queue" if hasattr(writer, "get_write_results_queue") else "_get_write_results_queue"
+    newest = hasattr(writer, "get_write_results_queue")
     return {
         writer.FileSystemWriterAsync: {"write_preloaded_data_multiproc": staticmethod(_write_all)},
-        writer: {results_queue: queue.SimpleQueue},
+        writer: {"get_write_results_queue" if newest else "_get_write_results_queue": queue.SimpleQueue},
         caller.TemporalAsyncCaller: {"schedule_async_call": _write_now},
     }
 
