@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mcontroller.channel.address import Address
-from mcontroller.channel.links import SNDMORE, Links
+from mcontroller.channel.links import SNDMORE, Links, send
 
 __all__ = ["Hub"]
 
@@ -61,12 +61,12 @@ class Hub:
         with self._turn:
             if self._closed:
                 return
-            send, ids = self._links.socket.send, self._ids
+            socket, ids = self._links.socket, self._ids
             for rank, frames in messages:
-                send(ids[rank], SNDMORE)
+                send(socket, ids[rank], SNDMORE)
                 for frame in frames[:-1]:
-                    send(frame, SNDMORE, copy=False)
-                send(frames[-1], copy=False)
+                    send(socket, frame, SNDMORE, False)
+                send(socket, frames[-1], 0, False)
             if self._polling:  # sending may have reset the descriptors of answers that another thread polls
                 self._receive()
 

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
 
-__all__ = ["RECONNECT_SECONDS", "SNDMORE", "Links", "configure", "monitor", "send_frames"]
+__all__ = ["RECONNECT_SECONDS", "SNDMORE", "Links", "configure", "monitor", "send", "send_frames"]
 
 SILENT_SECONDS = 30
 """Time after which a connection to a node that vanished without closing it is lost."""
@@ -37,6 +37,9 @@ _EVENTS, _POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)
 
 _get: Any = zmq.backend.Socket.get
 """``zmq.Socket.get`` without the enumeration that it makes of the value."""
+
+send: Any = zmq.backend.Socket.send
+"""``zmq.Socket.send`` without the options of draft sockets: socket, frame, flags, and whether to copy."""
 
 
 class Links:
@@ -81,12 +84,12 @@ class Links:
 
     def receive(self) -> Iterator[tuple[bytes, list[Any]]]:
         """Yield the messages that have arrived: the link and the frames of each. Does not wait."""
-        socket = self.socket
+        socket, recv = self.socket, self.socket.recv
         while _get(socket, _EVENTS) & _POLLIN:
-            link: bytes = socket.recv()
-            frames = [socket.recv(copy=False)]
+            link: bytes = recv()
+            frames = [recv(copy=False)]
             while frames[-1].more:
-                frames.append(socket.recv(copy=False))
+                frames.append(recv(copy=False))
             yield link, frames
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
@@ -108,8 +111,8 @@ class Links:
 def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
     """Send a message of bytes, which are copied, and ``zmq.Frame`` objects, which are not."""
     for frame in frames[:-1]:
-        socket.send(frame, SNDMORE, copy=False)
-    socket.send(frames[-1], copy=False)
+        send(socket, frame, SNDMORE, False)
+    send(socket, frames[-1], 0, False)
 
 
 def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:

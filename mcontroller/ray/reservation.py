@@ -32,6 +32,12 @@ __all__ = [
     "session",
 ]
 
+SESSION_SECONDS = 0.1
+"""How long Ray's answer to which cluster this driver is connected is kept."""
+
+_session: tuple[str, str] | None = None
+_session_time = 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
@@ -178,11 +184,20 @@ def check_fits(shapes: Sequence[NodeShape], name: str) -> None:
 
 
 def session() -> tuple[str, str] | None:
-    """Identify this driver's connection to its cluster; None if it is not connected."""
+    """Identify this driver's connection to its cluster; None if it is not connected.
+
+    Every call of a group asks, and Ray's answer costs more than the rest of the check. So it is kept for a moment that
+    is too short to connect to another cluster.
+    """
+    global _session, _session_time
     if not ray.is_initialized():
+        _session = None
         return None
-    context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_job_id()
+    now = time.monotonic()
+    if _session is None or now - _session_time > SESSION_SECONDS:
+        context = ray.get_runtime_context()
+        _session, _session_time = (context.get_node_id(), context.get_job_id()), now
+    return _session
 
 
 def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: float) -> list[PlacementGroup]:
