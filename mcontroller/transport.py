@@ -135,6 +135,10 @@ class Executor(Protocol):
     def nodes(self) -> Sequence[str]:
         """The node of every rank, by rank."""
 
+    @property
+    def threads(self) -> Sequence[int | None]:
+        """The threads that every rank computes with on the CPU, by rank; None if they are not known."""
+
     def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
         """Set the coordinates of each rank, by rank, for error messages and traces."""
 

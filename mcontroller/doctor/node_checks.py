@@ -124,7 +124,8 @@ def check_limits(node: NodeFacts) -> Iterator[Finding]:
 def check_threads(node: NodeFacts, ranks: int) -> Iterator[Finding]:
     """Compare the OpenMP threads of all ranks with the cores.
 
-    Ray sets OMP_NUM_THREADS of a worker to the CPUs that it asks for, 1 by default, unless the variable is set.
+    Ray sets OMP_NUM_THREADS of a worker to the CPUs that it asks for, 1 by default, unless the variable is set. Groups
+    without GPUs divide the cores among their processes.
     """
     text = node.variables.get("OMP_NUM_THREADS")
     shown = f"OMP_NUM_THREADS={text if text is not None else 'not set'}, {ranks} ranks, {node.cores} cores"

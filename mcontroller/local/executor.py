@@ -78,6 +78,7 @@ class LocalExecutor:
         role: name of the role in error messages.
         world_size: number of ranks.
         nodes: this machine's name, for every rank.
+        threads: None for every rank: they compute on the threads of this process.
         coordinates: index on each axis, by rank; empty until ``set_coordinates``.
         workers: the worker objects, by rank.
     """
@@ -88,6 +89,7 @@ class LocalExecutor:
         self.role = role
         self.world_size = world_size
         self.nodes: Sequence[str] = (socket.gethostname(),) * world_size
+        self.threads: Sequence[int | None] = (None,) * world_size
         self.coordinates: Sequence[Mapping[str, int]] = ()
         self._broken: MControllerError | None = None
         self._closed = False

@@ -102,12 +102,14 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def group_table(groups: Mapping[str, WorkerGroup]) -> Table:
-    """Return a table with a row for every group: its worker class, layout and processes."""
-    table = Table("group", "worker", "layout", "processes", title="Groups", title_justify="left")
+    """Return a table with a row for every group: its worker class, layout, processes, and their threads on the CPU."""
+    table = Table("group", "worker", "layout", "processes", "threads", title="Groups", title_justify="left")
     for name, group in groups.items():
         nodes = len(set(group.executor.nodes))
         processes = f"{group.world_size} on {nodes} node{'s' if nodes > 1 else ''}"
-        table.add_row(name, group.worker_cls.__name__, layout_text(group.topology), processes)
+        threads = sorted({each for each in group.executor.threads if each is not None})
+        shown = " or ".join(map(str, threads)) or "as Ray sets"
+        table.add_row(name, group.worker_cls.__name__, layout_text(group.topology), processes, shown)
     return table
 
 

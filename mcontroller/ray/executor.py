@@ -51,6 +51,11 @@ class RayExecutor:
         """The address of the node of every rank."""
         return self.processes.nodes
 
+    @property
+    def threads(self) -> Sequence[int | None]:
+        """The threads that every rank computes with on the CPU; None for those that Ray has set."""
+        return [info.threads for info in self.processes.handles.infos]
+
     def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
         """Set the coordinates of each rank, by rank, for error messages."""
         self.processes.coordinates[self.role] = coordinates

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -20,6 +22,7 @@ from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.supervision import GroupProcesses, SentCall
+from mcontroller.ray.threads import threads_of_rank
 from mcontroller.ray.values.handles import Stored, StoredValue
 from mcontroller.ray.values.wire import Packed, pack, store
 from mcontroller.ray.warm_start.executable import with_warm_start
@@ -77,7 +80,7 @@ def launch(
             recorded = RecordedLease(unique, lease, {role: init.cls for role, init in roles.items()})
             handles.lease = recorded
         reports = _start(handles, pool, lease, unique, options, detached)
-        handles.infos = _await_infos(reports, next(iter(packed)), timeout)
+        handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
         processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         call = _build(processes, pool, lease, packed, left)
@@ -182,11 +185,21 @@ def _build(
     large = sum(each.nbytes for each in packed.values()) > inline_bytes
     classes = Stored(StoredValue(store(packed))) if large else packed
     rendezvous = processes.handles.infos[0].rendezvous
-    arguments = [Arguments((each, rendezvous, classes)) for each in _identities(pool, processes.name, lease)]
+    identities = _identities(pool, processes.name, lease, processes.handles.infos)
+    arguments = [Arguments((each, rendezvous, classes)) for each in identities]
     return processes.call_processes(next(iter(packed)), "__init__", "build", arguments, timeout)
 
 
-def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[Identity]:
+def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[ProcessInfo]) -> list[ProcessInfo]:
+    """Return the processes with the threads that each computes with, which depend on the processes of its node."""
+    neighbors = Counter(bundle.group.id for bundle in lease.bundles)
+    return [
+        replace(info, threads=threads_of_rank(pool.threads, info, neighbors[bundle.group.id], bundle.gpu is not None))
+        for info, bundle in zip(infos, lease.bundles, strict=True)
+    ]
+
+
+def _identities(pool: RayResourcePool, name: str, lease: SlotLease, infos: Sequence[ProcessInfo]) -> Iterator[Identity]:
     """Yield the identity of every rank, with the variables that torchrun would set and the GPUs that it can see.
 
     LOCAL_RANK is the index of the rank's GPU among those that it can see: those of its group on its node, or only its
@@ -209,7 +222,7 @@ def _identities(pool: RayResourcePool, name: str, lease: SlotLease) -> Iterator[
             gpus, device = gpus[local_rank : local_rank + 1], 0
             environment = RankEnvironment(rank, pool.world_size)
         env = {**environment.variables(), **ray_names, **group_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        yield Identity(name, rank, env, device)
+        yield Identity(name, rank, env, device, infos[rank].threads)
 
 
 _Actor: Any = ray.remote(WorkerProcess)

@@ -27,6 +27,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.ray.node_processes import NodeProcess
+from mcontroller.ray.threads import chosen_threads, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
@@ -54,12 +55,14 @@ class Identity:
         rank: rank in the group.
         env: environment variables that torch and the worker read.
         device: index of its GPU among those that the process can see; None in a pool without GPUs.
+        threads: threads that it computes with on the CPU; None for those that Ray has set.
     """
 
     group: str
     rank: int
     env: Mapping[str, str]
     device: int | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class ProcessInfo:
         process: the process as its node sees it.
         record: the descriptor of the record of its last collectives, see ``parallel_state.hangs.record``; None for
             none.
+        cores: number of cores that it may run on.
+        threads: threads that it computes with on the CPU; None for those that Ray has set.
     """
 
     node: str
@@ -86,6 +91,8 @@ class ProcessInfo:
     rendezvous: Rendezvous
     process: NodeProcess
     record: int | None = None
+    cores: int = 1
+    threads: int | None = None
 
 
 class ProcessPosition(NamedTuple):
@@ -162,6 +169,8 @@ class WorkerProcess:
             Rendezvous(node, self._reserved.getsockname()[1]),
             NodeProcess.this(self._endpoint.query_thread),
             None if self._record is None else self._record.descriptor,
+            usable_cores(),
+            chosen_threads(),
         )
 
     def get_info(self) -> ProcessInfo:
@@ -222,6 +231,8 @@ class WorkerProcess:
         """
         self._identity, self._running = identity, "__init__"
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
+        if identity.threads is not None:
+            set_threads(identity.threads)
         for role, each in packed.items():
             try:
                 choose_device(identity.device)  # before the module of the worker is imported

@@ -98,6 +98,9 @@ class RayResourcePool(ResourcePool):
         channel: ports of the processes, and the size of values that travel inside messages.
         record_collectives: whether each process records its last collectives, so that ``CallTimeout`` reports which
             rank waits for which, in which collective; see docs/reliability.md.
+        threads: threads that each process computes with on the CPU. By default OMP_NUM_THREADS of the node's Ray if
+            it is set, or the CPUs that a process asks for; otherwise, without GPUs, the cores of the node divided by
+            the processes of a group there, and 1 with GPUs or ``warm_start=False``.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
@@ -115,8 +118,11 @@ class RayResourcePool(ResourcePool):
         warm_start: bool = True,
         channel: ChannelOptions | None = None,
         record_collectives: bool = True,
+        threads: int | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise ResourceError(f"threads is {threads!r}; expected a positive integer, or None", threads=threads)
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix or f"pool{next(_unnamed)}"
         self.detached = detached
@@ -125,6 +131,7 @@ class RayResourcePool(ResourcePool):
         self.warm_start = warm_start
         self.channel = channel or ChannelOptions()
         self.record_collectives = record_collectives
+        self.threads = threads
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
 
@@ -303,7 +310,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def _kind(self) -> dict[str, object]:
-        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives")
+        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives", "threads")
         names = ("use_gpu", "max_colocate_count", "detached", *process)
         return {name: getattr(self, name) for name in names}
 
@@ -424,6 +431,7 @@ class ResourcePoolManager:
         max_colocate_count: slots of each bundle; by default one for every role in the pool.
         isolate_gpus: whether each process sees only its own GPU; see ``RayResourcePool``.
         record_collectives: whether each process records its last collectives; see ``RayResourcePool``.
+        threads: threads that each process computes with on the CPU; see ``RayResourcePool``.
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
@@ -436,6 +444,7 @@ class ResourcePoolManager:
     max_colocate_count: int | None = None
     isolate_gpus: bool = field(default=False, kw_only=True)
     record_collectives: bool = field(default=True, kw_only=True)
+    threads: int | None = field(default=None, kw_only=True)
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -468,6 +477,7 @@ class ResourcePoolManager:
             max_colocate_count=slots,
             isolate_gpus=self.isolate_gpus,
             record_collectives=self.record_collectives,
+            threads=self.threads,
         )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:

@@ -42,6 +42,9 @@ class PoolConfig:
     """Each process sees only its own GPU, as cuda:0, instead of those of all ranks of its group on the node."""
     record_collectives: bool = True
     """Each process records its last collectives; ``CallTimeout`` then reports which rank waits for which."""
+    threads: int | None = None
+    """Threads that each process computes with on the CPU. None: OMP_NUM_THREADS if it is set; otherwise, without GPUs,
+    the cores of the node divided by its processes of one group."""
 
 
 @strict_fields

@@ -84,6 +84,7 @@ def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: C
             max_colocate_count=pool.max_colocate_count,
             isolate_gpus=pool.isolate_gpus,
             record_collectives=pool.record_collectives,
+            threads=pool.threads,
         ),
         reward_fn=parts.rewards,
         train_dataset=parts.train,

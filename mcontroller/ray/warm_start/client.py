@@ -26,13 +26,20 @@ OF_A_PROCESS = {"PWD", "OLDPWD", "SHLVL", "_"}
 """Variables that differ between the workers of a job, and that no library reads when it is loaded."""
 
 
+DEFAULT_THREADS = "MCONTROLLER_DEFAULT_THREADS"
+"""``mcontroller.ray.threads.DEFAULT_MARK``."""
+
+
 class NoParent(Exception):
     """The worker cannot be forked from a warm parent."""
 
 
 def start_worker(threads: str, command: Sequence[str]) -> None:
     """Run the command of a worker, a script and its arguments; do not return."""
-    os.environ.setdefault("OMP_NUM_THREADS", threads)  # as Ray does later, when a forked worker has loaded torch
+    if "OMP_NUM_THREADS" not in os.environ:  # as Ray does later, when a forked worker has loaded torch
+        os.environ["OMP_NUM_THREADS"] = threads
+        if threads == "1":
+            os.environ[DEFAULT_THREADS] = "1"
     try:
         connection = request(command)
     except (OSError, NoParent):
