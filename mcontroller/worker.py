@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self
@@ -48,6 +49,21 @@ class RankEnvironment:
     def variables(self) -> dict[str, str]:
         """Return the environment variables RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_PORT."""
         return {name.upper(): str(getattr(self, name)) for name in self.__slots__}
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        """Set this process's environment variables to these while the block runs."""
+        variables = self.variables()
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> Self:

@@ -8,13 +8,19 @@ its own set of globals, and keeps its changes to them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, NoReturn
+
+import torch
+from torch.distributed import HashStore, ProcessGroup
+from torch.distributed.distributed_c10d import GroupName, ProcessGroupGloo
 
 from parallel_state import cpu
 from parallel_state.errors import LayoutError, ParallelStateError
@@ -101,6 +107,22 @@ class MockedGroup:
         return f"MockedGroup({self.group_name}: ranks {list(self.group_ranks)}, of rank {self._rank})"
 
 
+@functools.cache
+def _group_of_one() -> ProcessGroup:
+    """Return a real group of one rank: its collectives are computed, as those of a group without others can be."""
+    store = HashStore()
+    group = ProcessGroup(store, 0, 1)
+    gloo = ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), gloo, ProcessGroupGloo(store, 0, 1, timedelta(seconds=60)))
+    group._set_default_backend(gloo)
+    group._set_group_name(GroupName("mocked group of one rank"))
+    return group
+
+
+def _group(name: str, group_ranks: Mapping[int, int], rank: int) -> ProcessGroup | MockedGroup:
+    return MockedGroup(name, group_ranks, rank) if len(group_ranks) > 1 else _group_of_one()
+
+
 @dataclass(frozen=True)
 class _Groups:
     """All groups over some axes.
@@ -178,7 +200,7 @@ class MockedRanks:
         if self._megatron is None:
             return {}
         values: dict[str, Any] = {
-            name: MockedGroup(span, self._groups[span].of_rank[rank], rank)
+            name: _group(span, self._groups[span].of_rank[rank], rank)
             for name, span in _GROUPS.items()
             if self._has(span)
         }
@@ -199,10 +221,11 @@ class MockedRanks:
     def _new_state(self, rank: int) -> RankState:
         """Return the state of a rank on which torch.distributed and Megatron are initialized."""
         initial = self._initial_globals(rank)
-        world = MockedGroup("world", self._world, rank)
-        groups = {world, *(value for value in initial.values() if isinstance(value, MockedGroup))}
+        world = _group("world", self._world, rank)
+        groups = {world, *(value for value in initial.values() if isinstance(value, MockedGroup | ProcessGroup))}
+        alone = {rank: 0}
         distributed: dict[str, Any] = {
-            "_pg_group_ranks": {group: group.group_ranks for group in groups},
+            "_pg_group_ranks": {each: each.group_ranks if isinstance(each, MockedGroup) else alone for each in groups},
             "_pg_map": {group: ("gloo", None) for group in groups},
             "_default_pg": world,
         }

@@ -200,12 +200,14 @@ class ActorRolloutRefWorker(ModelWorker):
             has the cost of that. None off the last stage.
 
         Raises:
-            ConfigError: the role does not include ``rollout``, or a setting in ``meta_info`` is invalid.
+            ConfigError: the role does not include ``rollout``, a setting in ``meta_info`` is invalid, or prompts and
+                responses of the configured lengths do not fit into the model's sequences.
             DataError: a column or a token id is missing, a row is padding only or padded on the right, or a prompt is
                 longer than ``rollout.prompt_length``.
         """
         self._require_role("rollout", "generate_sequences")
         self.check_call_context()
+        self.config.check_lengths()
         call = self.sampled_batches
         self.sampled_batches += bool(prompts.meta_info.get("do_sample", self.config.rollout.do_sample))
         rollout, metrics = self._current_rollout()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from mcontroller.devices import device_of_rank
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError
 from mcontroller.worker import Worker
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError
@@ -24,6 +25,8 @@ from workers.model.gpu_defaults import set_max_connections
 __all__ = ["MegatronWorker"]
 
 _logger = logging.getLogger(__name__)
+
+_REPORTS = ("get_megatron_rank_info", "get_megatron_global_info")
 
 
 class MegatronWorker(Worker):
@@ -42,8 +45,13 @@ class MegatronWorker(Worker):
         with worker.call_context("compute"):
             worker.compute(data)
 
+    A subclass that has its own groups needs no ``parallel``: it reports its layout by overriding
+    ``get_megatron_rank_info`` and ``get_megatron_global_info``, and nothing is initialized for it. It has no
+    ``context`` then.
+
     Args:
-        parallel: the sizes of the axes; checked against the world size before the process joins the others.
+        parallel: the sizes of the axes; checked against the world size before the process joins the others. None only
+            for a subclass that reports its layout itself.
         seed: of Megatron's random tracker.
         timeout_s: seconds after which the rendezvous or a collective fails.
 
@@ -53,6 +61,7 @@ class MegatronWorker(Worker):
         context: the groups of the layout, and this rank's random state.
 
     Raises:
+        ConfigError: ``parallel`` is None, and the subclass does not report its layout.
         LayoutError: the axes do not divide the world size; with the arithmetic.
         ResourceError: torch can use GPUs here, but sees fewer than the group has ranks on this node; or two ranks are
             on one GPU.
@@ -61,11 +70,14 @@ class MegatronWorker(Worker):
     _constructing: ExitStack | None = None
     """Exits the context when the outermost ``__init__`` returns; None outside of it."""
 
-    def __init__(self, parallel: ParallelConfig, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
+    def __init__(self, parallel: ParallelConfig | None = None, *, seed: int = 1234, timeout_s: float = 600.0) -> None:
         super().__init__()
         self.parallel = parallel
-        layout = parallel.layout(self.world_size)
         self.device = device_of_rank(self.local_rank, self.local_world_size)
+        if parallel is None:
+            self._check_reports()
+            return
+        layout = parallel.layout(self.world_size)
         if self.device.type == "cuda":
             explanation = set_max_connections(parallel)  # before the device is used
             if self.rank == 0:
@@ -88,7 +100,18 @@ class MegatronWorker(Worker):
 
     def call_context(self, method: str) -> AbstractContextManager[Any]:
         """Return the context of a call: this worker's Megatron context. To extend it, enter ``super()``'s in yours."""
-        return self.context.activate()
+        return nullcontext() if self.parallel is None else self.context.activate()
+
+    def _check_reports(self) -> None:
+        """Raise ConfigError unless the subclass reports its layout itself."""
+        inherited = [name for name in _REPORTS if getattr(type(self), name) is getattr(MegatronWorker, name)]
+        if inherited:
+            raise ConfigError(
+                f"{type(self).__name__} has no parallel, and does not override {' and '.join(inherited)}: pass a "
+                "ParallelConfig, or report the layout of your own groups in both",
+                key="parallel",
+                value=None,
+            )
 
     def check_call_context(self) -> None:
         """Raise unless Megatron's globals are those of this worker.

@@ -98,6 +98,8 @@ class ModelWorker(MegatronWorker):
         memory_use: the memory of this process during the calls.
     """
 
+    parallel: ParallelConfig  # never None
+
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "get_megatron_rank_info": (),
         "get_megatron_global_info": (),

@@ -127,17 +127,8 @@ class LocalExecutor:
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
         """Set this process's environment variables to those of a rank while the block runs."""
-        variables = RankEnvironment(rank, self.world_size, rank, self.world_size).variables()
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
+        with RankEnvironment(rank, self.world_size, rank, self.world_size).activate():
             yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
     def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:
         """Set the coordinates of each rank, by rank, for error messages."""

@@ -81,6 +81,8 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
     if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(mapping):
         raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
     _check_group_size(config)
+    if hasattr(config.actor_rollout_ref, "check_lengths"):
+        config.actor_rollout_ref.check_lengths()
     if config.warm_up.steps and Role.RefPolicy in mapping:
         raise _misfit(
             mapping,

@@ -27,7 +27,7 @@ from mcontroller.group import WorkerGroup
 from mcontroller.local.copies import private_copy
 from mcontroller.local.executor import LocalCall, LocalExecutor
 from mcontroller.transport import Arguments, Deferred
-from mcontroller.worker import ClassWithInitArgs, W_co
+from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.axes import ranks_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.mocked import MockedRanks
@@ -280,7 +280,8 @@ def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, wo
 def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[dict[str, int]]:
     """Make Megatron and torch.distributed answer as on one rank of a layout; the context's value is its coordinates.
 
-    Use it to test plain functions that read Megatron's state.
+    Use it to test plain functions that read Megatron's state. RANK, WORLD_SIZE and the other variables that torchrun
+    sets are those of the rank, on one node.
 
     Raises:
         LayoutError: ``layout`` is neither a ParallelLayout, nor a Topology, nor a number of ranks.
@@ -292,7 +293,8 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
     """
     topology = as_topology(layout)
     coordinates = topology.coordinates(rank)
-    with MockedRanks(topology).activate(rank):
+    size = topology.world_size
+    with RankEnvironment(rank, size, rank, size).activate(), MockedRanks(topology).activate(rank):
         yield coordinates
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -182,6 +183,8 @@ def test_a_plain_function_can_be_tested_on_one_rank() -> None:
 
         assert parallel_state.get_tensor_model_parallel_rank() == coordinates["tp"] == 1
         assert parallel_state.get_pipeline_model_parallel_rank() == coordinates["pp"] == 1
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("5", "8", "5")
+    assert os.environ.get("RANK") is None
 
 
 def test_a_rank_that_the_layout_does_not_have_cannot_be_mocked() -> None:

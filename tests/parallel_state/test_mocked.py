@@ -114,6 +114,19 @@ def test_a_collective_between_mocked_ranks_raises() -> None:
             dist.barrier()
 
 
+def test_collectives_of_groups_of_one_rank_are_computed() -> None:
+    with MockedRanks(Topology.from_layout(ParallelLayout(2, tp=2))).activate(1):
+        group = mpu().get_pipeline_model_parallel_group()
+        assert (group.rank(), group.size(), dist.get_process_group_ranks(group)) == (0, 1, [1])
+        ones, gathered, objects = torch.ones(3), torch.empty(3), [None]
+        dist.all_reduce(ones, group=group)
+        dist.all_gather_into_tensor(gathered, 2 * ones, group=group)
+        dist.all_gather_object(objects, {"loss": 1.0}, group=group)
+        dist.broadcast(ones, src=1, group=group)
+        dist.barrier(group=group)
+        assert (ones.tolist(), gathered.tolist(), objects) == ([1.0] * 3, [2.0] * 3, [{"loss": 1.0}])
+
+
 def test_initializing_megatron_on_a_mocked_rank_is_checked_against_its_layout() -> None:
     with MockedRanks(TP2_PP2_DP2).activate(0):
         mpu().initialize_model_parallel(2, 2)

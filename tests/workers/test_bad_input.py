@@ -10,7 +10,9 @@ import torch
 from mcontroller.errors import ConfigError, DataError, LayoutError
 from tests.forking import run_ranks
 from tests.workers.roles import (
+    GREEDY,
     MODEL,
+    PROMPT,
     RESPONSE,
     actor,
     callable_directly,
@@ -18,6 +20,7 @@ from tests.workers.roles import (
     experience,
     largest_difference,
     own_shard,
+    prompts,
     weights,
 )
 from workers.actor import ActorRolloutRefWorker
@@ -271,10 +274,6 @@ def test_axes_that_do_not_divide_are_rejected_with_the_numbers(parallel: dict[st
         ("optim.lr=-1", "optim.lr is -1.0; it must be at least 0.0"),
         ("optim.decay_style=cosine", "optim.total_steps is 0"),
         ("rollout.top_p=1.5", "rollout.top_p is 1.5; it must lie between 0.0 and 1.0"),
-        (
-            "rollout.response_length=30",
-            "10 + rollout.response_length 30 = 40 is more than model.max_sequence_length 32",
-        ),
         ("ppo_minibatch_size=4", "ppo_mini_batch_size"),
         (
             "sft_optim.distributed_optimizer=true",
@@ -296,3 +295,17 @@ def test_unknown_role_is_rejected() -> None:
     config = load_config(ActorConfig, {"model": MODEL, "rollout": {"prompt_length": 10, "response_length": 6}})
     with pytest.raises(ConfigError, match="'actor_critic'; expected one or more of actor, rollout, ref"):
         ActorRolloutRefWorker(config, "actor_critic")
+
+
+def too_long_sequences() -> str:
+    worker = actor({}, rollout={"prompt_length": PROMPT, "response_length": 40})
+    with pytest.raises(ConfigError) as raised:
+        worker.generate_sequences(prompts(4, GREEDY))
+    return str(raised.value)
+
+
+def test_lengths_are_checked_when_an_actor_generates() -> None:
+    assert run_ranks(too_long_sequences, 1) == [
+        f"rollout.prompt_length {PROMPT} + rollout.response_length 40 = {PROMPT + 40} is more than "
+        "model.max_sequence_length 32"
+    ]

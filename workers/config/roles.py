@@ -122,7 +122,22 @@ class ActorConfig:
         if self.sft_optim is not None:
             check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
-        _check_lengths(self)
+
+    def check_lengths(self) -> None:
+        """Check that a prompt and its response fit into the model's sequences, for an actor that generates.
+
+        Raises:
+            ConfigError: together they can be longer.
+        """
+        prompt, response = self.rollout.prompt_length, self.rollout.response_length
+        longest = self.model.max_sequence_length
+        if prompt + response > longest:
+            raise ConfigError(
+                f"rollout.prompt_length {prompt} + rollout.response_length {response} = {prompt + response} is more "
+                f"than model.max_sequence_length {longest}",
+                key="model.max_sequence_length",
+                value=longest,
+            )
 
 
 @strict_fields
@@ -224,16 +239,3 @@ def _check_buffers(config: ActorConfig) -> None:
                 key=f"sft_optim.{name}",
                 value=sft,
             )
-
-
-def _check_lengths(config: ActorConfig) -> None:
-    """Raise ConfigError if a prompt and its response can be longer than the model's sequences."""
-    prompt, response = config.rollout.prompt_length, config.rollout.response_length
-    longest = config.model.max_sequence_length
-    if prompt + response > longest:
-        raise ConfigError(
-            f"rollout.prompt_length {prompt} + rollout.response_length {response} = {prompt + response} is more than "
-            f"model.max_sequence_length {longest}",
-            key="model.max_sequence_length",
-            value=longest,
-        )

@@ -319,6 +319,15 @@ def test_without_a_critic_the_kl_is_in_the_loss_unless_the_configuration_decides
         toy_trainer(group_config("grpo", GroupConfig(use_kl_loss=True)), {Role.ActorRollout: Group})
 
 
+def test_the_lengths_of_an_actor_are_checked_before_any_process_starts():
+    class TooLong(GroupConfig):
+        def check_lengths(self) -> None:
+            raise ConfigError("prompts and responses are too long", key="rollout.response_length")
+
+    with pytest.raises(ConfigError, match="too long"):
+        toy_trainer(group_config("grpo", TooLong()), {Role.ActorRolloutRef: Group})
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
 def test_one_response_per_prompt_is_rejected_by_estimators_that_compare_them(name):
     with pytest.raises(ConfigError, match=rf"rollout.n is 1 with algorithm.adv_estimator={name}.*such as 8"):
