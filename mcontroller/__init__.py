@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mcontroller.dispatch.registration import MAGIC_ATTR as MAGIC_ATTR
     from mcontroller.dispatch.registration import register as register
     from mcontroller.errors import BrokenPackageError as BrokenPackageError
+    from mcontroller.errors import CallRejected as CallRejected
     from mcontroller.errors import CallTimeout as CallTimeout
     from mcontroller.errors import ConfigError as ConfigError
     from mcontroller.errors import ConnectionLost as ConnectionLost
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from mcontroller.errors import TopologyError as TopologyError
     from mcontroller.errors import WorkerDied as WorkerDied
     from mcontroller.errors import WorkerError as WorkerError
+    from mcontroller.errors import before_changes as before_changes
     from mcontroller.group import WorkerGroup as WorkerGroup
     from mcontroller.local.group import LocalWorkerGroup as LocalWorkerGroup
     from mcontroller.mode_functions import DISPATCH_MODE_FN_REGISTRY as DISPATCH_MODE_FN_REGISTRY

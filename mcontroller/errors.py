@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from parallel_state.errors import (
     BrokenPackageError,
     LayoutError,
@@ -16,6 +19,7 @@ from parallel_state.errors import (
 
 __all__ = [
     "BrokenPackageError",
+    "CallRejected",
     "CallTimeout",
     "ConfigError",
     "ConnectionLost",
@@ -32,7 +36,11 @@ __all__ = [
     "TopologyError",
     "WorkerDied",
     "WorkerError",
+    "before_changes",
+    "is_before_changes",
 ]
+
+_BEFORE_CHANGES = "raised_before_changes"
 
 
 class ConfigError(MControllerError, ValueError):
@@ -92,6 +100,13 @@ class WorkerError(GroupError):
     cause: str
     worker_traceback: str
     followers: int
+
+
+class CallRejected(WorkerError):
+    """A call that every rank rejected before it changed anything: the group is usable, as if it had not been called.
+
+    See ``before_changes``.
+    """
 
 
 class WorkerDied(GroupError):
@@ -161,3 +176,29 @@ class GroupBroken(GroupError):
 
     role: str
     first_cause: BaseException
+
+
+@contextmanager
+def before_changes() -> Iterator[None]:
+    """Mark errors that are raised in the block, in a worker's method, as raised before the method has changed anything.
+
+    If every rank of a call raises such an error, the caller gets ``CallRejected`` and the group stays usable. If only
+    some do, the ranks disagree, and the call breaks its group as any other error does. The block may contain
+    collectives; after it has raised, the rank must not have one that others wait for::
+
+        @register(Dispatch.MEGATRON_COMPUTE_PROTO)
+        def update(self, batch):
+            with before_changes():
+                check_columns(batch)
+            ...
+    """
+    try:
+        yield
+    except Exception as error:
+        setattr(error, _BEFORE_CHANGES, True)
+        raise
+
+
+def is_before_changes(error: BaseException) -> bool:
+    """Return whether an error left a block of ``before_changes``."""
+    return getattr(error, _BEFORE_CHANGES, False)

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mcontroller.errors import CallRejected, WorkerError
 from parallel_state.axes import DENSE_AXES
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "call_context",
     "complete",
     "finish",
+    "rejection",
     "reported_coordinates",
     "resolve",
     "row_count",
@@ -247,3 +249,12 @@ def _run(awaitable: Any) -> Any:
         return await awaitable
 
     return _runner.run(awaited())
+
+
+def rejection(role: str, method: str, errors: Mapping[int, WorkerError]) -> CallRejected:
+    """Return the error of a call that every rank has rejected, from the error of each."""
+    first = errors[min(errors)]
+    causes = {error.cause for error in errors.values()}
+    others = f" (on rank {first.rank}; other ranks have other reasons)" if len(causes) > 1 else ""
+    text = f"{role}.{method} was rejected by every rank before it changed anything: {first.cause}{others}"
+    return CallRejected(text, **{**first.fields, "followers": len(errors) - 1})

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state import LayoutError
@@ -207,7 +207,8 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         self._require_role("rollout", "generate_sequences")
         self.check_call_context()
-        self.config.check_lengths()
+        with before_changes():
+            self.config.check_lengths()
         call = self.sampled_batches
         self.sampled_batches += bool(prompts.meta_info.get("do_sample", self.config.rollout.do_sample))
         rollout, metrics = self._current_rollout()
@@ -437,11 +438,12 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _require_role(self, role: str, method: str) -> None:
         if role not in self.roles:
-            raise ConfigError(
-                f"{method} needs the role {role!r}; this worker is {'_'.join(sorted(self.roles))!r}",
-                key="role",
-                value="_".join(sorted(self.roles)),
-            )
+            with before_changes():
+                raise ConfigError(
+                    f"{method} needs the role {role!r}; this worker is {'_'.join(sorted(self.roles))!r}",
+                    key="role",
+                    value="_".join(sorted(self.roles)),
+                )
 
     def _columns_of_update(self, data: DataProto) -> list[str]:
         """Return the columns that the loss reads; ``old_log_probs`` only if there are any, or they are needed."""

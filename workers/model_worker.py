@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import ConfigError, DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
 from parallel_state.communicators import Communicators
 from workers.checkpoint.background_saves import BackgroundSaves
@@ -235,7 +235,8 @@ class ModelWorker(MegatronWorker):
 
     def rows_of_every_rank(self, make: Callable[[], TokenBatch]) -> TokenBatch:
         """Return ``make()``; a DataError on any rank is raised on every rank of the dp group (a collective)."""
-        return raise_on_every_rank(make, self.context.pg.dp)
+        with before_changes():
+            return raise_on_every_rank(make, self.context.pg.dp)
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +303,8 @@ class ModelWorker(MegatronWorker):
         counted = (rows.mask != 0).any(1).nonzero().flatten()
         sizes = self._of_every_shard(len(counted))
         if sum(sizes) == 0:
-            raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
+            with before_changes():
+                raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
         generator = None
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed * 1_000_003 + self.updates)
@@ -483,7 +485,8 @@ class ModelWorker(MegatronWorker):
         """
         needed = self.parts_for(method)
         if needed and not self.models():
-            raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
+            with before_changes():
+                raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
         self.offloaded.reload((COMMUNICATORS, *needed) if needed else needed)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -525,7 +528,8 @@ class ModelWorker(MegatronWorker):
         """
         if max_to_keep is not None and max_to_keep < 1:
             text = f"save_checkpoint: max_to_keep is {max_to_keep}; it must be at least 1, or None to keep all"
-            raise ConfigError(text, key="max_to_keep", value=max_to_keep)
+            with before_changes():
+                raise ConfigError(text, key="max_to_keep", value=max_to_keep)
         self._background_saves.finish()
         background = self._background_saves if asynchronous else None
         return str(save_checkpoint(self.training(), path, global_step, max_to_keep, background))
@@ -577,7 +581,8 @@ class ModelWorker(MegatronWorker):
             DataError: there is none, it is damaged, or it does not fit the model; with the names of the weights.
         """
         self._background_saves.finish()
-        checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
+        with before_changes():
+            checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
         counters = manifest["counters"]
         if self.phases:
             phase = counters.get("phase") or self.phase

@@ -8,9 +8,10 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mcontroller.errors import GroupBroken, GroupError, MControllerError, WorkerError
+from mcontroller.errors import GroupBroken, GroupError, MControllerError, WorkerError, is_before_changes
 from mcontroller.local.copies import private_arguments, private_copy
 from mcontroller.transport import (
     Arguments,
@@ -18,6 +19,7 @@ from mcontroller.transport import (
     call_context,
     complete,
     finish,
+    rejection,
     reported_coordinates,
     resolve,
     row_count,
@@ -66,6 +68,13 @@ class LocalCall:
 
     def cancel(self) -> None:
         """Do nothing: the call ran when it was submitted."""
+
+
+@dataclass(frozen=True)
+class _Rejected:
+    """What a rank raised before it changed anything."""
+
+    error: Exception
 
 
 class LocalExecutor:
@@ -149,12 +158,27 @@ class LocalExecutor:
     ) -> LocalCall:
         """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
         self.check_alive(method)
-        functions = {rank: functools.partial(self.run, rank, method, each) for rank, each in arguments.items()}
+        functions = {rank: functools.partial(self._try, rank, method, each) for rank, each in arguments.items()}
         try:
             values = self.on_ranks(method, functions)
         except MControllerError as error:
             return self.fail(error)
+        rejected = {rank: value.error for rank, value in values.items() if isinstance(value, _Rejected)}
+        if rejected:
+            errors = {rank: self.error_of(rank, method, error) for rank, error in rejected.items()}
+            if len(rejected) < len(values):
+                return self.fail(errors[min(errors)])
+            return LocalCall((), error=rejection(self.role, method, errors))
         return LocalCall([values.get(rank) for rank in returning], measure)
+
+    def _try(self, rank: int, method: str, arguments: Arguments) -> Any:
+        """Run ``method`` on one rank; return a ``_Rejected`` if it raises before it has changed anything."""
+        try:
+            return self.run(rank, method, arguments)
+        except Exception as error:
+            if is_before_changes(error):
+                return _Rejected(error)
+            raise
 
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank with copies of the arguments; return its value."""

@@ -25,7 +25,7 @@ from mcontroller.channel.endpoint import Endpoint, ReceivedCall, Reply
 from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
-from mcontroller.errors import GroupError, WorkerError
+from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.threads import chosen_threads, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
@@ -301,7 +301,8 @@ class WorkerProcess:
         rank = self._identity.rank
         cause = f"{type(error).__name__}: {_text(error)}"
         own_traceback = _own_traceback(error)
-        return WorkerError(
+        kind = CallRejected if is_before_changes(error) else WorkerError
+        return kind(
             f"{role} rank {rank} on {self._info.node}, pid {self._info.pid} failed in {method}: {cause}\n"
             f"{own_traceback}",
             role=role,

@@ -25,14 +25,22 @@ from mcontroller.channel.links import RECONNECT_SECONDS
 from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
 from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
-from mcontroller.errors import CallTimeout, ConnectionLost, GroupBroken, GroupError, ResourceError, WorkerDied
+from mcontroller.errors import (
+    CallRejected,
+    CallTimeout,
+    ConnectionLost,
+    GroupBroken,
+    GroupError,
+    ResourceError,
+    WorkerDied,
+)
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.hangs import look_at_ranks
 from mcontroller.ray.process import CallHeader
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import ArgumentLost
 from mcontroller.ray.values.wire import encode
-from mcontroller.transport import Arguments
+from mcontroller.transport import Arguments, rejection
 
 __all__ = ["GroupProcesses", "SentCall", "living_groups"]
 
@@ -66,6 +74,9 @@ class SentCall:
         sent: the message to each rank that it was sent to, until the call is complete.
         held: what must exist until the call is complete: the handles and references in its arguments.
         failed: whether a rank has answered with an error.
+        rejections: the errors of the ranks that have rejected the call before they changed anything, by rank.
+        rejected: the error of the call, if every rank has rejected it.
+        rejected_since: when the first rank rejected it, by ``time.monotonic``.
     """
 
     def __init__(
@@ -81,6 +92,9 @@ class SentCall:
         self.sent: dict[int, list[Any]] = {}
         self.held: list[Any] = []
         self.failed = False
+        self.rejections: dict[int, CallRejected] = {}
+        self.rejected: CallRejected | None = None
+        self.rejected_since = 0.0
 
     def remaining(self, timeout: float | None = None) -> float | None:
         """Return the seconds until the deadline, or ``timeout`` if that is less; None for no limit."""
@@ -230,6 +244,7 @@ class GroupProcesses:
         """Wait until all ranks of a call have answered.
 
         Raises:
+            CallRejected: the method raised on every rank before it changed anything. The group is usable.
             WorkerError: the method raised on a rank of this call, which is the first cause.
             WorkerDied: the process of a rank ended.
             ConnectionLost: a process cannot be reached any more, although it exists.
@@ -245,6 +260,8 @@ class GroupProcesses:
             if self.handles.ended and self._broken is None:  # shut down by another thread meanwhile
                 self.raise_ended(call)
             raise self._failure_of(call) from None
+        if call.rejected is not None:
+            raise call.rejected
 
     def wait(self, call: SentCall, timeout: float | None = None) -> bool:
         """Return whether all ranks of a call have answered or failed within ``timeout`` seconds. Does not raise."""
@@ -328,15 +345,35 @@ class GroupProcesses:
         error, content = pickle.loads(body)
         if error is None:
             call.take(rank, content, frames[1:])
+        elif isinstance(error, CallRejected) and (error.role, error.method) == (call.role, call.method):
+            call.rejected_since = call.rejected_since or time.monotonic()
+            call.rejections[rank] = error
         else:
             self._errors.append((call, rank, error))
             call.failed = True
         call.pending.discard(rank)
         if not call.pending:
+            if len(call.rejections) == len(call.ranks):
+                call.rejected = rejection(call.role, call.method, call.rejections)
+            elif call.rejections:
+                self._fail_rejected(call)
             call.sent.clear()
             call.held.clear()
             if not call.failed:
                 del self._calls[call.number]
+
+    def _fail_rejected(self, call: SentCall) -> None:
+        """Count the rejections of a call as failures, because other ranks have not rejected it."""
+        self._errors += [(call, rank, error) for rank, error in call.rejections.items()]
+        call.rejections = {}
+        call.failed = True
+
+    def _are_rejections_late(self, call: SentCall) -> bool:
+        """Return whether ranks that run a call have not rejected it for longer than ranks that agree need."""
+        if not call.rejections or time.monotonic() - call.rejected_since < CAUSE_SECONDS:
+            return False
+        earlier = [other.pending for other in tuple(self._calls.values()) if other.number < call.number]
+        return not any(call.pending & pending for pending in earlier)
 
     def _connection_changed(self, rank: int, established: bool) -> None:
         if not established:
@@ -353,6 +390,8 @@ class GroupProcesses:
             self.hub.wait(partial(self._has_news, call, len(self._lost)), left)
             if not call.pending and not call.failed:
                 return True
+            if self._are_rejections_late(call):
+                self._fail_rejected(call)
             if self._errors or self.hub.closed or self._look_for_deaths():
                 raise _Failed
             if end is not None and time.monotonic() >= end:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.checksums import FileEntry
@@ -56,7 +56,8 @@ def save_checkpoint(
     if background is not None:
         background.finish()
     target = checkpoint_path(Path(path), step)
-    raise_on_every_rank(lambda: create_partial(target) if dist.get_rank() == 0 else None)
+    with before_changes():
+        raise_on_every_rank(lambda: create_partial(target) if dist.get_rank() == 0 else None)
     if training.scheduler is None or training.scheduler.num_steps == 0:
         training = dataclasses.replace(training, optimizer=None)
     state = sharded_state(training, loading=False)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config import RolloutConfig
 from workers.generate.rollout_protocol import Generated, Prompts, Rollout
@@ -49,18 +49,19 @@ def generate_batch(
         ConfigError: if a setting in ``meta_info`` is invalid.
     """
     columns, rows = tensor_columns(prompts), len(prompts)
-    sampling = Sampling.of(config, prompts.meta_info)
-    if not 0 <= sampling.pad_token_id < vocab_size:
-        raise DataError(
-            f"generate_sequences: pad_token_id is {sampling.pad_token_id}, expected a token id of the vocabulary, "
-            f"0 to {vocab_size - 1}",
-            method="generate_sequences",
-            token=sampling.pad_token_id,
-        )
-    if max(all_gather_values(rows, dp_group)) > 0 and rows == 0:
-        columns = _placeholder_prompt(columns)
-    limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length}
-    raise_on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
+    with before_changes():
+        sampling = Sampling.of(config, prompts.meta_info)
+        if not 0 <= sampling.pad_token_id < vocab_size:
+            raise DataError(
+                f"generate_sequences: pad_token_id is {sampling.pad_token_id}, expected a token id of the vocabulary, "
+                f"0 to {vocab_size - 1}",
+                method="generate_sequences",
+                token=sampling.pad_token_id,
+            )
+        if max(all_gather_values(rows, dp_group)) > 0 and rows == 0:
+            columns = _placeholder_prompt(columns)
+        limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length}
+        raise_on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
     ids, attention = columns["input_ids"], columns["attention_mask"]
     seeds = _seeds(ids, attention, rows, sampling, call, dp_group)
     requested = Prompts(ids, attention, seeds.view(len(ids), sampling.n))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import ModelDescription, family_at, family_of, hf_config_of
@@ -53,10 +53,11 @@ def load_hf(
             checkpoint has tensors that the model lacks, or shapes differ (fields ``missing``, ``unexpected`` and
             ``differing``); or files are missing or damaged.
     """
-    family = raise_on_every_rank(lambda: family_at(path) or _family_of(chunks))
-    shards = raise_on_every_rank(lambda: _mapped_shards(chunks, context, family))
-    files = raise_on_every_rank(lambda: WeightFiles(Path(path)))
-    left = _check_names(_plan(shards), files, family, str(path))
+    with before_changes():
+        family = raise_on_every_rank(lambda: family_at(path) or _family_of(chunks))
+        shards = raise_on_every_rank(lambda: _mapped_shards(chunks, context, family))
+        files = raise_on_every_rank(lambda: WeightFiles(Path(path)))
+        left = _check_names(_plan(shards), files, family, str(path))
     for each in shards:
         if each.shard.name not in left:
             each.shard.param.copy_(each.read(files))
@@ -127,11 +128,12 @@ def export_hf(
         ConfigError: no family is built like ``model``.
     """
     target, rank = Path(path), dist.get_rank()
-    shards = raise_on_every_rank(lambda: _all_mapped(chunks, context, family_of(model)))
-    mine = {each.shard.name: each for each in shards}
-    plan = _plan(shards)
-    config = hf_config_of(model, value_head=any(entry.is_value_head for entry in plan))
-    raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
+    with before_changes():
+        shards = raise_on_every_rank(lambda: _all_mapped(chunks, context, family_of(model)))
+        mine = {each.shard.name: each for each in shards}
+        plan = _plan(shards)
+        config = hf_config_of(model, value_head=any(entry.is_value_head for entry in plan))
+        raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
     writer = WeightWriter(target, rank, max_file_bytes)
     for entry in plan:
         own, writer_rank = mine.get(entry.name), entry.holders[0]

@@ -1,0 +1,60 @@
+"""A harmless mistake does not cost the trained model: the call is rejected, and the next one works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import CallRejected
+from mcontroller.testing import simulated_worker_group
+from parallel_state import ParallelLayout
+from tests.workers.roles import GREEDY, MODEL, OPTIM, PROMPT, RESPONSE, experience, prompts
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, load_config
+
+
+def padded_on_the_right() -> Any:
+    batch = prompts(4, GREEDY)
+    batch.batch["attention_mask"][0] = torch.arange(PROMPT) < 1
+    return batch
+
+
+def test_a_group_is_usable_after_mistakes(tmp_path: Path) -> None:
+    settings = {
+        "model": MODEL,
+        "parallel": {"tp": 2},
+        "optim": OPTIM,
+        "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE},
+        "ppo_mini_batch_size": 4,
+        "ppo_micro_batch_size": 2,
+    }
+    config = load_config(ActorConfig, settings)
+    group = simulated_worker_group(ActorRolloutRefWorker, ParallelLayout(4, tp=2), config, name="actor")
+    with pytest.raises(CallRejected, match="compute_log_prob was called before init_model"):
+        group.compute_log_prob(experience(4))
+    group.init_model()
+    group.update_actor(experience(4))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("not a model")
+    without_eos = prompts(4, {name: value for name, value in GREEDY.items() if name != "eos_token_id"})
+    without_column = experience(4).select(["input_ids", "attention_mask"])
+    mistakes = [
+        ("exists: export into a new directory", lambda: group.export_hf(str(tmp_path / "model"))),
+        ("nowhere", lambda: group.load_checkpoint(str(tmp_path / "nowhere"))),
+        ("eos_token_id", lambda: group.generate_sequences(without_eos)),
+        ("padded on the right|left", lambda: group.generate_sequences(padded_on_the_right())),
+        ("responses", lambda: group.compute_log_prob(without_column)),
+        ("responses", lambda: group.update_actor(without_column)),
+        ("max_to_keep is 0", lambda: group.save_checkpoint(str(tmp_path / "run"), 1, 0)),
+    ]
+    for text, mistake in mistakes:
+        with pytest.raises(CallRejected, match=text):
+            mistake()
+    group.save_checkpoint(str(tmp_path / "run"), 1)
+    with pytest.raises(CallRejected, match="global_step_1"):
+        group.save_checkpoint(str(tmp_path / "run" / "global_step_1" / "manifest.json"), 2)
+    assert group.load_checkpoint(str(tmp_path / "run")) == [1] * 4
+    assert len(group.generate_sequences(prompts(4, GREEDY))) == 4
