@@ -51,6 +51,7 @@ from workers.train.mini_batches import mini_batch_rows
 from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import (
     ParameterGroups,
+    check_schedule_unit,
     guarded_step,
     make_optimizer,
     make_scheduler,
@@ -111,6 +112,10 @@ class ModelWorker(MegatronWorker):
         "wait_for_checkpoint": (),
     }
 
+    schedule_unit: ClassVar[str] = "steps"
+    """What the schedule of ``build_optimizer`` counts: ``"steps"`` of the optimizer, or ``"samples"``, the rows of each
+    step's mini-batch on all ranks, as those of Megatron-LM's training loop do."""
+
     config_class: ClassVar[type | None] = None
     """The type of the constructor's ``config`` argument. None: any."""
 
@@ -151,7 +156,11 @@ class ModelWorker(MegatronWorker):
     def build_optimizer(
         self, model: Sequence[Any], config: OptimConfig
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Return the optimizer of ``model`` (inside DistributedDataParallel) and its learning-rate schedule."""
+        """Return the optimizer of ``model`` (inside DistributedDataParallel) and its learning-rate schedule.
+
+        The schedule counts what ``schedule_unit`` names. An override that returns another schedule than that of
+        ``config`` sets it in its class.
+        """
         optimizer = make_optimizer(model, config, self.context.pg, self.parameter_groups(model, config))
         return optimizer, make_scheduler(optimizer, config)
 
@@ -225,6 +234,7 @@ class ModelWorker(MegatronWorker):
         used = self.scheduler is not None and self.scheduler.num_steps > 0
         if self.optimizer is None or optim != self.phases[self.phase] or (reset and used):
             self.optimizer, self.scheduler = self.build_optimizer(self.model, optim)
+            check_schedule_unit(ModelWorker, type(self), self.scheduler, optim)
             self.optimizer_steps = 0
         self.phase = phase
 
@@ -314,9 +324,9 @@ class ModelWorker(MegatronWorker):
         routers = RouterLosses(self.model, self.context.pg, self.device)
         dp_rank = self.context.pg.dp.rank()
         for _ in range(epochs):
-            for index, most in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
+            for index, most, total in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                norm, its_reports = self._step(method, [each.batch for each in batches], loss, routers)
+                norm, its_reports = self._step(method, [each.batch for each in batches], loss, routers, total)
                 norms.append(norm)
                 reports += its_reports
         self._gather_parameters()
@@ -336,7 +346,7 @@ class ModelWorker(MegatronWorker):
         return {"lr": float(self.scheduler.get_lr({}))} | grad_norm | counts
 
     def _step(
-        self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses
+        self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses, samples: int
     ) -> tuple[float | None, list[dict[str, Tensor]]]:
         """Train on one mini-batch; return its gradient norm and reports; None and no reports if it was skipped."""
         assert self.optimizer is not None and self.scheduler is not None
@@ -355,7 +365,7 @@ class ModelWorker(MegatronWorker):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         routers.end(step.made)
         if step.made:
-            self.scheduler.step(1)
+            self.scheduler.step(samples if self.schedule_unit == "samples" else 1)
             self.optimizer_steps += 1
             return step.grad_norm, reports
         if not step.overflow and self.phases[self.phase].on_nonfinite == "raise":

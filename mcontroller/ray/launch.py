@@ -20,6 +20,7 @@ from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.supervision import GroupProcesses, SentCall
 from mcontroller.ray.threads import threads_of_rank
@@ -193,10 +194,13 @@ def _build(
 def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[ProcessInfo]) -> list[ProcessInfo]:
     """Return the processes with the threads that each computes with, which depend on the processes of its node."""
     neighbors = Counter(bundle.group.id for bundle in lease.bundles)
-    return [
-        replace(info, threads=threads_of_rank(pool.threads, info, neighbors[bundle.group.id], bundle.gpu is not None))
-        for info, bundle in zip(infos, lease.bundles, strict=True)
-    ]
+
+    def threads(info: ProcessInfo, bundle: Bundle) -> int | None:
+        return threads_of_rank(
+            pool.threads, info.threads, info.cores, neighbors[bundle.group.id], bundle.gpu is not None
+        )
+
+    return [replace(info, threads=threads(info, at)) for info, at in zip(infos, lease.bundles, strict=True)]
 
 
 def _identities(pool: RayResourcePool, name: str, lease: SlotLease, infos: Sequence[ProcessInfo]) -> Iterator[Identity]:

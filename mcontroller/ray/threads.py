@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mcontroller.ray.process import ProcessInfo
 
 __all__ = ["DEFAULT_MARK", "chosen_threads", "set_threads", "threads_of_rank", "usable_cores"]
 
@@ -26,20 +22,19 @@ def chosen_threads() -> int | None:
     return int(first) if first.isdigit() and DEFAULT_MARK not in os.environ else None
 
 
-def threads_of_rank(of_pool: int | None, info: ProcessInfo, neighbors: int, on_gpu: bool) -> int | None:
+def threads_of_rank(of_pool: int | None, chosen: int | None, cores: int, neighbors: int, on_gpu: bool) -> int | None:
     """Return the threads of a rank; None to leave what Ray has set.
 
     Args:
         of_pool: the threads that the pool asks for; None for the default.
-        info: its process; its threads are ``chosen_threads``.
+        chosen: ``chosen_threads`` of its process.
+        cores: ``usable_cores`` of its process.
         neighbors: number of ranks of its group on its node.
         on_gpu: whether the rank has a GPU.
     """
     if of_pool is not None:
         return of_pool
-    if on_gpu or info.threads is not None:
-        return info.threads
-    return max(1, info.cores // neighbors)
+    return chosen if on_gpu or chosen is not None else max(1, cores // neighbors)
 
 
 def set_threads(threads: int) -> None:

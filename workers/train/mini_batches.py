@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from workers.config import ActorConfig, CriticConfig
 
-__all__ = ["mini_batch_rows", "responses_of_mini_batch"]
+__all__ = ["MiniBatch", "mini_batch_rows", "responses_of_mini_batch"]
 
 
 def responses_of_mini_batch(config: ActorConfig | CriticConfig, data: DataProto, method: str) -> int:
@@ -38,9 +39,23 @@ def responses_of_mini_batch(config: ActorConfig | CriticConfig, data: DataProto,
     return config.ppo_mini_batch_prompts * n
 
 
+class MiniBatch(NamedTuple):
+    """The rows of one data-parallel shard that belong to a mini-batch.
+
+    Attributes:
+        rows: row numbers within the shard, int64.
+        most: the most rows that any shard has in it.
+        total: its rows in all shards together.
+    """
+
+    rows: Tensor
+    most: int
+    total: int
+
+
 def mini_batch_rows(
     shard_sizes: Sequence[int], shard: int, mini_batch_size: int, generator: torch.Generator | None
-) -> list[tuple[Tensor, int]]:
+) -> list[MiniBatch]:
     """Return the rows of one data-parallel shard that belong to each mini-batch.
 
     The rule applies to the whole batch and not to shards, so that every data-parallel size has the same mini-batches
@@ -54,8 +69,6 @@ def mini_batch_rows(
         mini_batch_size: rows of a mini-batch over all ranks.
         generator: in the same state on every rank; None keeps the order of the rows.
 
-    Returns:
-        For each mini-batch, row numbers within the shard (int64), and the most rows that any shard has in it.
     """
     total = sum(shard_sizes)
     count = -(-total // mini_batch_size)
@@ -65,6 +78,7 @@ def mini_batch_rows(
         owner = torch.rand(blocks, count, generator=generator).argsort(1).flatten()
     owner = owner[:total]
     per_shard = [torch.bincount(part, minlength=count) for part in owner.split(list(shard_sizes))]
-    most = torch.stack(per_shard).amax(0).tolist()
+    rows = torch.stack(per_shard)
+    most, totals = rows.amax(0).tolist(), rows.sum(0).tolist()
     mine = owner.split(list(shard_sizes))[shard]
-    return [((mine == index).nonzero().flatten(), most[index]) for index in range(count)]
+    return [MiniBatch((mine == index).nonzero().flatten(), most[index], totals[index]) for index in range(count)]

@@ -25,6 +25,7 @@ from workers.train.router_losses import prepare_routers
 __all__ = [
     "ParameterGroups",
     "Step",
+    "check_schedule_unit",
     "guarded_step",
     "make_optimizer",
     "make_scheduler",
@@ -157,9 +158,7 @@ def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> Optimiz
         init_lr=0.0 if config.warmup_steps else config.lr,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(config.total_steps, config.warmup_steps + 1),
-        lr_decay_style=config.decay_style,
+        **_shape_of_schedule(config),
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=1,
@@ -167,6 +166,45 @@ def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> Optimiz
         wsd_decay_steps=config.wsd_decay_steps or None,
         lr_wsd_decay_style="linear",
     )
+
+
+def check_schedule_unit(base: type, worker: Any, scheduler: OptimizerParamScheduler, config: OptimConfig) -> None:
+    """Check the unit that a worker class declares for the schedule of its own ``build_optimizer``.
+
+    Args:
+        base: the class whose ``build_optimizer`` returns the schedule of ``config``.
+        worker: the class of the worker.
+        scheduler: what its ``build_optimizer`` returned.
+        config: the configuration of the optimizer.
+
+    Raises:
+        ConfigError: the unit is unknown; or the schedule is not that of ``config``, and neither the class that
+            overrides ``build_optimizer`` nor one below it declares a unit.
+    """
+    name, unit = worker.__name__, worker.schedule_unit
+    if unit not in ("steps", "samples"):
+        raise ConfigError(f"{name}.schedule_unit is {unit!r}; it must be 'steps' or 'samples'", key="schedule_unit")
+    below = worker.__mro__[: worker.__mro__.index(base)]
+    overriding = [index for index, each in enumerate(below) if "build_optimizer" in vars(each)]
+    if not overriding or any("schedule_unit" in vars(each) for each in below[: overriding[0] + 1]):
+        return
+    for field, configured in _shape_of_schedule(config).items():
+        built = getattr(scheduler, field)
+        if built != configured:
+            raise ConfigError(
+                f"the schedule of {name}.build_optimizer has {field} {built!r}, that of optim has {configured!r}: "
+                f'declare what it counts in the class {name}: schedule_unit = "samples", as in Megatron-LM, or "steps"',
+                key="schedule_unit",
+                value=unit,
+            )
+
+
+def _shape_of_schedule(config: OptimConfig) -> dict[str, Any]:
+    return {
+        "lr_warmup_steps": config.warmup_steps,
+        "lr_decay_steps": max(config.total_steps, config.warmup_steps + 1),
+        "lr_decay_style": config.decay_style,
+    }
 
 
 class Step(NamedTuple):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from mcontroller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
 from mcontroller.errors import ResourceError
-from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.threads import DEFAULT_MARK, chosen_threads, threads_of_rank
-
-INFO = ProcessInfo("node", "id", 1, (), *cast(Any, (None, None, None)), cores=8)
 
 
 class Threads(Worker):
@@ -25,14 +21,13 @@ class Threads(Worker):
 
 
 def test_processes_of_a_node_share_its_cores() -> None:
-    assert [threads_of_rank(None, INFO, neighbors, on_gpu=False) for neighbors in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    assert [threads_of_rank(None, None, 8, neighbors, on_gpu=False) for neighbors in (1, 3, 8, 20)] == [8, 2, 1, 1]
 
 
 def test_a_choice_of_the_pool_comes_first_then_that_of_the_node() -> None:
-    chosen = replace(INFO, threads=3)
-    assert threads_of_rank(5, chosen, 2, on_gpu=False) == 5
-    assert threads_of_rank(None, chosen, 2, on_gpu=False) == 3
-    assert threads_of_rank(None, INFO, 2, on_gpu=True) is None
+    assert threads_of_rank(5, 3, 8, 2, on_gpu=False) == 5
+    assert threads_of_rank(None, 3, 8, 2, on_gpu=False) == 3
+    assert threads_of_rank(None, None, 8, 2, on_gpu=True) is None
 
 
 def test_the_threads_that_ray_sets_by_default_are_nobodys_choice(monkeypatch: pytest.MonkeyPatch) -> None:

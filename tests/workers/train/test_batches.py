@@ -48,13 +48,16 @@ def test_mini_batches_do_not_depend_on_the_number_of_data_parallel_ranks(total: 
     def mini_batches(shards: int) -> list[list[int]]:
         sizes = [len(part) for part in torch.arange(total).tensor_split(shards)]
         batches: list[list[int]] = []
+        totals: dict[int, int] = {}
         for shard in range(shards):
             generator = torch.Generator().manual_seed(1) if shuffled else None
             first = sum(sizes[:shard])
-            for number, (index, most) in enumerate(mini_batch_rows(sizes, shard, 4, generator)):
+            for number, (index, most, rows) in enumerate(mini_batch_rows(sizes, shard, 4, generator)):
                 batches += [[]] * (number + 1 - len(batches))
                 batches[number] = batches[number] + (index + first).tolist()
-                assert len(index) <= most
+                assert len(index) <= most <= rows
+                totals[number] = rows
+        assert [len(batch) for batch in batches] == [totals[number] for number in range(len(batches))]
         return batches
 
     whole = mini_batches(1)
@@ -66,7 +69,7 @@ def test_mini_batches_do_not_depend_on_the_number_of_data_parallel_ranks(total: 
 
 def test_equal_shards_have_equally_many_rows_of_every_mini_batch() -> None:
     generator = torch.Generator().manual_seed(1)
-    assert [len(index) for index, _ in mini_batch_rows([8, 8], 1, 8, generator)] == [4, 4]
+    assert [len(index) for index, _, _ in mini_batch_rows([8, 8], 1, 8, generator)] == [4, 4]
 
 
 def test_shuffled_mini_batches_differ_in_every_epoch() -> None:

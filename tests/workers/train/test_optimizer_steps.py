@@ -178,3 +178,35 @@ def test_optimizers_that_cannot_be_built_are_rejected_with_the_reason() -> None:
     [messages] = run_ranks(rejections, 1)
     for message, expected in zip(messages, [*(text for _, text in REJECTED), "Conflicting overrides"], strict=True):
         assert expected in message
+
+
+class ScheduleOfSamples(ActorRolloutRefWorker):
+    """Its schedule decays over 64 samples, as that of a training loop in Megatron-LM's style."""
+
+    schedule_unit = "samples"
+
+    def build_optimizer(self, model: Any, config: OptimConfig) -> Any:
+        optimizer, scheduler = super().build_optimizer(model, config)
+        scheduler.lr_decay_steps, scheduler.lr_decay_style = 64, "linear"
+        return optimizer, scheduler
+
+
+class Undeclared(ScheduleOfSamples):
+    def build_optimizer(self, model: Any, config: OptimConfig) -> Any:
+        return super().build_optimizer(model, config)
+
+
+def rates_of_samples() -> tuple[int, float, str]:
+    worker = actor({}, "actor", ScheduleOfSamples, optim={"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 0})
+    worker.update_actor(own_shard(experience(20), worker))
+    with pytest.raises(ConfigError) as caught:
+        actor({}, "actor", Undeclared)
+    return worker.scheduler.num_steps, worker.scheduler.get_lr({}), str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_schedule_is_stepped_in_the_unit_that_it_declares(world_size: int) -> None:
+    for steps, rate, text in run_ranks(rates_of_samples, world_size):
+        assert steps == 40  # 2 epochs of 20 samples
+        assert rate == pytest.approx(1e-3 * (64 - 40) / 64)
+        assert text.startswith("the schedule of Undeclared.build_optimizer has lr_decay_steps 64, that of optim has 3:")
