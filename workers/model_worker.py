@@ -35,6 +35,7 @@ from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
 from workers.memory.use import MemoryUse
+from workers.model.transformer_config import check_chunks
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
 from workers.train.forward import loss_of_own_targets, sum_over_context
@@ -218,6 +219,7 @@ class ModelWorker(MegatronWorker):
         """
         self.check_call_context()
         self.model = self.build_model()
+        check_chunks(self.model, self.model_config, self.parallel, f"{type(self).__name__}.build_model")
         self.phases = dict(phases)
         for phase, optim in list(phases.items())[:1]:
             self.model = wrap_for_training(self.model, optim, self.context.pg, ddp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.workers.roles import (
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, RewardConfig, load_config
 from workers.critic import CriticWorker
+from workers.model.build import build_model
 from workers.reward import RewardModelWorker
 from workers.train.nonfinite import NonFiniteGradient
 
@@ -309,3 +311,33 @@ def test_lengths_are_checked_when_an_actor_generates() -> None:
         f"rollout.prompt_length {PROMPT} + rollout.response_length 40 = {PROMPT + 40} is more than "
         "model.max_sequence_length 32"
     ]
+
+
+class OfOtherSizes(ActorRolloutRefWorker):
+    def build_model(self) -> list[Any]:
+        sizes = {"ffn_hidden_size": 96, "rotary_base": 500}
+        return build_model(dataclasses.replace(self.config.model, **sizes), self.config.parallel, self.context)
+
+
+class OfAnotherLayout(ActorRolloutRefWorker):
+    def build_model(self) -> list[Any]:
+        chunks = super().build_model()
+        for chunk in chunks:
+            chunk.config = dataclasses.replace(chunk.config, sequence_parallel=False)
+        return chunks
+
+
+def differing_models() -> list[str]:
+    texts = []
+    for worker_class, parallel in ((OfOtherSizes, {"tp": 2}), (OfAnotherLayout, {"tp": 2, "sequence_parallel": True})):
+        with pytest.raises(ConfigError) as raised:
+            actor(parallel, "actor", worker_class)
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_a_model_that_is_not_that_of_the_configuration_is_rejected_before_training() -> None:
+    sizes, layout = run_ranks(differing_models, 2)[0]
+    assert sizes.startswith("the model that OfOtherSizes.build_model returned is not that of the configuration: ")
+    assert "ffn_hidden_size is 96, not " in sizes and "rotary_base is 500, not 10000" in sizes
+    assert "configuration: sequence_parallel is False, not True. Change one of the two" in layout

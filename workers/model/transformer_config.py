@@ -7,7 +7,7 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit
 from workers.model.gpu_defaults import gpu_defaults
 
-__all__ = ["coerced", "further_fields", "transformer_config"]
+__all__ = ["check_chunks", "coerced", "further_fields", "transformer_config"]
 
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -110,6 +110,81 @@ def _from_parallel(parallel: ParallelConfig) -> dict[str, Any]:
         "overlap_p2p_comm": parallel.vpp is not None,
         "batch_p2p_comm": parallel.vpp is None,
     }
+
+
+# Fields that a model which was built elsewhere must have in common with the configuration: they are exported, or decide
+# how ranks divide the model and communicate. The first ones are compared on TransformerConfig, the others on GPTModel.
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "activation_func",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "num_moe_experts",
+    "params_dtype",
+)
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+_POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
+
+
+def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelConfig, owner: str) -> None:
+    """Check that model chunks are those of the configuration, which ranks, checkpoints and exports rely on.
+
+    Chunks without a TransformerConfig of Megatron's are not checked.
+
+    Args:
+        chunks: the model chunks of this rank.
+        model: the model, as it is configured.
+        parallel: the sizes of the axes, as they are configured.
+        owner: what built the chunks, for the message.
+
+    Raises:
+        ConfigError: fields differ; ``differing`` has (the chunk's value, the configured value) by name.
+    """
+    expected = transformer_config(model, parallel)
+    differing: dict[str, tuple[Any, Any]] = {}
+    for chunk in chunks:
+        config = getattr(chunk, "config", None)
+        if not isinstance(config, TransformerConfig):
+            continue
+        dense = config.num_moe_experts is None and expected.num_moe_experts is None
+        for name in (*_ARCHITECTURE, *_LAYOUT):
+            if name != "expert_tensor_parallel_size" or not dense:
+                _compare(differing, name, getattr(config, name), getattr(expected, name))
+        rotary = getattr(chunk, "position_embedding_type", None) == "rope"
+        for name in _POSITIONS if rotary else _POSITIONS[:1]:
+            if hasattr(chunk, name):
+                _compare(differing, name, getattr(chunk, name), getattr(model, name))
+    if differing:
+        listed = ", ".join(f"{name} is {built!r}, not {wanted!r}" for name, (built, wanted) in differing.items())
+        raise ConfigError(
+            f"the model that {owner} returned is not that of the configuration: {listed}. Change one of the two; "
+            "ParallelConfig.from_megatron_args and workers.model_config_from_megatron read both from Megatron's",
+            key="model",
+            differing=differing,
+        )
+
+
+def _compare(differing: dict[str, tuple[Any, Any]], name: str, built: Any, wanted: Any) -> None:
+    same = built is wanted if callable(wanted) else built == wanted
+    if not same:
+        differing[name] = (built, wanted)
 
 
 # Fields that have a value here, and that a user may set to another.
