@@ -59,6 +59,9 @@ class SimulatedExecutor(LocalExecutor):
             if rank is None:  # no rank raised it
                 raise
             raise self.error_of(rank, method, error) from error
+        except BaseException as error:  # KeyboardInterrupt has ended all ranks
+            self.fail(SimulationError(f"{self.role}.{method} ended with {type(error).__name__}", ranks=()))
+            raise
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers and groups."""

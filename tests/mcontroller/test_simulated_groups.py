@@ -172,6 +172,8 @@ def test_a_bug_of_a_worker_is_reported_and_leaves_nothing_behind(
         with pytest.raises(kind) as caught:
             getattr(group, method)()
         assert state_of_this_process() == before
+        with pytest.raises(GroupBroken):
+            group.other_shape()
     assert type(caught.value) is kind
     assert message in str(caught.value)
     assert state_of_this_process() == before
