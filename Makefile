@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests.in_two_processes $(ARGS)
 
 # Style, types, and every test that starts neither Ray nor a second process. CONTRIBUTING.md lists the tiers.
 test-fast: lint types
