@@ -317,7 +317,7 @@ class Simulation:
                 "simulated ranks are threads of it, and a forked process would have no other rank",
             )
 
-        created = torch.cuda.Stream.__new__
+        created: Any = torch.cuda.Stream.__new__
 
         def new_stream(cls: Any, *args: Any, **options: Any) -> Any:
             if calling_line().through is None:  # Megatron creates streams on a CPU too

@@ -60,6 +60,10 @@ class Resident(Worker):
         threading.Event().wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def process_id(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_on(self, rank: int) -> None:
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
