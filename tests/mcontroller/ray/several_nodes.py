@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -97,7 +98,8 @@ def timeout_of_stopped(residents: Any, rank: int) -> dict[str, Any]:
     except CallTimeout as error:
         return {"cause": error.cause, "report": error.report}
     finally:
-        os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # Ray has ended it with its group
+            os.kill(process, signal.SIGKILL)
     return {}
 
 
