@@ -8,9 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+import torch
 
 from parallel_state import cpu
-from tests.tiers import ProcessGuard, needs_ray, starts_processes, uses_simulated_ranks_alone
+from tests.tiers import (
+    ProcessGuard,
+    needs_ray,
+    simulates_in_this_process,
+    starts_processes,
+    uses_simulated_ranks_alone,
+)
 
 # torch.cuda.is_available() must not initialize CUDA: a process that has initialized it cannot be forked into ranks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -28,14 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start processes, and those on simulated ranks.
 
-    Those that fork run before Ray starts: a fork copies no threads.
+    Those that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
+    before the tests of the simulator: ranks that compute gradients cannot be forked by a process that has done so.
     """
     for item in items:
         if uses_simulated_ranks_alone(item):
             item.add_marker("simulated")
         if starts_processes(item):
             item.add_marker("processes")
-    items.sort(key=needs_ray)
+    built_for_cuda = torch.version.cuda is not None
+    items.sort(key=lambda item: (needs_ray(item), built_for_cuda and simulates_in_this_process(item)))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from mcontroller.testing import simulated_worker_group
+from parallel_state import simulated
 from tests import forking, ranks
 
 STARTERS = (forking, forking.run_ranks, ranks.run_ranks, os.fork, subprocess)
@@ -42,6 +44,13 @@ def uses_simulated_ranks_alone(item: pytest.Item) -> bool:
     found = [used for used in _code_of(item) if is_starter(used)]
     explicit = item.get_closest_marker("processes") is not None
     return bool(found) and not explicit and all(used is ranks.run_ranks is not forking.run_ranks for used in found)
+
+
+def simulates_in_this_process(item: pytest.Item) -> bool:
+    """Whether the code of a test names the simulator itself."""
+    simulators = (simulated, simulated.run_ranks, simulated.Simulation, simulated_worker_group)
+    makes_groups = "simulated_group" in getattr(item, "fixturenames", ())
+    return makes_groups or any(used is simulator for used in _code_of(item) for simulator in simulators)
 
 
 def _code_of(item: pytest.Item) -> Iterator[Any]:
