@@ -272,7 +272,7 @@ class Simulation:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
 
     def _replacements(self, rank: int) -> dict[Any, dict[str, Any]]:
-        """Return the functions of torch and of ``os`` that this rank replaces."""
+        """Return the functions that this rank replaces: object -> name -> function."""
 
         def rendezvous(url: str, given: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
             if (given, world_size) not in ((-1, -1), (rank, self.world_size)):
@@ -305,6 +305,20 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
+        def unregister_all() -> None:
+            self._groups.unregister(rank)
+
+        functions: dict[str, Any] = {
+            "_new_process_group_helper": new_group,
+            "rendezvous": rendezvous,
+            "_warn_not_in_group": not_in_group,
+            "_unregister_all_process_groups": unregister_all,
+        }
+        return {c10d: functions, **self._rejections(rank)}
+
+    def _rejections(self, rank: int) -> dict[Any, dict[str, Any]]:
+        """Return the functions that raise UnsupportedError on this rank."""
+
         def reject(doing: str, reason: str) -> NoReturn:
             text = f"{self.describe(rank)} {doing}; {reason}\n    at {calling_line()}"
             error = UnsupportedError(text, ranks=(rank,))
@@ -327,17 +341,7 @@ class Simulation:
                 )
             return created(cls, *args, **options)
 
-        def unregister_all() -> None:
-            self._groups.unregister(rank)
-
-        functions: dict[str, Any] = {
-            "_new_process_group_helper": new_group,
-            "rendezvous": rendezvous,
-            "_warn_not_in_group": not_in_group,
-            "_unregister_all_process_groups": unregister_all,
-        }
         return {
-            c10d: functions,
             os: {"fork": fork, "forkpty": fork},
             torch.cuda.Stream: {"__new__": staticmethod(new_stream)},
         }
