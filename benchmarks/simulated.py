@@ -1,12 +1,13 @@
 """CPU seconds and memory of simulated ranks: groups, model and optimizer, two training steps of a tiny GPT.
 
 Run ``python -m benchmarks.simulated 128 4 4`` (ranks, tp, pp); data-parallel ranks fill the rest. Without arguments it
-measures one hand-over between two ranks, and its parts.
+measures 128 and 512 ranks, each in a process of its own, and one hand-over between two ranks, with its parts.
 """
 
 from __future__ import annotations
 
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from parallel_state.simulated.process_state import ProcessState
 from parallel_state.simulated.scheduler import Scheduler
 from tests import training
 from workers.config import ModelConfig, ParallelConfig
+
+SIZES = {(128, 4, 4): (40, 4096), (512, 8, 8): (240, 4096)}
+"""(ranks, tp, pp) -> at most this many seconds of CPU and MiB of memory, imports included."""
 
 MODEL = ModelConfig(
     vocab_size=128,
@@ -54,9 +58,24 @@ def measure(ranks: int, tp: int, pp: int) -> None:
     roles = phase("groups, model", lambda: training.Role(MODEL, parallel))
     norms = phase("two training steps", lambda: [roles[dist.get_rank()].train_step(step) for step in range(2)])
     simulation.close()
-    sys.stdout.write(
-        f"gradient norms {norms[0]}, equal on all ranks: {len({tuple(each) for each in norms.values()}) == 1}\n"
-    )
+    equal = len({tuple(each) for each in norms.values()}) == 1
+    sys.stdout.write(f"gradient norms {norms[0]}, {'' if equal else 'not '}equal on all ranks\n")
+
+
+def measure_all() -> int:
+    """Measure every size in a process of its own; return 1 if one is above its limits."""
+    above = 0
+    for size, (seconds, memory) in SIZES.items():
+        sys.stdout.write("{} ranks, TP{} x PP{}\n".format(*size))
+        sys.stdout.flush()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.simulated", *map(str, size)]
+        subprocess.run(command, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used, peak = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, after.ru_maxrss >> 10
+        sys.stdout.write(f"in all {used:.0f} s of CPU (limit {seconds}), {peak} MiB (limit {memory})\n\n")
+        above += used > seconds or peak > memory
+    return min(above, 1)
 
 
 class _Never:
@@ -112,4 +131,8 @@ def _seconds(function: Callable[[int], Any], count: int) -> float:
 
 
 if __name__ == "__main__":
-    measure(*map(int, sys.argv[1:])) if len(sys.argv) > 1 else hand_over()
+    if len(sys.argv) > 1:
+        measure(*map(int, sys.argv[1:]))
+    else:
+        hand_over()
+        sys.exit(measure_all())

@@ -11,7 +11,13 @@ import ray
 import torch
 
 from parallel_state import cpu
-from tests.tiers import ProcessGuard, needs_ray, starts_processes
+from tests.tiers import (
+    ProcessGuard,
+    needs_ray,
+    simulates_in_this_process,
+    starts_processes,
+    uses_simulated_ranks_alone,
+)
 
 # torch.cuda.is_available() must not initialize CUDA: a process that has initialized it cannot be forked into ranks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -31,11 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes. Run those that fork before Ray starts: a fork copies no threads."""
+    """Mark the tests that start processes, and those on simulated ranks.
+
+    Those that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
+    before the tests of the simulator: ranks that compute gradients cannot be forked by a process that has done so.
+    """
     for item in items:
+        if uses_simulated_ranks_alone(item):
+            item.add_marker("simulated")
         if starts_processes(item):
             item.add_marker("processes")
-    items.sort(key=needs_ray)
+    built_for_cuda = torch.version.cuda is not None
+    items.sort(key=lambda item: (needs_ray(item), built_for_cuda and simulates_in_this_process(item)))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ functions and classes of the tests that they use names ``run_ranks``, ``os.fork`
 simulated ranks of ``tests.ranks`` get it too: they fork on a GPU, and the fast tier has no time for them. Any other
 test that starts a process needs ``@pytest.mark.processes``. A test that starts a process and has no mark fails in every
 tier.
+
+A test on simulated ranks of ``tests.ranks`` alone also gets the mark ``simulated``; see ``tests.in_two_processes``.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from typing import Any
 
 import pytest
 
+from mcontroller.testing import simulated_worker_group
+from parallel_state import simulated
 from tests import forking, ranks
 
-STARTERS = (forking.run_ranks, ranks.run_ranks, os.fork, subprocess)
+STARTERS = (forking, forking.run_ranks, ranks.run_ranks, os.fork, subprocess)
 STARTS_A_PROCESS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
 
@@ -32,10 +36,28 @@ def needs_ray(item: pytest.Item) -> bool:
 
 def starts_processes(item: pytest.Item) -> bool:
     """Whether the code of a test shows that it uses Ray or starts a process."""
+    return needs_ray(item) or any(is_starter(used) for used in _code_of(item))
+
+
+def uses_simulated_ranks_alone(item: pytest.Item) -> bool:
+    """Whether the code of a test shows that it uses simulated ranks, and neither Ray nor a second process."""
+    found = [used for used in _code_of(item) if is_starter(used)]
+    explicit = item.get_closest_marker("processes") is not None
+    return bool(found) and not explicit and all(used is ranks.run_ranks is not forking.run_ranks for used in found)
+
+
+def simulates_in_this_process(item: pytest.Item) -> bool:
+    """Whether the code of a test names the simulator itself."""
+    simulators = (simulated, simulated.run_ranks, simulated.Simulation, simulated_worker_group)
+    makes_groups = "simulated_group" in getattr(item, "fixturenames", ())
+    return makes_groups or any(used is simulator for used in _code_of(item) for simulator in simulators)
+
+
+def _code_of(item: pytest.Item) -> Iterator[Any]:
     if not isinstance(item, pytest.Function):
-        return needs_ray(item)
+        return iter(())
     fixtures = [fixture.func for overridden in item._fixtureinfo.name2fixturedefs.values() for fixture in overridden]
-    return needs_ray(item) or any(is_starter(used) for used in used_by(item.function, *fixtures))
+    return used_by(item.function, *fixtures)
 
 
 def is_starter(used: Any) -> bool:

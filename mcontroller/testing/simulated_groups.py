@@ -59,6 +59,9 @@ class SimulatedExecutor(LocalExecutor):
             if rank is None:  # no rank raised it
                 raise
             raise self.error_of(rank, method, error) from error
+        except BaseException as error:  # KeyboardInterrupt has ended all ranks
+            self.fail(SimulationError(f"{self.role}.{method} ended with {type(error).__name__}", ranks=()))
+            raise
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers and groups."""
@@ -85,6 +88,7 @@ def simulated_worker_group(
     timeout: float | None = None,
     schedule: str = "round_robin",
     seed: int | None = None,
+    check_async: bool = True,
     trace: CommunicationTrace | None = None,
     modules: Sequence[str] = (),
     **kwargs: Any,
@@ -99,6 +103,7 @@ def simulated_worker_group(
         timeout: accepted for the interface of other groups; a simulated call has no deadline.
         schedule: ``"round_robin"``, or ``"random"`` with a ``seed``; see ``parallel_state.simulated.run_ranks``.
         seed: the seed of the random schedule.
+        check_async: whether to report tensors that change between an asynchronous call and its wait.
         trace: records what the ranks communicate.
         modules: packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
         kwargs: keyword arguments of the worker's ``__init__``.
@@ -120,6 +125,7 @@ def simulated_worker_group(
         topology,
         schedule=schedule,
         seed=seed,
+        check_async=check_async,
         trace=trace,
         modules=("mcontroller.transport", *modules),  # which has the event loop of async methods
         variables=lambda rank: RankEnvironment(rank, size, rank, size, master_port=1).variables(),

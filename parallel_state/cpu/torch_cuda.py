@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -23,8 +23,9 @@ class Stream:
     device = _CPU
     priority = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a stream; the arguments are ignored."""
+        return super().__new__(cls)
 
     def synchronize(self) -> None:
         """Return at once."""

@@ -19,11 +19,15 @@ def in_process_writers() -> dict[Any, dict[str, Any]]:
     """Return what each rank replaces in Megatron: object -> attribute -> value."""
     writer = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
     caller = importlib.import_module(f"{_STRATEGIES}.async_utils")
-    newest = hasattr(writer, "get_write_results_queue")
-    return {
+    replacements: dict[Any, dict[str, Any]] = {
+        # From 0.17 on, Megatron writes on threads, under another name, and its function for the queue is public.
         writer.FileSystemWriterAsync: {"write_preloaded_data_multiproc": staticmethod(_write_all)},
-        writer: {"get_write_results_queue" if newest else "_get_write_results_queue": queue.SimpleQueue},
+        writer: {"_get_write_results_queue": queue.SimpleQueue, "get_write_results_queue": queue.SimpleQueue},
         caller.TemporalAsyncCaller: {"schedule_async_call": _write_now},
+    }
+    return {
+        owner: {name: value for name, value in values.items() if hasattr(owner, name)}
+        for owner, values in replacements.items()
     }
 
 

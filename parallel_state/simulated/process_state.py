@@ -58,7 +58,7 @@ class ProcessState:
             StateValue(np.random.get_state, np.random.set_state),
             StateValue(torch.get_rng_state, torch.set_rng_state),
             StateValue(torch.get_default_dtype, torch.set_default_dtype),
-            StateValue(os.getcwd, _change_directory),
+            Directory(),
         ]
         if has_megatron():
             self._add_megatron()
@@ -212,14 +212,31 @@ class Environment:
                 os.environb[name] = each
 
 
+class Directory:
+    """The current directory. A value is written right after another was read, which saves one system call of two."""
+
+    def __init__(self) -> None:
+        self._now = os.getcwd()
+
+    def fresh(self) -> str:
+        """Return that of this process."""
+        return self.read()
+
+    def read(self) -> str:
+        """Return it."""
+        self._now = os.getcwd()
+        return self._now
+
+    def write(self, value: str) -> None:
+        """Change to it."""
+        if value != self._now:
+            os.chdir(value)
+            self._now = value
+
+
 def _variables() -> dict[bytes, bytes]:
     variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
     return variables
-
-
-def _change_directory(path: str) -> None:
-    if os.getcwd() != path:
-        os.chdir(path)
 
 
 def _same(value: Any) -> Any:

@@ -6,7 +6,7 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from parallel_state.simulated.errors import RankStopped, SimulationError, UnsupportedError
@@ -91,28 +91,23 @@ class Scheduler:
         """
         taking_part = [self.ranks[rank] for rank in functions]
         self._all_ended.clear()
-        before = threading.stack_size(_STACK_BYTES)
+        # KeyboardInterrupt arrives in the calling thread, which therefore only waits.
+        starter = threading.Thread(target=self._start, args=(taking_part, functions), name="start of the ranks")
+        starter.daemon = True
         try:
-            for each in taking_part:
-                each.ended, each.waits_for, each.result, each.error = False, None, None, None
-                each.thread = threading.Thread(
-                    target=self._live, args=(each, functions[each.rank]), name=f"rank {each.rank}", daemon=True
-                )
-                each.thread.start()
-        finally:
-            threading.stack_size(before)
-        self._ready = deque(taking_part)
-        try:
-            self._pass_on()
+            starter.start()
             while not self._all_ended.wait(_SIGNAL_SECONDS):
                 pass
-        except BaseException as error:  # KeyboardInterrupt arrives in this thread
-            self._stop(error)
+        except BaseException as error:
+            if starter.ident is not None:
+                self._stop(error)
             raise
         finally:
+            if self._all_ended.is_set():
+                for thread in [starter, *(each.thread for each in taking_part)]:
+                    if thread is not None:
+                        thread.join()
             for each in taking_part:
-                if each.thread is not None and self._all_ended.is_set():
-                    each.thread.join()
                 each.thread = None
             self.current = None
 
@@ -163,6 +158,24 @@ class Scheduler:
             if each.waits_for is done and each is not self.current:
                 each.waits_for = None
                 self._ready.append(each)
+
+    def _start(self, ranks: Sequence[RankThread], functions: Mapping[int, Callable[[], Any]]) -> None:
+        """Start a thread for each rank, and let the first one run."""
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            for each in ranks:
+                each.waits_for, each.result, each.error = None, None, None
+                thread = threading.Thread(
+                    target=self._live, args=(each, functions[each.rank]), name=f"rank {each.rank}", daemon=True
+                )
+                thread.start()  # it waits for its baton
+                each.thread, each.ended = thread, False
+        except RuntimeError as error:  # the system has no further thread
+            self.fail(error)
+        finally:
+            threading.stack_size(before)
+        self._ready = deque(each for each in ranks if not each.ended)
+        self._pass_on()
 
     def _live(self, rank: RankThread, function: Callable[[], Any]) -> None:
         rank.baton.acquire()
@@ -224,6 +237,8 @@ class Scheduler:
                     ctypes.c_ulong(running.thread.ident), ctypes.py_object(RankStopped)
                 )
             self._all_ended.wait(_STOP_SECONDS)
+        if self.failure is None:
+            self.failure = error
 
     def _check_interrupt(self) -> None:
         if self._interrupt is not None:

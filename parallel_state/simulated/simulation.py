@@ -272,7 +272,7 @@ class Simulation:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
 
     def _replacements(self, rank: int) -> dict[Any, dict[str, Any]]:
-        """Return the functions of torch and of ``os`` that this rank replaces."""
+        """Return the functions that this rank replaces: object -> name -> function."""
 
         def rendezvous(url: str, given: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
             if (given, world_size) not in ((-1, -1), (rank, self.world_size)):
@@ -305,15 +305,6 @@ class Simulation:
             self._scheduler.fail(error)
             raise error
 
-        def fork() -> NoReturn:
-            error = UnsupportedError(
-                f"{self.describe(rank)} forks this process; simulated ranks are threads of it, and a forked process "
-                f"would have no other rank\n    at {calling_line()}",
-                ranks=(rank,),
-            )
-            self._scheduler.fail(error)
-            raise error
-
         def unregister_all() -> None:
             self._groups.unregister(rank)
 
@@ -323,7 +314,37 @@ class Simulation:
             "_warn_not_in_group": not_in_group,
             "_unregister_all_process_groups": unregister_all,
         }
-        return {c10d: functions, os: {"fork": fork, "forkpty": fork}}
+        return {c10d: functions, **self._rejections(rank)}
+
+    def _rejections(self, rank: int) -> dict[Any, dict[str, Any]]:
+        """Return the functions that raise UnsupportedError on this rank."""
+
+        def reject(doing: str, reason: str) -> NoReturn:
+            text = f"{self.describe(rank)} {doing}; {reason}\n    at {calling_line()}"
+            error = UnsupportedError(text, ranks=(rank,))
+            self._scheduler.fail(error)
+            raise error
+
+        def fork() -> NoReturn:
+            reject(
+                "forks this process",
+                "simulated ranks are threads of it, and a forked process would have no other rank",
+            )
+
+        created: Any = torch.cuda.Stream.__new__
+
+        def new_stream(cls: Any, *args: Any, **options: Any) -> Any:
+            if calling_line().through is None:  # Megatron creates streams on a CPU too
+                reject(
+                    "creates a torch.cuda.Stream",
+                    "simulated ranks compute on the CPU, in the order of the program, and have no CUDA streams",
+                )
+            return created(cls, *args, **options)
+
+        return {
+            os: {"fork": fork, "forkpty": fork},
+            torch.cuda.Stream: {"__new__": staticmethod(new_stream)},
+        }
 
 
 def _same_on_every_rank() -> dict[Any, dict[str, Any]]:

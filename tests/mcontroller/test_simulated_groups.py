@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import threading
 from typing import Any
 
@@ -12,7 +14,80 @@ import torch.distributed as dist
 from mcontroller import ClassWithInitArgs, Dispatch, DispatchError, GroupBroken, Worker, WorkerError, register
 from mcontroller.testing import SimulatedGroupMaker, simulated_worker_group
 from parallel_state.layout import ParallelLayout
-from parallel_state.simulated import CommunicationTrace, Deadlock
+from parallel_state.simulated import (
+    AsyncAccessError,
+    CollectiveMismatch,
+    CommunicationTrace,
+    Deadlock,
+    Disagreement,
+    NonMemberError,
+    UnfinishedCalls,
+    UnsupportedError,
+    require_different,
+    require_equal,
+)
+from tests.process_state import state_of_this_process
+
+
+class Faulty(Worker):
+    """Ranks of which one has a bug in every method."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def other_shape(self) -> None:
+        dist.all_reduce(torch.zeros(3 if self.rank == 1 else 2))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def other_order_of_groups(self) -> None:
+        for ranks in ([0, 1], [2, 3])[:: -1 if self.rank == 1 else 1]:
+            dist.new_group(ranks)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def not_a_member(self) -> None:
+        dist.all_reduce(torch.zeros(1), group=dist.new_group([0, 2, 3]))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def changed_before_the_wait(self) -> None:
+        work = dist.all_reduce(gradient := torch.ones(2), async_op=True)
+        gradient.mul_(1 + (self.rank == 1))
+        work.wait()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def unequal_parameters(self) -> None:
+        require_equal({"weight": torch.full((2,), float(self.rank == 1))}, what="parameters")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def equal_seeds(self) -> None:
+        require_different(torch.tensor(self.rank // 2 + 2 * (self.rank == 3)), what="seeds")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def one_call_more(self) -> None:
+        if self.rank != 1:
+            dist.all_reduce(torch.zeros(1), async_op=True)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def thread(self) -> None:
+        group = dist.group.WORLD
+        thread = threading.Thread(target=lambda: dist.all_reduce(torch.zeros(1), group=group), name="prefetch")
+        thread.start()
+        thread.join()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stream(self) -> None:
+        torch.cuda.Stream()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fork(self) -> None:
+        multiprocessing.get_context("fork").Process(target=print).start()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def interrupted(self) -> None:
+        if self.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        while True:
+            dist.barrier()
 
 
 class Counter(Worker):
@@ -70,6 +145,49 @@ def test_an_exception_is_a_worker_error_of_its_rank_with_the_positions_of_the_ot
         group.fail(1)
     assert caught.value.rank == 1
     assert "rank 0 (dp=0): barrier()" in caught.value.worker_traceback
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("method", "kind", "message"),
+    [
+        ("other_shape", CollectiveMismatch, "different shapes"),
+        ("other_order_of_groups", CollectiveMismatch, "new_group has different ranks"),
+        ("not_a_member", NonMemberError, "rank 1 (dp=1) calls all_reduce on a group that it is not a member of"),
+        ("changed_before_the_wait", AsyncAccessError, "rank 1 (dp=1): all_reduce(float32[2], op=SUM)"),
+        ("unequal_parameters", Disagreement, "parameters 'weight' differ; equal on ranks [0, 2, 3] only"),
+        ("equal_seeds", Disagreement, "seeds are equal, and must differ"),
+        ("one_call_more", UnfinishedCalls, "rank 1 (dp=1) did not make a call that others made"),
+        ("thread", UnsupportedError, "all_reduce in the thread 'prefetch'"),
+        ("stream", UnsupportedError, "rank 0 (dp=0) creates a torch.cuda.Stream"),
+        ("fork", UnsupportedError, "rank 0 (dp=0) forks this process"),
+        ("interrupted", KeyboardInterrupt, ""),
+    ],
+)
+def test_a_bug_of_a_worker_is_reported_and_leaves_nothing_behind(
+    method: str, kind: type[BaseException], message: str
+) -> None:
+    before = state_of_this_process()
+    with simulated_worker_group(Faulty, 4) as group:
+        with pytest.raises(kind) as caught:
+            getattr(group, method)()
+        assert state_of_this_process() == before
+        with pytest.raises(GroupBroken):
+            group.other_shape()
+    assert type(caught.value) is kind
+    assert message in str(caught.value)
+    assert state_of_this_process() == before
+
+
+def test_changes_before_the_wait_are_allowed_without_their_check(simulated_group: SimulatedGroupMaker) -> None:
+    simulated_group(Faulty, 4, check_async=False).changed_before_the_wait()
+
+
+def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
+    before = state_of_this_process()
+    with pytest.raises(WorkerError, match="unknown"):
+        simulated_worker_group(ClassWithInitArgs(Counter, unknown=2), 4)
+    assert state_of_this_process() == before
 
 
 def test_arguments_next_to_a_class_with_arguments_are_rejected() -> None:

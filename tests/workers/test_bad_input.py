@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError, DataError, LayoutError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import (
     GREEDY,
     MODEL,
@@ -46,7 +46,7 @@ def missing_column(role: str, without: str) -> str:
 
 @pytest.mark.parametrize(("role", "column"), [("actor", "advantages"), ("critic", "returns"), ("actor", "responses")])
 def test_missing_column_is_reported_before_the_first_collective(role: str, column: str) -> None:
-    message = run_ranks(missing_column, 2, role, column, timeout_s=30)[0]
+    message = run_ranks(missing_column, 2, role, column)[0]
     assert f"update_{role} needs the column '{column}'; the batch has ['" in message
 
 
@@ -71,7 +71,7 @@ def calls_without_a_model() -> list[str]:
 
 
 def test_calls_before_init_model_are_rejected() -> None:
-    messages = run_ranks(calls_without_a_model, 1, timeout_s=30)[0]
+    messages = run_ranks(calls_without_a_model, 1)[0]
     assert len(messages) == 6
     assert all(message.endswith("was called before init_model: there is no model yet") for message in messages)
 
@@ -128,7 +128,7 @@ def padding_only_on_one_shard() -> list[str]:
 
 
 def test_invalid_row_of_one_shard_raises_on_every_rank() -> None:
-    for messages in run_ranks(padding_only_on_one_shard, 2, timeout_s=60):
+    for messages in run_ranks(padding_only_on_one_shard, 2):
         assert len(messages) == 7
         assert all("row 1, of 0 tokens, is padding only" in message for message in messages)
 
@@ -267,7 +267,7 @@ def rejected_layout(parallel: dict[str, Any]) -> str:
     ],
 )
 def test_axes_that_do_not_divide_are_rejected_with_the_numbers(parallel: dict[str, Any], text: str) -> None:
-    assert text in run_ranks(rejected_layout, 2, parallel, timeout_s=30)[0]
+    assert text in run_ranks(rejected_layout, 2, parallel)[0]
 
 
 @pytest.mark.parametrize(

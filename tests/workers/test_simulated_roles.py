@@ -12,6 +12,7 @@ from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated import run_ranks
 from tests import forking
+from tests.process_state import state_of_this_process
 from tests.workers import parity
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, experience, prompts
 from workers.actor import ActorRolloutRefWorker
@@ -39,12 +40,18 @@ def test_a_group_samples_and_trains_as_one_process_and_restores_a_checkpoint(
         assert torch.equal(trained, restored)
         return sampled, trained
 
+    before = state_of_this_process()
     (sampled, trained), (expected, expected_trained) = computed(8, tp=2, pp=2), computed(1)
+    assert state_of_this_process() == before
     assert torch.equal(sampled, expected)
     torch.testing.assert_close(trained, expected_trained, rtol=0, atol=1e-5)
 
 
 @pytest.mark.processes
+@pytest.mark.skipif(
+    torch.version.cuda is not None,
+    reason="with this torch, a process in which simulated ranks have computed gradients cannot fork ranks that do",
+)
 def test_layouts_have_the_bits_of_forked_gloo_ranks() -> None:
     for name in (
         "TP2 x PP2 x DP2",

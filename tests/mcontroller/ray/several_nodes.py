@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,7 +16,8 @@ import torch
 from ray.cluster_utils import Cluster
 
 from mcontroller import DataProto, Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
-from mcontroller.errors import ResourceError, WorkerDied
+from mcontroller.errors import CallTimeout, ResourceError, WorkerDied
+from mcontroller.ray import supervision
 
 NODES = ("127.0.0.10", "127.0.0.9")
 """In the order in which they join; as text, and as they joined, the tenth would come first."""
@@ -57,6 +60,16 @@ class Resident(Worker):
             os._exit(7)
         threading.Event().wait()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def process_id(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_on(self, rank: int) -> None:
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        torch.distributed.all_reduce(torch.zeros(2))
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def wait(self) -> None:
         threading.Event().wait()
@@ -73,6 +86,20 @@ def died(call: Any) -> dict[str, Any]:
         call()
     except WorkerDied as error:
         return {**error.fields, "seconds": time.monotonic() - began}
+    return {}
+
+
+def timeout_of_stopped(residents: Any, rank: int) -> dict[str, Any]:
+    residents.meet()
+    process = residents.process_id()[rank]
+    supervision.QUERY_SECONDS = 1.0  # it never answers
+    try:
+        residents.stop_on.options(timeout=1)(rank)
+    except CallTimeout as error:
+        return {"cause": error.cause, "report": error.report}
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # Ray has ended it with its group
+            os.kill(process, signal.SIGKILL)
     return {}
 
 
@@ -103,8 +130,11 @@ def main() -> None:
         seen["rejected"] = str(error)
     for isolated in (False, True):
         with RayResourcePool([2, 2], isolate_gpus=isolated).reserve() as pool:
-            seen[f"gpus, isolated={isolated}"] = RayWorkerGroup(pool, RayClassWithInitArgs(Resident)).where()
+            residents = RayWorkerGroup(pool, RayClassWithInitArgs(Resident), name_prefix="residents")
+            seen[f"gpus, isolated={isolated}"] = residents.where()
             seen["table"] = pool.describe()
+            if isolated:
+                seen["stopped"] = timeout_of_stopped(residents, rank=3)
     pair = group([2, 2], "pair")[1]
     waiting = pair.wait()
     cluster.remove_node(nodes[0], allow_graceful=False)

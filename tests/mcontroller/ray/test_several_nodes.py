@@ -85,6 +85,13 @@ def test_the_table_of_a_pool_has_the_names_of_its_gpus(seen: dict[str, Any]) -> 
     ]
 
 
+def test_the_record_of_a_stopped_rank_is_read_on_its_node(seen: dict[str, Any]) -> None:
+    stopped = seen["stopped"]
+    assert stopped["cause"] == "rank 3 is stopped by a signal, and rank 0 waits for it"
+    assert "ranks [0, 1, 2]: all_reduce(float32[2], op=SUM), call 1 on group" in stopped["report"]
+    assert "its last on this group: all_reduce, call 0, at " in stopped["report"]
+
+
 def test_the_death_of_a_node_is_reported_as_that_of_a_rank_on_it(seen: dict[str, Any]) -> None:
     death = seen["node_death"]
     assert (death["node"], death["method"]) == ("127.0.0.10", "wait")

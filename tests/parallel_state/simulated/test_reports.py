@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,9 @@ from parallel_state.simulated import (
     require_different,
     require_equal,
     run_ranks,
+    scheduler,
 )
+from tests.process_state import state_of_this_process
 
 LAYOUT = ParallelLayout(8, tp=2, pp=2)
 
@@ -37,13 +38,7 @@ LAYOUT = ParallelLayout(8, tp=2, pp=2)
 def nothing_is_left() -> Any:
     before = state_of_this_process()
     yield
-    assert not dist.is_initialized()
     assert state_of_this_process() == before
-
-
-def state_of_this_process() -> list[Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return [threading.active_count(), environment, torch.get_rng_state().tolist(), os.fork, os.getcwd(), sys.excepthook]
 
 
 def report(kind: type[SimulationError], layout: Any, function: Callable[..., Any], **options: Any) -> SimulationError:
@@ -281,6 +276,24 @@ def test_fork_is_rejected() -> None:
         assert "rank 0 forks this process" in str(report(UnsupportedError, 2, forks))
 
 
+def test_streams_of_cuda_are_rejected_but_those_of_megatron() -> None:
+    def overlap() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            dist.all_reduce(torch.zeros(1))
+
+    error = report(UnsupportedError, 2, overlap)
+    assert str(error).startswith("rank 0 creates a torch.cuda.Stream; ")
+    assert " in overlap" in str(error)
+
+    def of_megatron() -> None:
+        from megatron.core.pipeline_parallel import utils
+
+        utils.set_streams()
+        dist.barrier()
+
+    run_ranks(2, of_megatron)
+
+
 def test_tensors_of_other_devices_are_rejected() -> None:
     error = report(UnsupportedError, 2, lambda: dist.all_reduce(torch.zeros(1, device="meta")))
     assert "all_reduce of a tensor on meta" in str(error)
@@ -301,6 +314,61 @@ def test_keyboard_interrupt_ends_all_ranks() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_ranks(3, compute)
+
+
+@pytest.mark.parametrize("moment", ["threads start", "rank computes"])
+def test_keyboard_interrupt_in_the_calling_thread_ends_all_ranks(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted = threading.Event()
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupted.set()
+
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "rank 1":
+            interrupt()
+
+    def compute() -> None:
+        if moment == "rank computes" and rank_in(1):
+            interrupt()
+        while True:
+            dist.barrier()
+
+    if moment == "threads start":
+        monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(3, compute)
+    assert interrupted.is_set()
+
+
+def test_keyboard_interrupt_ends_a_rank_that_makes_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_STOP_SECONDS", 0.1)
+
+    def compute() -> None:
+        if rank_in(1):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            while True:
+                pass
+        dist.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(3, compute)
+
+
+def test_a_thread_that_the_system_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_two(thread: threading.Thread) -> None:
+        if thread.name == "rank 2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_ranks(4, dist.barrier)
 
 
 def test_a_race_is_a_seed_that_fails_every_time() -> None:

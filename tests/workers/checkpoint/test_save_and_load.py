@@ -1,4 +1,7 @@
-"""Training continues from a checkpoint in any layout; an unsuitable checkpoint is rejected."""
+"""Training continues from a checkpoint in any layout; an unsuitable checkpoint is rejected.
+
+Tests of ``forking.run_ranks`` save through the processes that Megatron forks; simulated ranks write themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError, DataError
-from tests.forking import run_ranks
+from tests import forking
+from tests.ranks import run_ranks
 from tests.workers.roles import (
     MODEL,
     SAMPLED,
@@ -81,9 +85,9 @@ def test_training_continues_in_any_layout(
 def test_padded_bucket_does_not_shift_the_parameters_after_it(tmp_path: Path) -> None:
     """Tied weights are in a separate bucket, which 61 x 32 elements do not fill."""
     tied, optim = {"tie_embeddings": True}, {"distributed_optimizer": True}
-    saved = run_ranks(save_and_go_on, 2, {"pp": 2}, str(tmp_path), optim, tied)[0]
+    saved = forking.run_ranks(save_and_go_on, 2, {"pp": 2}, str(tmp_path), optim, tied)[0]
     for world_size, parallel in ((2, {"pp": 2}), (1, {})):
-        loaded = run_ranks(load_and_go_on, world_size, parallel, str(tmp_path), optim, tied)[0]
+        loaded = forking.run_ranks(load_and_go_on, world_size, parallel, str(tmp_path), optim, tied)[0]
         assert largest_difference(saved["saved"], loaded["loaded"]) == 0
         assert largest_difference(saved["later"], loaded["later"]) < 1e-5
 
@@ -208,7 +212,7 @@ def unwritable_and_unreadable(path: str) -> list[str]:
 
 def test_path_that_one_rank_cannot_use_raises_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for cannot_write, not_there in run_ranks(unwritable_and_unreadable, 2, str(tmp_path), timeout_s=60):
+    for cannot_write, not_there in run_ranks(unwritable_and_unreadable, 2, str(tmp_path)):
         assert "cannot write a checkpoint to " in cannot_write and "Not a directory" in cannot_write
         assert "there is no checkpoint at " in not_there and "elsewhere" in not_there
 
@@ -231,7 +235,7 @@ def interrupted(path: str, resume: bool) -> dict[str, Any]:
 
 
 def test_random_numbers_and_learning_rate_continue(tmp_path: Path) -> None:
-    whole, resumed = (run_ranks(interrupted, 2, str(tmp_path), resume)[0] for resume in (False, True))
+    whole, resumed = (forking.run_ranks(interrupted, 2, str(tmp_path), resume)[0] for resume in (False, True))
     assert resumed["metrics"] == whole["metrics"]
     assert 1e-3 < whole["metrics"]["actor/lr"] < 1e-2
     assert largest_difference(whole["weights"], resumed["weights"]) == 0

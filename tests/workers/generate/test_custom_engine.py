@@ -10,7 +10,7 @@ import torch
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import registration_of
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, actor, experience, own_shard, prompts
 from workers import Generated, Prompts, Rollout, Sampling
 from workers.actor import ActorRolloutRefWorker

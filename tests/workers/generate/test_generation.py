@@ -15,7 +15,8 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.registration import registration_of
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.partition import split_rows
-from tests.forking import run_ranks
+from tests import forking
+from tests.ranks import run_ranks
 from tests.training import device
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
 from workers.generate import decoding, inference_linears
@@ -86,7 +87,7 @@ def drawn_apart(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tu
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-tp"])
 def test_all_ranks_of_a_replica_continue_with_the_tokens_of_one(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = {"tp": 2, "pp": 2, "order": order}
-    found = run_ranks(drawn_apart, 4, parallel, monkeypatch)
+    found = forking.run_ranks(drawn_apart, 4, parallel, monkeypatch)  # each rank replaces a function
     expected = of_all_ranks(None)["responses"]
     for responses, inputs in found:
         assert torch.equal(responses, expected)
@@ -169,7 +170,7 @@ def with_reordered_weights(parallel: dict[str, Any], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_reordered_weights_generate_the_same(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = run_ranks(with_reordered_weights, world_size, {"tp": world_size}, monkeypatch)[-1]
+    before, after = forking.run_ranks(with_reordered_weights, world_size, {"tp": world_size}, monkeypatch)[-1]
     assert before["count"] == after["count"] == 4 * 4 + 1  # of every layer qkv, projection, fc1, fc2; and the output
     assert torch.equal(before["responses"], greedy_reference())
     for samples in (before, after):
@@ -195,8 +196,7 @@ class ScaledWeight(TELayerNormColumnParallelLinear):
         return super().forward(hidden, self.weight * (1 + 0.1 * self.layer_number))
 
 
-def with_custom_linears(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    monkeypatch.setattr(inference_linears, "MIN_REORDERED_ELEMENTS", 1)
+def with_custom_linears() -> list[torch.Tensor]:
     worker = actor({}, "actor_rollout")
     for layer in worker.model[0].module.decoder.layers:
         layer.self_attention.linear_proj.__class__ = MixedOutput
@@ -208,7 +208,8 @@ def with_custom_linears(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def test_custom_linears_generate_with_the_log_probs_that_they_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampled, scored = run_ranks(with_custom_linears, 1, monkeypatch)[0]
+    monkeypatch.setattr(inference_linears, "MIN_REORDERED_ELEMENTS", 1)
+    sampled, scored = run_ranks(with_custom_linears, 1)[0]
     torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
 
 

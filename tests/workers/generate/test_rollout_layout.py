@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError, LayoutError
 from parallel_state.megatron import MegatronContext
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.training import device
 from tests.workers.roles import (
     EOS,
@@ -189,7 +189,7 @@ def rejected_custom_model() -> str:
 
 
 def test_custom_model_without_build_rollout_model_is_rejected() -> None:
-    for message in run_ranks(rejected_custom_model, 2, timeout_s=30):
+    for message in run_ranks(rejected_custom_model, 2):
         assert message.startswith("CustomModel overrides build_model, ") and "override build_rollout_model" in message
 
 
@@ -209,7 +209,7 @@ def stops_at_different_steps(max_rows: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("max_rows", [0, 1])
 def test_rank_that_is_done_still_exchanges_tokens_of_experts(max_rows: int) -> None:
-    done, other = run_ranks(stops_at_different_steps, 2, max_rows, timeout_s=60)
+    done, other = run_ranks(stops_at_different_steps, 2, max_rows)
     assert done == (1, 1, 1, 1)
     assert len(other) == 3 and max(other) > 1
 
@@ -247,7 +247,7 @@ def test_ranks_with_shared_experts_that_end_at_different_steps_generate_what_one
         max(map(len, expected[end - share : end])) for share, end in zip(shares, accumulate(shares), strict=True)
     ]
     assert longest[0] == 1 and longest[1] > 2  # the rows of the first rank end while others continue
-    found = run_ranks(greedy_of, 4, parallel, shares, list(stops), max_rows, timeout_s=60)
+    found = run_ranks(greedy_of, 4, parallel, shares, list(stops), max_rows)
     copies = 4 // len(shares)  # tensor-parallel ranks have the same rows
     assert [response for rank in found[::copies] for response in rank] == expected
     assert found[::copies] == found[copies - 1 :: copies]
@@ -263,7 +263,7 @@ def padding_only_on_one_rank() -> str:
 
 
 def test_invalid_prompt_of_one_rank_raises_on_all() -> None:
-    for message in run_ranks(padding_only_on_one_rank, 4, timeout_s=30):
+    for message in run_ranks(padding_only_on_one_rank, 4):
         assert "generate_sequences: row 0, of 0 tokens, is padding only" in message
 
 
@@ -335,6 +335,6 @@ def rejected_layout() -> tuple[str, str]:
 
 
 def test_rollout_layout_that_does_not_divide_the_ranks_is_rejected_with_the_numbers() -> None:
-    for message, key in run_ranks(rejected_layout, 2, timeout_s=30):
+    for message, key in run_ranks(rejected_layout, 2):
         assert message.startswith("rollout.parallel: ") and "= 4 does not divide world_size 2" in message
         assert key == "rollout.parallel"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from mcontroller.errors import ConfigError
 from parallel_state import ParallelLayout
 from parallel_state.megatron import MegatronContext
-from tests.forking import run_ranks
+from tests import forking
+from tests.ranks import run_ranks
 from tests.workers.roles import RESPONSE, SAMPLED, VOCAB, actor, prompts
 from workers.config import RolloutConfig
 from workers.generate import decoding
@@ -70,7 +71,7 @@ def test_ranks_of_a_replica_have_the_smallest_limit_of_their_memory() -> None:
 
 
 def test_batch_that_does_not_fit_is_reported_once_with_the_reason() -> None:
-    first, second, *_ = run_ranks(limits, 4, {"tp": 2}, 0.5)
+    first, second, *_ = forking.run_ranks(limits, 4, {"tp": 2}, 0.5)  # each rank's log is its process's
     [message] = first[2]
     assert message.startswith(
         "generation: at most 5 rows at once, of 100: one row takes 0.0 MB (0.0 MB of them cached keys and values), "
@@ -79,14 +80,10 @@ def test_batch_that_does_not_fit_is_reported_once_with_the_reason() -> None:
     assert second[2] == []
 
 
-def samples_in_parts(memory_rows: int | None, max_rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+def samples_in_parts(memory_rows: int | None, max_rows: int) -> tuple[Any, list[int]]:
     """Return samples, and the rows of each pass, with memory for this many rows."""
     worker = actor({}, "rollout", rollout={"max_rows": max_rows, "memory_fraction": 0.5})
     batch = prompts(ROWS, SAMPLED | {"n": 2})
-    if memory_rows is not None:
-        width = int(batch.batch["attention_mask"].sum(1).max())
-        free = 2 * memory_rows * row_bytes(worker.model, width, RESPONSE, VOCAB).total
-        monkeypatch.setattr(RowLimit, "free_bytes", lambda self: free)
     passes: list[int] = []
 
     def record(chunk: Any, args: tuple[Any, ...]) -> None:
@@ -94,14 +91,19 @@ def samples_in_parts(memory_rows: int | None, max_rows: int, monkeypatch: pytest
             passes.append(args[0].size(0))
 
     worker.model[0].register_forward_pre_hook(record)
-    return dict(worker.generate_sequences(batch).batch), passes
+    with pytest.MonkeyPatch.context() as patch:
+        if memory_rows is not None:
+            width = int(batch.batch["attention_mask"].sum(1).max())
+            free = 2 * memory_rows * row_bytes(worker.model, width, RESPONSE, VOCAB).total
+            patch.setattr(RowLimit, "free_bytes", lambda self: free)
+        return dict(worker.generate_sequences(batch).batch), passes
 
 
-def test_samples_do_not_depend_on_the_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, passes = run_ranks(samples_in_parts, 1, None, 0, monkeypatch)[0]
+def test_samples_do_not_depend_on_the_parts_of_the_batch() -> None:
+    whole, passes = run_ranks(samples_in_parts, 1, None, 0)[0]
     assert passes == [2 * ROWS]
     for memory_rows, max_rows, expected in ((7, 0, [6] * 4), (0, 0, [1] * 24), (7, 10, [8] * 3)):
-        parts, passes = run_ranks(samples_in_parts, 1, memory_rows, max_rows, monkeypatch)[0]
+        parts, passes = run_ranks(samples_in_parts, 1, memory_rows, max_rows)[0]
         assert passes == expected
         for name, column in whole.items():
             if name == "rollout_log_probs":

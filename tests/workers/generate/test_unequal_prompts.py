@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, RESPONSE, SAMPLED, actor, prompts
 from workers.generate.decoding_patches import check_positions, masked_decoding
 from workers.model.attend_once import attend_once
