@@ -48,8 +48,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
     fields |= {default.field: default.value for default in gpu_defaults(model)}
     further = further_fields(TransformerConfig, model.transformer, "model.transformer", set_elsewhere)
-    # With one expert for each token, a softmax over the chosen one is 1. Megatron computes that, but rejects it: the main
-    # loss does not train the router then.
+    # With one expert for each token, a softmax over the chosen one is 1. Megatron computes that, but its check rejects
+    # it: the main loss does not train the router then.
     chosen_only = model.moe_router_topk == 1 and further.get("moe_router_pre_softmax") is False
     try:
         config = TransformerConfig(**(fields | further | ({"moe_router_pre_softmax": True} if chosen_only else {})))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from mcontroller.errors import ConfigError
 from workers.weights.hf import families  # noqa: F401  # registers them
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
-from workers.weights.hf.fields import check_keys, inert_of
+from workers.weights.hf.fields import check_config_keys, inert_of
 
 __all__ = ["ModelDescription", "family_at", "family_of", "hf_config_of", "model_fields_from_hf"]
 
@@ -58,7 +58,7 @@ def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
             key="model_type",
             value=model_type,
         )
-    check_keys(config, MODEL_FAMILIES[model_type])
+    check_config_keys(config, MODEL_FAMILIES[model_type])
     return MODEL_FAMILIES[model_type].fields_from(config) | {"family": model_type, "hf_path": str(path)}
 
 

@@ -20,7 +20,7 @@ from workers.weights.hf.family import ModelFamily, not_built
 __all__ = [
     "INERT",
     "NEUTRAL",
-    "check_keys",
+    "check_config_keys",
     "flag_of",
     "inert_of",
     "number_of",
@@ -83,7 +83,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys with the values at which they change nothing; the first is reported as the expected one."""
 
 
-def check_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
+def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
     """Check that no key of ``config.json`` changes what a model of the family computes without being computed.
 
     Raises:

@@ -74,7 +74,7 @@ class Llama(ModelFamily):
         "num_attention_heads",
         "intermediate_size",
     )
-    computed = (
+    computed: ClassVar[tuple[str, ...]] = (
         *sizes,
         "num_key_value_heads",
         "head_dim",

@@ -24,5 +24,5 @@ class Qwen3(Llama):
             "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
         }
     )
-    inert = Qwen2.inert
+    inert: ClassVar[tuple[str, ...]] = Qwen2.inert
     defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "head_dim": 128}

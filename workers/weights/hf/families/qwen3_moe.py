@@ -29,7 +29,7 @@ class Qwen3Moe(Qwen3):
             "mlp.experts.linear_fc2.weight{expert}": ("mlp.experts.{expert}.down_proj.weight",),
         }
     )
-    computed = (
+    computed: ClassVar[tuple[str, ...]] = (
         *Qwen3.computed,
         "num_experts",
         "num_local_experts",
@@ -40,7 +40,7 @@ class Qwen3Moe(Qwen3):
         "mlp_only_layers",
     )
     # Megatron's losses of the router are set in model.transformer.
-    inert = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")
+    inert: ClassVar[tuple[str, ...]] = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")
     defaults: ClassVar[Mapping[str, Any]] = {
         **Llama.defaults,  # without the head width: here it follows from the sizes
         "num_experts_per_tok": 8,
