@@ -127,7 +127,7 @@ def test_every_layout_has_the_gradients_of_one_process(
 
 
 def unequal_gradients(parallel: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
-    """Return the gradients of a mini-batch of 7 rows, three at a time: four and three rows on two data-parallel ranks."""
+    """Return the gradients of a mini-batch of 7 rows, three at a time; two data-parallel ranks have four and three."""
     worker = routed_actor(parallel, kind, ppo_micro_batch_size=3)
     rows, group = experience(7), worker.context.pg.dp
     worker.update_actor(rows.split(-(-7 // group.size()))[group.rank()])
