@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples import indexed_data
+from examples.bring_your_own_megatron import indexed_data
 from mcontroller import DataProto
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state import ParallelLayout

@@ -3,7 +3,7 @@
 The controller sends the numbers of the sequences, 8 bytes for each. Every data-parallel rank reads its own from the
 files, which all nodes share.
 
-python -m examples.indexed_data
+python -m examples.bring_your_own_megatron.indexed_data
 """
 
 from __future__ import annotations
