@@ -73,7 +73,7 @@ def _layers(module: Any) -> None:
 
 def _latent_attention(module: Any) -> None:
     """Build multi-latent attention of local layers: without Transformer Engine, its classes are mocks (0.16)."""
-    if not isinstance(module.TELinear, type):
+    if not isinstance(getattr(module, "TELinear", None), type | None):
         module.HAVE_TE = False
 
 

@@ -233,9 +233,11 @@ def _check_latent_attention(chunks: Sequence[nn.Module]) -> None:
         for name, module in chunk.named_modules():
             if not isinstance(module, MultiLatentAttention) or module.tp_group.size() == 1:
                 continue
-            config = module.config
-            whole = config.kv_lora_rank + config.qk_pos_emb_head_dim
-            if config.sequence_parallel and module.linear_kv_down_proj.weight.size(0) == whole:
+            divided = any(
+                "down_proj." in parameter and getattr(weight, "tensor_model_parallel", False)
+                for parameter, weight in module.named_parameters()
+            )
+            if module.config.sequence_parallel and not divided:
                 continue
             raise ConfigError(
                 f"{name} has multi-latent attention with tp={module.tp_group.size()}, which can be trained only with "

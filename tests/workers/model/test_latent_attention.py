@@ -27,6 +27,8 @@ ROWS = 8
 class LatentAttentionActor(ActorRolloutRefWorker):
     """A policy with compressed queries, keys and values, as DeepSeek-V3's attention has them."""
 
+    divides_down_projections = False
+
     def build_model(self) -> list[torch.nn.Module]:
         model, parallel, context = self.config.model, self.config.parallel, self.context
         config = MLATransformerConfig(
@@ -60,7 +62,9 @@ class LatentAttentionActor(ActorRolloutRefWorker):
             # Megatron's own local attention has one width for keys and values, and its norms no sequence parallelism.
             attention.core_attention = TEDotProductAttention
             layer.input_layernorm = layer.pre_mlp_layernorm = attention.q_layernorm = attention.kv_layernorm = TENorm
-            if parallel.sequence_parallel:  # as in Megatron's spec for Transformer Engine
+            if (
+                not self.divides_down_projections and parallel.sequence_parallel
+            ):  # as in Megatron's spec for Transformer Engine
                 attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             rows = -(-VOCAB // parallel.tp) * parallel.tp
             length = model.max_sequence_length
@@ -81,9 +85,15 @@ class LatentAttentionActor(ActorRolloutRefWorker):
         return chunks
 
 
-def trained(parallel: dict[str, Any]) -> dict[str, Any]:
+class DividedActor(LatentAttentionActor):
+    divides_down_projections = True
+
+
+def trained(
+    parallel: dict[str, Any], worker_class: type[LatentAttentionActor] = LatentAttentionActor
+) -> dict[str, Any]:
     """Return the scores before and after an update, and the weights after it."""
-    worker = actor(parallel, "actor", LatentAttentionActor, ppo_mini_batch_size=ROWS)
+    worker = actor(parallel, "actor", worker_class, ppo_mini_batch_size=ROWS)
     batch = experience(ROWS)
     scores = [worker.compute_log_prob(own_shard(batch, worker))]
     metrics = worker.update_actor(own_shard(batch, worker))
@@ -122,8 +132,12 @@ def scored(parallel: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def test_training_that_would_leave_out_gradients_is_rejected_and_scores_are_not() -> None:
+@pytest.mark.parametrize("changes", [{}, {"sequence_parallel": True}], ids=["tp", "sp"])
+def test_training_that_would_leave_out_gradients_is_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="self_attention has multi-latent attention with tp=2") as caught:
-        run_ranks(trained, 2, {"tp": 2})
+        run_ranks(trained, 2, {"tp": 2} | changes, DividedActor)
     assert caught.value.key == "parallel.tp"
+
+
+def test_scores_need_no_sequence_parallelism() -> None:
     torch.testing.assert_close(run_ranks(scored, 2, {"tp": 2})[0], run_ranks(scored, 1, {})[0], rtol=0, atol=2e-5)
