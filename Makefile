@@ -60,7 +60,7 @@ $(PORT)/.installed: pyproject.toml constraints.txt constraints-port.txt
 	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
 	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable ".[cpu,hf,test]"
 	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement constraints-port.txt
-	rm -rf $(PORT)/lib/python*/site-packages/tests
+	rm -rf $(PORT)/verl-tests && mv $(PORT)/lib/python*/site-packages/tests $(PORT)/verl-tests
 	touch $@
 
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel

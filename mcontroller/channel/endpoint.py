@@ -7,7 +7,6 @@ import errno
 import hmac
 import os
 import pickle
-import random
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from mcontroller.channel.cancellation import Cancellation
 from mcontroller.channel.links import configure, monitor, send_frames
 from mcontroller.channel.messages import pack_answer, unpack_call
 from mcontroller.channel.order import MISSING_SECONDS, CallOrder, CallQueue
+from mcontroller.channel.ports import reserve_port
 
 __all__ = ["CONNECTIONS", "Endpoint", "ReceivedCall", "Reply"]
 
@@ -290,25 +290,16 @@ def _listen(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> 
     """Bind to the address that peers use; if none of the interfaces has it (behind a NAT), to all of them."""
     sock.ipv6 = ":" in host
     try:
-        return _bind(sock, host, ports)
-    except zmq.ZMQError as error:
+        return _bind(sock, host, host, ports)
+    except OSError as error:
         if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
             raise
-    return _bind(sock, "*", ports)
+    return _bind(sock, "*", "", ports)
 
 
-def _bind(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> int:
-    if ports is None:
-        sock.bind(endpoint_url(host, "*"))
-        return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-    first, last = ports
-    candidates = list(range(first, last + 1))
-    start = random.randrange(len(candidates))  # the processes of a node begin at different ports
-    for port in candidates[start:] + candidates[:start]:
-        try:
-            sock.bind(endpoint_url(host, port))
-            return port
-        except zmq.ZMQError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    raise OSError(f"no free port from {first} to {last} on {host} for a worker process: allow more ports")
+def _bind(sock: zmq.Socket[Any], interface: str, host: str, ports: tuple[int, int] | None) -> int:
+    """Bind to a port of the range that no other process holds."""
+    with reserve_port(host, ports) as reserved:
+        port: int = reserved.getsockname()[1]
+        sock.bind(endpoint_url(interface, port))
+    return port

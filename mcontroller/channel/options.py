@@ -18,7 +18,9 @@ class ChannelOptions:
     """
 
     ports: tuple[int, int] | None = None
-    """First and last TCP port that worker processes may listen on, two for each process; None for any free port."""
+    """First and last TCP port that worker processes may listen on; None for any free port.
+
+    A process has two for calls, and reserves one for the rendezvous of torch.distributed, which rank 0 uses."""
     inline_bytes: int = 256 * 1024
     """[bytes] Largest value that travels inside a message; larger ones go through Ray's object store.
 
@@ -27,9 +29,9 @@ class ChannelOptions:
     encrypted for each rank, and the store is written once, so more ranks with one value move the limit down."""
 
     def __post_init__(self) -> None:
-        if self.ports is not None and not 0 < self.ports[0] < self.ports[1] < 65536:
+        if self.ports is not None and not 0 < self.ports[0] < self.ports[1] - 1 < 65535:
             raise ConfigError(
-                f"ports is {self.ports}; expected the first and the last of at least two TCP ports, 1 to 65535",
+                f"ports is {self.ports}; expected the first and the last of at least three TCP ports, 1 to 65535",
                 key="ports",
                 value=self.ports,
             )

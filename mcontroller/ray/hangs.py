@@ -63,7 +63,10 @@ def look_at_ranks(
     records = {rank: position.record for rank, position in positions.items()}
     records |= {rank: seen.record for rank, seen in outside.items()}
     stacks = {
-        rank: positions[rank].stack if rank in positions else f"(no stack: {outside[rank].reason})" for rank in late
+        rank: positions[rank].stack
+        if rank in positions
+        else f"(no stack from {infos[rank].address.queries}: {outside[rank].reason})"
+        for rank in late
     }
     ranks = RecordedRanks(
         {rank: record for rank, record in records.items() if record is not None and record.rank in (-1, rank)},

@@ -147,7 +147,10 @@ def why_silent(process: NodeProcess) -> str:
     waits = _switches(process) - before >= SWITCHES
     if waits:
         return "the process is in native code that holds the interpreter"
-    return f"the process runs, in state {state}, and does not hold the interpreter: it is slow, or its node is"
+    return (
+        f"the process runs, in state {state}, and does not hold the interpreter: it or its node is slow, or its port "
+        "cannot be reached"
+    )
 
 
 def _switches(process: NodeProcess) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.endpoint import Endpoint, ReceivedCall, Reply
 from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
+from mcontroller.channel.ports import reserve_port
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
@@ -159,7 +159,7 @@ class WorkerProcess:
         }
         node = ray.util.get_node_ip_address()
         self._endpoint = Endpoint(node, keys, queries, options.ports, self._kept.release_all)
-        self._reserved = _reserved_socket()
+        self._reserved = reserve_port("", options.ports)
         self._info = ProcessInfo(
             node,
             ray.get_runtime_context().get_node_id(),
@@ -349,18 +349,6 @@ def choose_device(index: int | None) -> None:
             torch.cuda.set_device(device)
         else:
             check_torch_without_gpu()
-
-
-def _reserved_socket() -> socket.socket:
-    """Return a socket with a port on this node that no other process gets.
-
-    It stays bound, never listens, and has SO_REUSEADDR: the kernel does not assign the port to a process that asks for
-    any free one, but torch's store, which sets SO_REUSEADDR too, can bind it and listen on it.
-    """
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("", 0))
-    return reserved
 
 
 def _logs() -> tuple[str, ...]:

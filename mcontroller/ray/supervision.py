@@ -429,7 +429,7 @@ class GroupProcesses:
         label = self._label(call.role, rank)
         return ConnectionLost(
             f"{label} cannot be reached since {RECONNECT_SECONDS:g} s in {call.method}, although Ray reports its "
-            f"process alive: check the network between this node and {info.node}",
+            f"process alive: check that this node can connect to {info.address.calls}",
             role=call.role,
             rank=rank,
             node=info.node,

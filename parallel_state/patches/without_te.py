@@ -71,9 +71,16 @@ def _layers(module: Any) -> None:
     module._grad_accum_fusion_available = True
 
 
+def _latent_attention(module: Any) -> None:
+    """Build multi-latent attention of local layers: without Transformer Engine, its classes are mocks (0.16)."""
+    if not isinstance(getattr(module, "TELinear", None), type | None):
+        module.HAVE_TE = False
+
+
 PATCHES: dict[str, Patch] = {
     "megatron.core.tensor_parallel.random": _random,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.transformer.multi_latent_attention": _latent_attention,
     "megatron.core.optimizer": _optimizer,
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,

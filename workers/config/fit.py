@@ -233,8 +233,6 @@ def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
             key=f"{at}.sequence_parallel",
             value=True,
         )
-    if parallel.sequence_parallel:
-        _divides("model.max_sequence_length", model.max_sequence_length, f"{at}.tp", parallel.tp)
     pieces = length_multiple_of(model, parallel)
     if model.position_embedding_type == "learned_absolute" and model.max_sequence_length % pieces:
         raise ConfigError(

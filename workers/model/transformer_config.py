@@ -48,10 +48,16 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
     fields |= {default.field: default.value for default in gpu_defaults(model)}
     further = further_fields(TransformerConfig, model.transformer, "model.transformer", set_elsewhere)
+    # With one expert for each token, a softmax over the chosen one is 1. Megatron computes that, but its check rejects
+    # it: the main loss does not train the router then.
+    chosen_only = model.moe_router_topk == 1 and further.get("moe_router_pre_softmax") is False
     try:
-        return TransformerConfig(**(fields | further))
+        config = TransformerConfig(**(fields | further | ({"moe_router_pre_softmax": True} if chosen_only else {})))
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"TransformerConfig rejects the model: {error}", key="model", value=model) from error
+    if chosen_only:
+        config.moe_router_pre_softmax = False
+    return config
 
 
 # Fields of ModelConfig that are TransformerConfig's under the same name.

@@ -12,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_standard_config_overr
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.utils import get_model_config
 from torch import nn
 
@@ -53,11 +54,13 @@ def wrap_for_training(
 
     Raises:
         ConfigError: a router of another class than Megatron's has losses (see ``prepare_routers``), or a field of
-            ``ddp`` cannot be used (see ``data_parallel_config``).
+            ``ddp`` cannot be used (see ``data_parallel_config``), or Megatron-Core leaves out gradients of multi-latent
+            attention in this layout.
     """
     model_config = get_model_config(chunks[0])
     model_config.calculate_per_token_loss = True
     prepare_routers(chunks)
+    _check_latent_attention(chunks)
     wrapped = [
         DistributedDataParallel(
             model_config,
@@ -252,3 +255,33 @@ class _NotFinite(Exception):
     def __init__(self, norm: float) -> None:
         super().__init__(norm)
         self.norm = norm
+
+
+def _check_latent_attention(chunks: Sequence[nn.Module]) -> None:
+    """Check that a model with multi-latent attention can be trained in its layout.
+
+    All heads share one rotary part of the keys. Megatron-Core 0.16 adds its gradients over the heads of all ranks only
+    under sequence parallelism with down-projections that tp does not divide, as in its spec for Transformer Engine. In
+    other layouts with tp, each rank would train the part with the gradients of its own heads.
+
+    Raises:
+        ConfigError: a layer is built in another way.
+    """
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if not isinstance(module, MultiLatentAttention) or module.tp_group.size() == 1:
+                continue
+            divided = any(
+                "down_proj." in parameter and getattr(weight, "tensor_model_parallel", False)
+                for parameter, weight in module.named_parameters()
+            )
+            if module.config.sequence_parallel and not divided:
+                continue
+            raise ConfigError(
+                f"{name} has multi-latent attention with tp={module.tp_group.size()}, which can be trained only with "
+                "sequence_parallel=true and down-projections that tp does not divide (Transformer Engine's spec, or "
+                "Linear of megatron.core.post_training.modelopt.layers): Megatron-Core would leave out gradients of "
+                "other ranks' heads",
+                key="parallel.tp",
+                value=module.tp_group.size(),
+            )

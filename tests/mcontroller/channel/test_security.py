@@ -8,9 +8,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
+from torch.distributed import TCPStore
 
 from mcontroller.channel import endpoint
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
+from mcontroller.channel.ports import reserve_port
 from mcontroller.channel.queries import ask
 from tests.mcontroller.channel.endpoints import SECONDS, Controller, start_endpoint
 
@@ -104,6 +106,23 @@ def test_ports_are_taken_from_the_range_and_a_full_range_is_an_error(keys: Chann
     with pytest.raises(OSError, match="no free port from"):
         for _ in range(4):
             start_endpoint(keys, ports=ports)
+
+
+def test_a_reserved_port_of_the_range_is_left_to_the_store_of_torch(keys: ChannelKeys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        first = min(free.getsockname()[1], 65_000)
+    ports = (first, first + 5)
+    reserved = [reserve_port("", ports) for _ in range(2)]
+    held = {each.getsockname()[1] for each in reserved}
+    addresses = [start_endpoint(keys, ports=ports) for _ in range(2)]
+    listening = {port for a in addresses for port in (a.call_port, a.query_port)}
+    assert len(held) == 2 and len(listening) == 4 and not held & listening
+    with pytest.raises(OSError, match=f"no free port from {first} to {first + 5}"):
+        reserve_port("", ports)
+    store = TCPStore("127.0.0.1", reserved[0].getsockname()[1], is_master=True, wait_for_workers=False)
+    assert store.port in held
+    for each in reserved:
+        each.close()
 
 
 def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address) -> None:

@@ -9,6 +9,8 @@ import pytest
 import ray
 
 from mcontroller import ClassWithInitArgs
+from mcontroller.channel.options import ChannelOptions
+from mcontroller.channel.ports import reserve_port
 from mcontroller.errors import CallTimeout, ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
@@ -32,6 +34,19 @@ def test_groups_that_start_together_have_ports_of_their_own_and_can_listen_there
     groups = [start("actor"), start("critic")]
     assert len({group.environment()[0]["MASTER_PORT"] for group in groups}) == 2
     assert all(group.can_listen_on_master_port.options(ranks=[0])() == [True] for group in groups)
+
+
+def test_a_group_listens_on_ports_of_the_range_only(ray_cluster: None) -> None:
+    with reserve_port("", None) as free:
+        first = min(free.getsockname()[1], 65_000)
+    options = ChannelOptions(ports=(first, first + 11))
+    with RayResourcePool([2], use_gpu=False, channel=options) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="pinned")
+        infos = group.executor.processes.handles.infos
+        ports = [port for info in infos for port in (info.address.call_port, info.address.query_port)]
+        ports += [int(group.environment()[0]["MASTER_PORT"])]
+        assert len({*ports}) == 5 and all(first <= port <= first + 11 for port in ports)
+        assert group.can_listen_on_master_port.options(ranks=[0])() == [True]
 
 
 def test_values_go_to_their_rank_and_come_back_by_rank(steady: RayWorkerGroup) -> None:

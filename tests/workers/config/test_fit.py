@@ -28,6 +28,7 @@ ROLLOUT = RolloutConfig(prompt_length=8, response_length=8)
     [
         ({}, {"tp": 4, "pp": 4, "cp": 2}),
         ({}, {"pp": 2, "vpp": 2}),
+        ({"max_sequence_length": 63}, {"tp": 2, "sequence_parallel": True}),  # rope has no table of positions to divide
         ({"num_layers": 5, "transformer": {"num_layers_in_first_pipeline_stage": 2}}, {"pp": 2}),
         ({"hidden_size": 50, "kv_channels": 4, "ffn_hidden_size": 64}, {"tp": 2}),
         (EXPERTS, {"tp": 2, "ep": 3, "etp": 1, "sequence_parallel": True}),

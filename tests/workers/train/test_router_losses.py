@@ -126,6 +126,25 @@ def test_every_layout_has_the_gradients_of_one_process(
         assert rank["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
 
 
+def unequal_gradients(parallel: dict[str, Any], kind: str) -> dict[str, torch.Tensor]:
+    """Return the gradients of a mini-batch of 7 rows, three at a time; two data-parallel ranks have four and three."""
+    worker = routed_actor(parallel, kind, ppo_micro_batch_size=3)
+    rows, group = experience(7), worker.context.pg.dp
+    worker.update_actor(rows.split(-(-7 // group.size()))[group.rank()])
+    return accumulated_gradients(worker)
+
+
+def test_losses_of_unequal_micro_batches_are_those_of_one_process_by_row_and_differ_by_micro_batch() -> None:
+    gaps = {
+        kind: largest_difference(
+            run_ranks(unequal_gradients, 2, {}, kind)[0], run_ranks(unequal_gradients, 1, {}, kind)[0]
+        )
+        for kind in ("seq_aux_loss", "aux_loss")
+    }
+    assert gaps["seq_aux_loss"] < 1e-6
+    assert gaps["aux_loss"] > 1e-4  # rows 4 to 7 are in other micro-batches: another loss by definition
+
+
 def packed_gradients(parallel: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return gradients(parallel, "aux_loss", packed=True, **changes)
 

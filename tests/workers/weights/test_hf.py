@@ -56,6 +56,9 @@ FAMILIES = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3_moe_raw": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=False),
+    "qwen3_moe_top1": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, **EXPERTS | {"num_experts_per_tok": 1}, norm_topk_prob=True
+    ),
 }
 DENSE_AXES: list[dict[str, Any]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}]
 EXPERT_AXES: list[dict[str, Any]] = [
@@ -66,7 +69,7 @@ EXPERT_AXES: list[dict[str, Any]] = [
     {"tp": 2, "etp": 2, "sequence_parallel": True},
 ]
 CASES = [(family, axes) for family in ("llama", "qwen2", "qwen2_tied", "qwen3") for axes in DENSE_AXES]
-CASES += [("qwen3_moe", axes) for axes in EXPERT_AXES] + [("qwen3_moe_raw", {"ep": 2})]
+CASES += [("qwen3_moe", axes) for axes in EXPERT_AXES] + [("qwen3_moe_raw", {"ep": 2}), ("qwen3_moe_top1", {})]
 
 
 @pytest.fixture(scope="module")

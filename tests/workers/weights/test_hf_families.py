@@ -48,6 +48,7 @@ class Renamed(Llama):
     """Llama with other names of weights, and another key of the vocabulary's size."""
 
     architecture = "Renamed"
+    computed = (*Llama.computed, "n_vocab")
     names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         ours: tuple(map(renamed, theirs)) for ours, theirs in Llama.names.items()
     }

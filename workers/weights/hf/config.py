@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 from mcontroller.errors import ConfigError
 from workers.weights.hf import families  # noqa: F401  # registers them
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
+from workers.weights.hf.fields import check_config_keys, inert_of
 
 __all__ = ["ModelDescription", "family_at", "family_of", "hf_config_of", "model_fields_from_hf"]
 
@@ -27,6 +28,11 @@ class ModelDescription(Protocol):
     @property
     def family(self) -> str | None:
         """The ``model_type`` of the model, or None."""
+        ...
+
+    @property
+    def hf_path(self) -> str | None:
+        """The directory of the checkpoint that the model was started from, or None."""
         ...
 
     @property
@@ -46,19 +52,19 @@ def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
     model_type = str(config.get("model_type"))
     if model_type not in MODEL_FAMILIES:
         raise ConfigError(
-            f"{Path(path) / 'config.json'}: model_type is {model_type!r}; registered are {', '.join(MODEL_FAMILIES)} "
-            "(workers.register_model_family adds one)",
+            f"{Path(path) / 'config.json'}: model_type is {model_type!r}; registered are {', '.join(MODEL_FAMILIES)}. "
+            "Build the model in build_model of your worker (docs/own-megatron.md), or add a family with "
+            "workers.register_model_family",
             key="model_type",
             value=model_type,
         )
+    check_config_keys(config, MODEL_FAMILIES[model_type])
     return MODEL_FAMILIES[model_type].fields_from(config) | {"family": model_type, "hf_path": str(path)}
 
 
 def family_at(path: str | os.PathLike[str]) -> ModelFamily | None:
     """Return the family of the checkpoint in a directory; None without a config.json of a registered one."""
-    if not (Path(path) / "config.json").is_file():
-        return None
-    return MODEL_FAMILIES.get(str(_read_config(path).get("model_type")))
+    return MODEL_FAMILIES.get(str(_config_at(path).get("model_type")))
 
 
 def family_of(model: ModelDescription) -> ModelFamily:
@@ -73,20 +79,29 @@ def family_of(model: ModelDescription) -> ModelFamily:
 def hf_config_of(model: ModelDescription, value_head: bool = False) -> dict[str, Any]:
     """Return ``config.json`` of the model, of its own family; with a value head, of a classifier with one label.
 
+    Keys that change no logits, such as the ids of special tokens, are those of the checkpoint at ``model.hf_path``.
+
     Raises:
         ConfigError: no family is built like the model; ``key`` and ``value`` are those of a field that differs.
     """
     family = family_of(model)
-    config = {
+    kept = {} if model.hf_path is None else inert_of(_config_at(model.hf_path), family)
+    config = kept | {
         "architectures": [family.architecture + ("ForSequenceClassification" if value_head else "ForCausalLM")],
         "model_type": family.model_type,
         **family.config_from(_fields(model)),
+        **{key: kept[key] for key in kept.keys() & {"initializer_range"}},
     }
     return config | ({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if value_head else {})
 
 
 def _fields(model: ModelDescription) -> dict[str, Any]:
     return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+
+
+def _config_at(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """As ``_read_config``; empty if the directory has no config.json."""
+    return _read_config(path) if (Path(path) / "config.json").is_file() else {}
 
 
 def _read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class ModelFamily(ABC):
             ``{layer}`` and ``{expert}`` are numbers, counted from 0 over the whole model. q, k and v of
             ``linear_qkv`` are interleaved by query group.
         value_head: the name of the weight of a value head, ``[1, hidden_size]``.
+        computed: the keys of ``config.json`` that ``fields_from`` reads.
+        inert: further keys that change no logits; an export keeps them.
+        only_built: keys that change what is computed, and the values that are built. Every other key is rejected,
+            unless it is in one of the lists of ``workers.weights.hf.fields``.
     """
 
     architecture: ClassVar[str]
@@ -45,6 +49,9 @@ class ModelFamily(ABC):
     has_experts: ClassVar[bool] = False
     names: ClassVar[Mapping[str, tuple[str, ...]]]
     value_head: ClassVar[str] = "score.weight"
+    computed: ClassVar[tuple[str, ...]] = ()
+    inert: ClassVar[tuple[str, ...]] = ()
+    only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type

@@ -10,12 +10,16 @@ from typing import Any, ClassVar
 
 from mcontroller.errors import ConfigError
 from workers.weights.hf.family import ModelFamily, not_built, register_model_family
+from workers.weights.hf.fields import flag_of, number_of, optional_size_of, size_of
 
 __all__ = ["Llama", "names_in_layer"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_ROPE_DEFAULT = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# The keys of each kind of rotary positions that are read.
+_ROPE_KEYS = {"default": _ROPE_DEFAULT, "llama3": (*_ROPE_DEFAULT, *_LLAMA3, "factor")}
 
 
 def names_in_layer(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -32,7 +36,6 @@ class Llama(ModelFamily):
 
     Attributes:
         defaults: what the family's configuration class in transformers supplies if ``config.json`` omits a key.
-        only_built: keys of ``config.json`` that change what is computed, and the values that are built.
         sizes: keys of ``config.json`` that are required.
         fixed: fields of ``ModelConfig`` that the family's ``config.json`` has no key for, and their values.
         fixed_transformer: the same of ``ModelConfig.transformer``.
@@ -62,15 +65,7 @@ class Llama(ModelFamily):
         "hidden_act": "silu",
         "attention_bias": False,
     }
-    only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "hidden_act": ("silu",),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "use_sliding_window": (False, None),
-        "attention_dropout": (0, None),
-        "quantization_config": (None,),
-        "pretraining_tp": (1, None),
-    }
+    only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",), "attention_bias": (False, None)}
     sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size",
         "max_position_embeddings",
@@ -78,6 +73,19 @@ class Llama(ModelFamily):
         "hidden_size",
         "num_attention_heads",
         "intermediate_size",
+    )
+    computed: ClassVar[tuple[str, ...]] = (
+        *sizes,
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "layer_types",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "dtype",
+        "torch_dtype",
     )
     fixed: ClassVar[Mapping[str, Any]] = {
         "normalization": "RMSNorm",
@@ -114,26 +122,25 @@ class Llama(ModelFamily):
             raise ConfigError(f"config.json lacks {', '.join(missing)}", key=missing[0], value=None)
         for key, built in self.only_built.items():
             if source.get(key) not in built:
-                raise not_built(key, source[key], built[0])
-        if "sliding_attention" in (source.get("layer_types") or ()):
-            raise not_built("layer_types", source["layer_types"], "full_attention throughout")
-        dtype = source.get("dtype") or source.get("torch_dtype") or "float32"
-        if dtype not in _DTYPES:
-            raise not_built("dtype", dtype, " or ".join(_DTYPES))
+                raise not_built(key, source.get(key), built[0])
+        layers = source.get("layer_types") or ()
+        if not isinstance(layers, list | tuple) or any(kind != "full_attention" for kind in layers):
+            raise not_built("layer_types", layers, "full_attention throughout")
+        heads = size_of(source, "num_attention_heads")
         return {
-            "vocab_size": source["vocab_size"],
-            "max_sequence_length": source["max_position_embeddings"],
-            "num_layers": source["num_hidden_layers"],
-            "hidden_size": source["hidden_size"],
-            "num_attention_heads": source["num_attention_heads"],
-            "num_query_groups": source.get("num_key_value_heads") or source["num_attention_heads"],
-            "ffn_hidden_size": source["intermediate_size"],
-            "kv_channels": source.get("head_dim") or source["hidden_size"] // source["num_attention_heads"],
-            "layernorm_epsilon": source["rms_norm_eps"],
+            "vocab_size": size_of(source, "vocab_size"),
+            "max_sequence_length": size_of(source, "max_position_embeddings"),
+            "num_layers": size_of(source, "num_hidden_layers"),
+            "hidden_size": size_of(source, "hidden_size"),
+            "num_attention_heads": heads,
+            "num_query_groups": optional_size_of(source, "num_key_value_heads") or heads,
+            "ffn_hidden_size": size_of(source, "intermediate_size"),
+            "kv_channels": optional_size_of(source, "head_dim") or source["hidden_size"] // heads,
+            "layernorm_epsilon": number_of(source, "rms_norm_eps"),
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
-            "tie_embeddings": source["tie_word_embeddings"],
-            "dtype": dtype,
+            "tie_embeddings": flag_of(source, "tie_word_embeddings"),
+            "dtype": _dtype_of(source),
         } | _rope_fields(source)
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,26 +171,51 @@ class Llama(ModelFamily):
         } | _rope_config(fields)
 
 
+def _dtype_of(source: Mapping[str, Any]) -> str:
+    """From ``dtype`` (transformers 5) or ``torch_dtype`` (before)."""
+    key = "torch_dtype" if source.get("dtype") is None and source.get("torch_dtype") is not None else "dtype"
+    dtype = source.get(key) or "float32"
+    if dtype not in _DTYPES:
+        raise not_built(key, dtype, " or ".join(_DTYPES))
+    return str(dtype)
+
+
 def _rope_fields(source: Mapping[str, Any]) -> dict[str, Any]:
     """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    rope: dict[str, Any] = source.get("rope_parameters") or source.get("rope_scaling") or {}
-    theta = rope.get("rope_theta") or source.get("rope_theta") or 10000
+    rope = _rope_of(source)
+    theta = number_of(rope, "rope_theta")
     if theta != int(theta):
         raise not_built("rope_theta", theta, "a whole number")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise not_built("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
     fields: dict[str, Any] = {"rotary_base": int(theta)}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in (*_ROPE_KEYS,):
+        raise not_built("rope_type", kind, "default or llama3")
+    for key, value in rope.items():
+        if key not in _ROPE_KEYS[kind] and value is not None:
+            raise not_built(f"rope_parameters.{key}", value, None)
     if kind == "default":
         return fields
-    if kind != "llama3":
-        raise not_built("rope_type", kind, "default or llama3")
     for key, fixed in _LLAMA3.items():
         if rope.get(key) != fixed:
             raise not_built(key, rope.get(key), fixed)
-    if "factor" not in rope:
-        raise not_built("factor", None, "a number")
-    return fields | {"rope_scaling_factor": float(rope["factor"])}
+    return fields | {"rope_scaling_factor": float(number_of(rope, "factor"))}
+
+
+def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of rotary positions with ``rope_theta``, from whichever places they are in; these must agree."""
+    found: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = source.get(key)
+        if not isinstance(value, dict | None):
+            raise not_built(key, value, "an object")
+        for name, setting in (value or {}).items():
+            if found.setdefault(name, setting) != setting:
+                raise not_built(key, value, source["rope_scaling"])
+    if "rope_theta" in source and found.setdefault("rope_theta", source["rope_theta"]) != source["rope_theta"]:
+        raise not_built("rope_theta", source["rope_theta"], found["rope_theta"])
+    return {"rope_theta": 10000.0} | found
 
 
 def _rope_config(fields: Mapping[str, Any]) -> dict[str, Any]:

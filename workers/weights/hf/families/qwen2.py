@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import Llama, names_in_layer
 from workers.weights.hf.family import register_model_family
@@ -20,6 +20,8 @@ class Qwen2(Llama):
     names = Llama.names | names_in_layer(
         {"self_attention.linear_qkv.bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv")}
     )
+    # Without ``use_sliding_window``, which is not built, the other keys of a window are not used.
+    inert: ClassVar[tuple[str, ...]] = ("sliding_window", "max_window_layers")
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As Llama's, without ``attention_bias``: the biases are always there, and their key is not."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import Llama, names_in_layer
+from workers.weights.hf.families.qwen2 import Qwen2
 from workers.weights.hf.family import register_model_family
 
 __all__ = ["Qwen3"]
@@ -23,4 +24,5 @@ class Qwen3(Llama):
             "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
         }
     )
+    inert: ClassVar[tuple[str, ...]] = Qwen2.inert
     defaults: ClassVar[Mapping[str, Any]] = {**Llama.defaults, "head_dim": 128}

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from workers.weights.hf.families.llama import Llama, names_in_layer
 from workers.weights.hf.families.qwen3 import Qwen3
-from workers.weights.hf.family import register_model_family
+from workers.weights.hf.family import not_built, register_model_family
+from workers.weights.hf.fields import flag_of, optional_size_of, size_of
 
 __all__ = ["Qwen3Moe"]
 
@@ -28,6 +29,18 @@ class Qwen3Moe(Qwen3):
             "mlp.experts.linear_fc2.weight{expert}": ("mlp.experts.{expert}.down_proj.weight",),
         }
     )
+    computed: ClassVar[tuple[str, ...]] = (
+        *Qwen3.computed,
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    )
+    # Megatron's losses of the router are set in model.transformer.
+    inert: ClassVar[tuple[str, ...]] = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")
     defaults: ClassVar[Mapping[str, Any]] = {
         **Llama.defaults,  # without the head width: here it follows from the sizes
         "num_experts_per_tok": 8,
@@ -39,19 +52,20 @@ class Qwen3Moe(Qwen3):
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As Qwen3's, with the experts."""
         source = {**self.defaults, **config}
-        dense = source.get("mlp_only_layers") or ()
-        every = source["decoder_sparse_step"]
         fields = super().fields_from(config)
+        dense = source.get("mlp_only_layers") or ()
+        if not isinstance(dense, list | tuple) or any(type(layer) is not int for layer in dense):
+            raise not_built("mlp_only_layers", dense, "a list of numbers of layers")
+        every = size_of(source, "decoder_sparse_step")
         with_experts = [int(layer not in dense and (layer + 1) % every == 0) for layer in range(fields["num_layers"])]
         return fields | {
-            # ``num_local_experts`` since transformers 5, ``num_experts`` before.
-            "num_moe_experts": source.get("num_local_experts") or source.get("num_experts") or 128,
-            "moe_router_topk": source["num_experts_per_tok"],
-            "moe_ffn_hidden_size": source["moe_intermediate_size"],
+            "num_moe_experts": _experts_of(source),
+            "moe_router_topk": size_of(source, "num_experts_per_tok"),
+            "moe_ffn_hidden_size": size_of(source, "moe_intermediate_size"),
             "transformer": {
                 "moe_layer_freq": with_experts,
                 # Softmax over the chosen experts alone is softmax over all, made to sum to 1 over the chosen.
-                "moe_router_pre_softmax": not source["norm_topk_prob"],
+                "moe_router_pre_softmax": not flag_of(source, "norm_topk_prob"),
                 "moe_router_dtype": "fp32",
             },
         }
@@ -71,3 +85,11 @@ class Qwen3Moe(Qwen3):
             "decoder_sparse_step": 1,
             "mlp_only_layers": [layer for layer in layers if not with_experts[layer]],
         }
+
+
+def _experts_of(source: Mapping[str, Any]) -> int:
+    """From ``num_local_experts`` (transformers 5) or ``num_experts`` (before)."""
+    new, old = (optional_size_of(source, key) for key in ("num_local_experts", "num_experts"))
+    if new is not None and old is not None and new != old:
+        raise not_built("num_local_experts", new, old)
+    return new or old or 128

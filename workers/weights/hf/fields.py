@@ -1,0 +1,161 @@
+"""Every key of ``config.json`` is computed, or changes nothing, or is rejected.
+
+A key that changes what a model computes and that is read over would result in wrong numbers without an error. So each
+key is in one of these lists, and a key in none of them is rejected:
+
+- computed: the keys that a family reads (``ModelFamily.computed``);
+- inert: ``INERT`` and ``ModelFamily.inert``, which change no logits; an export keeps them as they were;
+- neutral: ``NEUTRAL`` and ``ModelFamily.only_built``, accepted only with values that change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mcontroller.errors import ConfigError
+from workers.weights.hf.family import ModelFamily, not_built
+
+__all__ = [
+    "INERT",
+    "NEUTRAL",
+    "check_config_keys",
+    "flag_of",
+    "inert_of",
+    "number_of",
+    "optional_size_of",
+    "size_of",
+]
+
+# Names that transformers wrote into config.json until it had generation_config.json.
+_GENERATION = """
+    bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens temperature top_k top_p typical_p
+"""
+_IDS = "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id"
+_HISTORY = """
+    _name_or_path _commit_hash finetuning_task initializer_range initializer_factor tokenizer_class prefix
+    task_specific_params transformers_version transformers.js_config unsloth_fixed unsloth_version is_llama_config
+    max_sequence_length generation_config
+"""
+_IMPLEMENTATION = """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation
+    _experts_implementation gradient_checkpointing keys_to_ignore_at_inference output_attentions output_hidden_states
+    return_dict tf_legacy_loss torchscript use_bfloat16 use_cache use_return_dict
+"""
+_CLASSIFIER = "classifier_dropout id2label label2id num_labels problem_type"
+
+INERT: frozenset[str] = frozenset(" ".join((_GENERATION, _IDS, _HISTORY, _IMPLEMENTATION)).split())
+"""Keys that change no logits in any family: ids of special tokens, the file's history, how a library computes."""
+
+# Keys that this project writes itself, or that are read by other modules.
+_READ_ELSEWHERE = frozenset(("architectures", "model_type", *_CLASSIFIER.split()))
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False, None),
+    "attention_dropout": (0, None),
+    "attn_logit_softcapping": (None,),
+    "chunk_size_feed_forward": (0, None),
+    "cross_attention_hidden_size": (None,),
+    "embedding_multiplier": (1, None),
+    "final_logit_softcapping": (None,),
+    "is_causal": (True,),
+    "is_decoder": (False, True, None),
+    "is_encoder_decoder": (False, None),
+    "logits_scaling": (1, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "residual_multiplier": (1, None),
+    "rope_interleaved": (False, None),
+    "sliding_window": (None,),
+    "tie_encoder_decoder": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "use_mrope": (False, None),
+    "use_sliding_window": (False, None),
+}
+"""Keys with the values at which they change nothing; the first is reported as the expected one."""
+
+
+def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
+    """Check that no key of ``config.json`` changes what a model of the family computes without being computed.
+
+    Raises:
+        ConfigError: a key is in none of the lists, or has a value at which it changes something; ``key`` and ``value``
+            are those of ``config.json``.
+    """
+    neutral = {**NEUTRAL, **family.only_built}
+    known = INERT | _READ_ELSEWHERE | frozenset(family.computed) | frozenset(family.inert)
+    for key, value in config.items():
+        if key in neutral and key not in family.inert:
+            if value not in neutral[key]:
+                raise not_built(key, value, neutral[key][0])
+        elif key not in known:
+            raise ConfigError(
+                f"config.json: {key} is {value!r}: model_type {family.model_type!r} does not compute this key; if it "
+                "changes nothing, add it to `inert` of a family of your own (workers.register_model_family), or build "
+                "the model in build_model",
+                key=key,
+                value=value,
+            )
+
+
+def inert_of(config: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Return the keys of ``config.json`` that change no logits, as an export keeps them."""
+    kept = INERT | frozenset(family.inert)
+    return {key: value for key, value in config.items() if key in kept}
+
+
+def size_of(config: Mapping[str, Any], key: str) -> int:
+    """Return a key that is a whole number of at least 1.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise _wrong(key, value, "a whole number of at least 1")
+    return value
+
+
+def optional_size_of(config: Mapping[str, Any], key: str) -> int | None:
+    """Return a key that is a whole number of at least 1, or None if it is null or missing.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    return None if config.get(key) is None else size_of(config, key)
+
+
+def number_of(config: Mapping[str, Any], key: str) -> float:
+    """Return a key that is a finite number above 0.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+        raise _wrong(key, value, "a number above 0")
+    return value
+
+
+def flag_of(config: Mapping[str, Any], key: str) -> bool:
+    """Return a key that is true or false.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = config.get(key)
+    if not isinstance(value, bool):
+        raise _wrong(key, value, "true or false")
+    return value
+
+
+def _wrong(key: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(f"config.json: {key} is {value!r}; expected {expected}", key=key, value=value)
