@@ -12,7 +12,11 @@ device. With ``mix`` its output function and ``GAMMA = 0x9E3779B97F4A7C15``:
 
     key(seed, position) = mix(seed + GAMMA * (position + 1))
     bits(key, counter) = mix(key + GAMMA * (counter + 1))      counter: 2 * token id, or 2 * block + 1
-    gumbel(bits) = -log(-log((bits / 2**12 + 0.5) / 2**52))    bits unsigned, their first 52, in float64
+    u(bits) = (floor(bits / 2**12) + 0.5) / 2**52              bits unsigned, in float64
+    gumbel(u) = -log(-log(u))
+
+The code compares ``weight / -log(u)``, whose logarithm is ``log(weight) + gumbel(u)``: it takes one logarithm, not
+three.
 
 The seed of a sample is mixed from the seed of the run, the number of batches sampled before, the tokens of the prompt,
 and the number of the sample among those of that prompt. The noise is therefore the same for every layout, every device
@@ -216,20 +220,20 @@ def _descending(values: Tensor) -> Tensor:
 def _gumbel_max(keys: Tensor, weights: Tensor) -> Tensor:
     """Draw an index in proportion to ``weights`` ``[rows, n]``, int64 ``[rows]``; its weight is never 0.
 
-    Of equal sums the one with the lowest index is drawn.
+    The largest ``weight / -log(u)`` is drawn; of equal ones that with the lowest index.
     """
     blocks = torch.nn.functional.pad(weights, (0, -weights.size(-1) % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     numbers = torch.arange(blocks.size(1), device=weights.device)
-    block = _argmax(blocks.sum(-1).double().log() + _gumbel(keys, 2 * numbers + 1))[:, None]
+    block = _argmax(blocks.sum(-1) / _exponential(keys, 2 * numbers + 1))[:, None]
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
     tokens = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
-    return tokens.gather(-1, _argmax(inside.double().log() + _gumbel(keys, 2 * tokens))[:, None]).squeeze(-1)
+    return tokens.gather(-1, _argmax(inside / _exponential(keys, 2 * tokens))[:, None]).squeeze(-1)
 
 
-def _gumbel(keys: Tensor, counters: Tensor) -> Tensor:
-    """Gumbel noise of the counters, ``[n]`` or ``[rows, n]``, of each key; float64 ``[rows, n]``."""
+def _exponential(keys: Tensor, counters: Tensor) -> Tensor:
+    """``-log(u)`` of the counters, ``[n]`` or ``[rows, n]``, of each key; float64 ``[rows, n]``, above 0."""
     bits = _mix(keys[:, None] + _GAMMA * (counters + 1))
-    return -(-((_shifted(bits, 12).double() + 0.5) * 2.0**-52).log()).log()
+    return -((_shifted(bits, 12).double() + 0.5) * 2.0**-52).log()
 
 
 def prompt_hashes(ids: Tensor, attention_mask: Tensor) -> Tensor:
