@@ -233,7 +233,7 @@ def _gumbel_max(keys: Tensor, weights: Tensor) -> Tensor:
 def _exponential(keys: Tensor, counters: Tensor) -> Tensor:
     """``-log(u)`` of the counters, ``[n]`` or ``[rows, n]``, of each key; float64 ``[rows, n]``, above 0."""
     bits = _mix(keys[:, None] + _GAMMA * (counters + 1))
-    return -((_shifted(bits, 12).double() + 0.5) * 2.0**-52).log()
+    return _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def prompt_hashes(ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -277,14 +277,14 @@ def position_keys(seeds: Tensor, position: int) -> Tensor:
 def _mix(value: Tensor) -> Tensor:
     """The output function of SplitMix64, in wrapping int64 arithmetic."""
     value = value + _GAMMA
-    value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
-    return value ^ _shifted(value, 31)
+    value.bitwise_xor_(_shifted(value, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    value.bitwise_xor_(_shifted(value, 27)).mul_(_signed(0x94D049BB133111EB))
+    return value.bitwise_xor_(_shifted(value, 31))
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
     """A logical right shift; that of int64 is arithmetic and copies the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
