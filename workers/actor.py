@@ -26,7 +26,7 @@ from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
 from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
-from workers.model_worker import ModelWorker, reported
+from workers.model_worker import reported
 from workers.train.batch_checks import require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, token_scores
@@ -35,6 +35,7 @@ from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
 from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective
+from workers.trained_worker import TrainedWorker
 from workers.weights.offload import Sleepable
 
 __all__ = ["ActorRolloutRefWorker"]
@@ -43,7 +44,7 @@ _ROLES = ("actor", "rollout", "ref")
 _BUILDS = ("build_model", "build_rollout_model", "build_rollout")
 
 
-class ActorRolloutRefWorker(ModelWorker):
+class ActorRolloutRefWorker(TrainedWorker):
     """Actor, rollout and reference policy, or any of them, on one layout.
 
     Args:
@@ -59,7 +60,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     config_class = ActorConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **ModelWorker.parts_needed,
+        **TrainedWorker.parts_needed,
         "generate_sequences": ("rollout",),
         "rollout_weights": ("params",),
         "compute_log_prob": ("params",),
@@ -306,6 +307,36 @@ class ActorRolloutRefWorker(ModelWorker):
             mini_batch_size=responses_of_mini_batch(config, data, "update_actor"),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
+            shuffle_seed=config.seed if config.shuffle else None,
+        )
+        return reported("actor", metrics)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
+    def forward_backward(self, data: DataProto) -> DataProto:
+        """Compute the gradients of the whole batch as one mini-batch; ``optim_step`` applies them.
+
+        Gradients of an earlier call that were not applied are replaced.
+
+        Args:
+            data: as for ``update_actor``.
+
+        Returns:
+            ``meta_info["metrics"]``: those of the loss, the same on every rank.
+
+        Raises:
+            ConfigError: the role does not include ``actor``.
+            DataError: a column is missing or of a wrong shape, or no row has a valid token.
+        """
+        self._require_role("actor", "forward_backward")
+        config = self.config
+        rows = self._response_rows(data, "forward_backward", self._columns_of_update(data))
+        self.use_phase("ppo")
+        metrics = self.compute_gradients(
+            "forward_backward",
+            rows,
+            loss=self.loss,
+            rules=self.metrics() | (dict(MISMATCH) if self._reports_mismatch(rows) else {}),
+            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             shuffle_seed=config.seed if config.shuffle else None,
         )
         return reported("actor", metrics)

@@ -12,18 +12,19 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from workers.config import CriticConfig
 from workers.model.build import build_model
-from workers.model_worker import ModelWorker, reported
+from workers.model_worker import reported
 from workers.train.batches import TokenBatch, response_batch, tensor_columns
 from workers.train.forward import forward_values
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
+from workers.trained_worker import TrainedWorker
 
 __all__ = ["CriticWorker"]
 
 
-class CriticWorker(ModelWorker):
+class CriticWorker(TrainedWorker):
     """A model that computes a value for every response token.
 
     Args:
@@ -35,7 +36,7 @@ class CriticWorker(ModelWorker):
 
     config_class = CriticConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **ModelWorker.parts_needed,
+        **TrainedWorker.parts_needed,
         "compute_values": ("params",),
         "update_critic": ("params", "grads", "optimizer"),
     }
@@ -124,6 +125,32 @@ class CriticWorker(ModelWorker):
             mini_batch_size=responses_of_mini_batch(config, data, "update_critic"),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
+            shuffle_seed=config.seed if config.shuffle else None,
+        )
+        return reported("critic", metrics)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
+    def forward_backward(self, data: DataProto) -> DataProto:
+        """Compute the gradients of the whole batch as one mini-batch; ``optim_step`` applies them.
+
+        Gradients of an earlier call that were not applied are replaced.
+
+        Args:
+            data: as for ``update_critic``.
+
+        Returns:
+            ``meta_info["metrics"]``: those of the loss, the same on every rank.
+
+        Raises:
+            DataError: a column is missing or of a wrong shape, or no row has a valid token.
+        """
+        config = self.config
+        metrics = self.compute_gradients(
+            "forward_backward",
+            self._rows(data, "forward_backward", "values", "returns"),
+            loss=self.loss,
+            rules=self.metrics(),
+            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             shuffle_seed=config.seed if config.shuffle else None,
         )
         return reported("critic", metrics)

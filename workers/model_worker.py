@@ -7,7 +7,6 @@ To change what is computed, override ``build_model``, ``build_optimizer``, ``par
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,16 +28,17 @@ from parallel_state.communicators import Communicators
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.load import load_checkpoint, open_checkpoint
 from workers.checkpoint.save import save_checkpoint
-from workers.checkpoint.state import TrainingState, random_state, set_random_state
+from workers.checkpoint.state import TrainingState
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
 from workers.memory.use import MemoryUse
+from workers.mini_batch_gradients import Gradients
 from workers.model.transformer_config import check_chunks
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
-from workers.train.forward import loss_of_own_targets, sum_over_context
+from workers.train.forward import sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import (
     MicroBatch,
@@ -49,17 +49,15 @@ from workers.train.micro_batches import (
     token_micro_batches,
 )
 from workers.train.mini_batches import mini_batch_rows
-from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import (
     ParameterGroups,
     check_schedule_unit,
-    guarded_step,
     make_optimizer,
     make_scheduler,
     standard_parameter_groups,
     wrap_for_training,
 )
-from workers.train.pipeline import Loss, run_for_gradients, run_for_scores
+from workers.train.pipeline import Loss, run_for_scores
 from workers.train.router_losses import RouterLosses
 from workers.weights.hf.model import export_hf
 from workers.weights.offload import (
@@ -95,6 +93,7 @@ class ModelWorker(MegatronWorker):
         optimizer, scheduler: Megatron's; None if the model is not trained.
         phases: optimizer configurations by phase of training; ``phase`` is the one that the optimizer belongs to.
         updates, optimizer_steps: number of calls that trained the model, and of steps of this optimizer.
+        gradients: those that ``optim_step`` applies; None if there are none.
         weights_version: a number that changes whenever the weights may have changed.
         offloaded: the parts that are in host memory now.
         memory_use: the memory of this process during the calls.
@@ -141,6 +140,7 @@ class ModelWorker(MegatronWorker):
         self.updates = 0
         self.optimizer_steps = 0
         self.weights_version = 0
+        self.gradients: Gradients | None = None
         self._background_saves = BackgroundSaves()
         self.offloaded = Offload()
         self.memory_use = MemoryUse()
@@ -311,15 +311,10 @@ class ModelWorker(MegatronWorker):
             NonFiniteGradient: on every rank, before the weights change, unless ``optim.on_nonfinite`` is ``skip``.
         """
         self.check_call_context()
+        self.gradients = None
         started = time.perf_counter()
         counted = (rows.mask != 0).any(1).nonzero().flatten()
-        sizes = self._of_every_shard(len(counted))
-        if sum(sizes) == 0:
-            with before_changes():
-                raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
-        generator = None
-        if shuffle_seed is not None:
-            generator = torch.Generator().manual_seed(shuffle_seed * 1_000_003 + self.updates)
+        sizes, generator = self._counted_sizes(method, len(counted)), self._shuffle(shuffle_seed)
         self.weights_version += 1
         reports: list[dict[str, Tensor]] = []
         norms: list[float | None] = []
@@ -328,9 +323,10 @@ class ModelWorker(MegatronWorker):
         for _ in range(epochs):
             for index, most, total in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                norm, its_reports = self._step(method, [each.batch for each in batches], loss, routers, total)
-                norms.append(norm)
-                reports += its_reports
+                gradients = self._computed(method, batches, loss, routers, total)
+                norms.append(self._applied(gradients))
+                reports += [] if norms[-1] is None else gradients.reports
+                del gradients  # with its micro-batches on the device
         self._gather_parameters()
         self._background_saves.finish_if_written()
         self.updates += 1
@@ -338,6 +334,17 @@ class ModelWorker(MegatronWorker):
         lengths, seconds = rows.lengths[counted].repeat(epochs), time.perf_counter() - started  # the device is done
         metrics |= model_flops_utilization(self.model, lengths, self.context.pg, seconds)
         return metrics | self._step_metrics(norms)
+
+    def _counted_sizes(self, method: str, counted: int) -> list[int]:
+        """Return the number of rows with a valid token of every data-parallel rank (a collective)."""
+        sizes = self._of_every_shard(counted)
+        if sum(sizes) == 0:
+            with before_changes():
+                raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
+        return sizes
+
+    def _shuffle(self, seed: int | None) -> torch.Generator | None:
+        return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + self.updates)
 
     def _step_metrics(self, norms: Sequence[float | None]) -> dict[str, float]:
         """Return learning rate, mean gradient norm, and number of skipped steps (those with a norm of None)."""
@@ -347,35 +354,28 @@ class ModelWorker(MegatronWorker):
         counts = {"skipped_steps": float(len(norms) - len(made)), "optimizer_steps": float(len(made))}
         return {"lr": float(self.scheduler.get_lr({}))} | grad_norm | counts
 
-    def _step(
-        self, method: str, batches: Sequence[TokenBatch], loss: Loss, routers: RouterLosses, samples: int
-    ) -> tuple[float | None, list[dict[str, Tensor]]]:
-        """Train on one mini-batch; return its gradient norm and reports; None and no reports if it was skipped."""
+    def _computed(
+        self, method: str, batches: Sequence[MicroBatch], loss: Loss, routers: RouterLosses, samples: int
+    ) -> Gradients:
+        assert self.optimizer is not None
+        rows, forward, pg = [each.batch for each in batches], self.forward_step, self.context.pg
+        optimizer, on_device = self.optimizer, self._on_device
+        return Gradients(method, self.model, optimizer, rows, on_device, forward, loss, routers, pg, samples)
+
+    def _applied(self, gradients: Gradients) -> float | None:
+        """Make one optimizer step; return the gradient norm, None if it was skipped."""
         assert self.optimizer is not None and self.scheduler is not None
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        routers.begin(batches)
-        on_device = self._on_device(batches)
-        pg = self.context.pg
-        own_loss = functools.partial(loss_of_own_targets, loss, pg)
-        compute = functools.partial(run_for_gradients, self.model, forward=self.forward_step, loss=own_loss, pg=pg)
-        random = random_state()
-        reports = compute(on_device)
-        step = guarded_step(self.optimizer)
-        if step.overflow and not all_finite(reports, self.device):
-            step = step._replace(overflow=False)  # a smaller scale of the loss would not help
-        routers.end(step.made)
-        if step.made:
-            self.scheduler.step(samples if self.schedule_unit == "samples" else 1)
-            self.optimizer_steps += 1
-            return step.grad_norm, reports
-        if not step.overflow and self.phases[self.phase].on_nonfinite == "raise":
-            set_random_state(random)
-            found = first_nonfinite_gradient(self.model, on_device, compute, pg)
-            rank = str(self.context.rank_info())
-            raise_nonfinite(method, self.optimizer_steps, step.grad_norm, reports, found, rank)
-        return None, []
+        norm = gradients.apply(
+            self.optimizer,
+            self.scheduler,
+            advance=gradients.samples if self.schedule_unit == "samples" else 1,
+            steps=self.optimizer_steps,
+            skips_nonfinite=self.phases[self.phase].on_nonfinite != "raise",
+            device=self.device,
+            rank=str(self.context.rank_info()),
+        )
+        self.optimizer_steps += norm is not None
+        return norm
 
     def _gather_parameters(self) -> None:
         """Gather parameters now if the distributed optimizer would gather them in the next forward pass."""
@@ -440,6 +440,8 @@ class ModelWorker(MegatronWorker):
             chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
         for chunks in self.models().values():
             drop_cached_tables(chunks)
+        if "grads" in chosen:
+            self.gradients = None
         freed = self.offloaded.offload(available, chosen, discard=("grads",))
         if communicators:
             freed += self.offloaded.offload({COMMUNICATORS: Communicators(self.process_groups())}, (COMMUNICATORS,))
@@ -514,6 +516,7 @@ class ModelWorker(MegatronWorker):
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Set the counters to those of a loaded checkpoint."""
+        self.gradients = None
         self.updates = counters["updates"]
         self.optimizer_steps = counters["optimizer_steps"]
 

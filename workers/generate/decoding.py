@@ -31,7 +31,7 @@ from workers.generate.decoding_patches import (
 )
 from workers.generate.inference_linears import inference_linears
 from workers.generate.rollout_protocol import Generated, Prompts
-from workers.generate.sampling import Sampling, draw_tokens, uniform
+from workers.generate.sampling import Sampling, draw_tokens, position_keys
 
 __all__ = ["generate"]
 
@@ -80,8 +80,8 @@ def generate(
         for step in range(sampling.response_length):
             logits = decoder.next_logits(new)
             if logits is not None:
-                noise = uniform(seeds, step) if sampling.do_sample else None
-                token, log_prob = draw_tokens(logits[:, :vocab_size], noise, sampling, seen)
+                keys = position_keys(seeds, step) if sampling.do_sample else None
+                token, log_prob = draw_tokens(logits[:, :vocab_size], keys, sampling, seen)
                 log_probs[:, step] = torch.where(done, 0.0, log_prob)
             else:
                 token = torch.empty(rows, dtype=torch.long, device=prompts.device)

@@ -1,8 +1,26 @@
 """Sampling of tokens: temperature, filters, penalty, and random numbers that belong to the sample, not to the rank.
 
-The random numbers of a sample come from a counter-based generator (SplitMix64, Steele et al. 2014). Its key is the
-seed, the number of batches sampled before, the tokens of the prompt, and the number of the sample among those of that
-prompt. The sample is therefore the same for every layout and every order of the batch.
+Tokens are drawn with the Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014, "A* Sampling", arXiv:1411.0030,
+section 2): the largest sum of a log-probability and Gumbel noise. A rounding error moves one sum by as much as one
+log-probability. With the inverse of a cumulative distribution it moves the boundaries of all later tokens.
+
+The draw has two levels, so that a row needs noise for ``vocab / 64 + 64`` numbers and not for ``vocab``: first one of
+the blocks of 64 consecutive token ids, by the sum of its probabilities, then one token of that block.
+
+The noise is counter-based: SplitMix64 (Steele et al., 2014), in wrapping int64 arithmetic, which is exact on every
+device. With ``mix`` its output function and ``GAMMA = 0x9E3779B97F4A7C15``:
+
+    key(seed, position) = mix(seed + GAMMA * (position + 1))
+    bits(key, counter) = mix(key + GAMMA * (counter + 1))      counter: 2 * token id, or 2 * block + 1
+    u(bits) = (floor(bits / 2**12) + 0.5) / 2**52              bits unsigned, in float64
+    gumbel(u) = -log(-log(u))
+
+The code compares ``weight / -log(u)``, whose logarithm is ``log(weight) + gumbel(u)``: it takes one logarithm, not
+three.
+
+The seed of a sample is mixed from the seed of the run, the number of batches sampled before, the tokens of the prompt,
+and the number of the sample among those of that prompt. The noise is therefore the same for every layout, every device
+and every order of the batch.
 """
 
 from __future__ import annotations
@@ -20,9 +38,10 @@ from torch import Tensor
 from mcontroller.errors import ConfigError, DataError
 from workers.config import RolloutConfig
 
-__all__ = ["Sampling", "draw_tokens", "prompt_hashes", "sample_seeds", "uniform"]
+__all__ = ["Sampling", "draw_tokens", "position_keys", "prompt_hashes", "sample_seeds"]
 
-_BLOCK = 64  # weights in a block, see _search
+_BLOCK = 64  # token ids in a block
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,7 @@ def _number(name: str, value: Any, kind: type) -> Any:
 
 
 def draw_tokens(
-    logits: Tensor, noise: Tensor | None, sampling: Sampling, seen: Tensor | None = None
+    logits: Tensor, keys: Tensor | None, sampling: Sampling, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
@@ -134,7 +153,8 @@ def draw_tokens(
 
     Args:
         logits: ``[rows, vocab]``.
-        noise: float64 ``[rows]`` in [0, 1); None takes the most probable token, as does ``do_sample=False``.
+        keys: int64 ``[rows]``, from :func:`position_keys`; None takes the most probable token, as does
+            ``do_sample=False``.
         sampling: penalty, temperature, filters and ``do_sample``.
         seen: bool ``[rows, vocab]``, the tokens that the repetition penalty lowers; None for none.
 
@@ -146,12 +166,12 @@ def draw_tokens(
     lowered = log_probs
     if seen is not None:
         lowered = torch.log_softmax(_scaled(_penalized(logits, seen, sampling), sampling), dim=-1)
-    if noise is None or not sampling.do_sample:
+    if keys is None or not sampling.do_sample:
         tokens = _argmax(lowered)
     else:
         probs = lowered.exp()
         least = _least_kept(probs, sampling)
-        tokens = _search(noise, probs if least is None else torch.where(probs < least, 0.0, probs))
+        tokens = _gumbel_max(keys, probs if least is None else torch.where(probs < least, 0.0, probs))
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
@@ -197,28 +217,23 @@ def _descending(values: Tensor) -> Tensor:
     return values.sort(-1, descending=True).values
 
 
-def _search(noise: Tensor, weights: Tensor) -> Tensor:
-    """Return the index that ``noise`` draws from ``weights`` ``[rows, n]``, int64 ``[rows]``; its weight is never 0.
+def _gumbel_max(keys: Tensor, weights: Tensor) -> Tensor:
+    """Draw an index in proportion to ``weights`` ``[rows, n]``, int64 ``[rows]``; its weight is never 0.
 
-    The block of weights is searched first, and then the weight within it: a cumulative sum over all takes far longer.
+    The largest ``weight / -log(u)`` is drawn; of equal ones that with the lowest index.
     """
     blocks = torch.nn.functional.pad(weights, (0, -weights.size(-1) % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    sums = blocks.sum(-1)
-    ends = sums.cumsum(-1, dtype=torch.float64)
-    point = noise[:, None] * ends[:, -1:]
-    block = _first_beyond(ends, point)
-    start = (ends - sums).gather(-1, block)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
-    return (block * _BLOCK + _first_beyond(inside, (point - start).clamp(min=0.0))).squeeze(-1)
+    numbers = torch.arange(blocks.size(1), device=weights.device)
+    block = _argmax(blocks.sum(-1) / _exponential(keys, 2 * numbers + 1))[:, None]
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    tokens = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    return tokens.gather(-1, _argmax(inside / _exponential(keys, 2 * tokens))[:, None]).squeeze(-1)
 
 
-def _first_beyond(cumulative: Tensor, point: Tensor) -> Tensor:
-    """Return the first index with a sum above ``point``, ``[rows, 1]``.
-
-    Sums are rounded: the result is at most the last index at which the sum grows.
-    """
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.searchsorted(cumulative, point, right=True).minimum(last)
+def _exponential(keys: Tensor, counters: Tensor) -> Tensor:
+    """``-log(u)`` of the counters, ``[n]`` or ``[rows, n]``, of each key; float64 ``[rows, n]``, above 0."""
+    bits = _mix(keys[:, None] + _GAMMA * (counters + 1))
+    return _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def prompt_hashes(ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -254,22 +269,22 @@ def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, s
     return _mix(_mix(prompts ^ base) + torch.tensor(order, dtype=torch.long))
 
 
-def uniform(seeds: Tensor, step: int) -> Tensor:
-    """Return the ``step``-th random number of each seed, float64 ``[rows]`` in [0, 1)."""
-    return _shifted(_mix(seeds + _signed(0x9E3779B97F4A7C15 * (step + 1) % (1 << 64))), 32).double() / (1 << 32)
+def position_keys(seeds: Tensor, position: int) -> Tensor:
+    """Return the key of each sample's noise at a position of its response, int64 ``[rows]``."""
+    return _mix(seeds + _signed(_GAMMA * (position + 1) % (1 << 64)))
 
 
 def _mix(value: Tensor) -> Tensor:
     """The output function of SplitMix64, in wrapping int64 arithmetic."""
-    value = value + _signed(0x9E3779B97F4A7C15)
-    value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
-    return value ^ _shifted(value, 31)
+    value = value + _GAMMA
+    value.bitwise_xor_(_shifted(value, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    value.bitwise_xor_(_shifted(value, 27)).mul_(_signed(0x94D049BB133111EB))
+    return value.bitwise_xor_(_shifted(value, 31))
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
     """A logical right shift; that of int64 is arithmetic and copies the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -1,0 +1,72 @@
+"""``forward_backward`` and ``optim_step``, one after the other, equal one update to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError
+from tests.ranks import run_ranks
+from tests.workers.roles import actor, critic, experience, own_shard, weights
+
+ROWS = 8
+LAYOUTS = {"one process": (1, {}), "tp2-dp2": (4, {"tp": 2}), "pp2-dp2": (4, {"pp": 2})}
+
+
+def trained(role: str, parallel: dict[str, Any], separate: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Make two steps; return the weights and the metrics of the second."""
+    settings: dict[str, Any] = {"ppo_epochs": 1, "ppo_mini_batch_size": ROWS}
+    worker: Any = actor(parallel, "actor", **settings) if role == "actor" else critic(parallel, **settings)
+    mine = own_shard(experience(ROWS), worker)
+    metrics: dict[str, float] = {}
+    for _ in range(2):
+        if separate:
+            metrics = dict(worker.forward_backward(mine).meta_info["metrics"])
+            metrics |= {f"{role}/{name}": value for name, value in worker.optim_step().items()}
+        else:
+            metrics = getattr(worker, f"update_{role}")(mine).meta_info["metrics"]
+    return weights(worker), metrics
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_backward_and_optim_step_equal_one_update(role: str, layout: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    updated = run_ranks(trained, world_size, role, parallel, False)
+    separate = run_ranks(trained, world_size, role, parallel, True)
+    for (expected, metrics), (found, its_metrics) in zip(updated, separate, strict=True):
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert its_metrics
+        assert {name: metrics[name] for name in its_metrics} == its_metrics
+        assert metrics.keys() - its_metrics.keys() <= {f"{role}/mfu"}  # on a GPU, from the time of the update
+
+
+def steps_without_gradients() -> list[str]:
+    worker = actor({}, "actor", ppo_epochs=1, ppo_mini_batch_size=ROWS)
+    data, messages = experience(ROWS), []
+
+    def rejected() -> None:
+        with pytest.raises(ConfigError) as error:
+            worker.optim_step()
+        messages.append(str(error.value))
+
+    rejected()
+    worker.forward_backward(data)
+    worker.optim_step()
+    rejected()
+    worker.forward_backward(data)
+    worker.offload(["grads"])
+    rejected()
+    worker.forward_backward(data)
+    worker.update_actor(data)
+    rejected()
+    return messages
+
+
+def test_optim_step_is_rejected_without_gradients_to_apply() -> None:
+    (messages,) = run_ranks(steps_without_gradients, 1)
+    assert len(messages) == 4
+    assert all("call forward_backward first" in message for message in messages)

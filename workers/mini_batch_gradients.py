@@ -1,0 +1,107 @@
+"""The gradients of one mini-batch, from their computation to the optimizer step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from workers.checkpoint.state import random_state, set_random_state
+from workers.train.batches import TokenBatch
+from workers.train.forward import loss_of_own_targets
+from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
+from workers.train.optimizer import guarded_step
+from workers.train.pipeline import Forward, Loss, run_for_gradients
+from workers.train.router_losses import RouterLosses
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Compute the gradients of a mini-batch; they are in the buffers of the model until they are applied.
+
+    Args:
+        method: the name of the called method, for error messages.
+        model: this rank's chunks, inside DistributedDataParallel; their earlier gradients are cleared.
+        optimizer: of the model.
+        batches: the micro-batches of this rank.
+        on_device: moves micro-batches to the device.
+        forward: ``ModelWorker.forward_step``.
+        loss: see ``ModelWorker.loss``.
+        routers: the router losses of the update.
+        pg: the process groups of the layout.
+        samples: the rows of the mini-batch on all data-parallel ranks.
+
+    Attributes:
+        reports: the reports of ``loss``, one for each micro-batch; none off the last stage.
+        routers: as passed.
+        samples: as passed.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        model: Sequence[Any],
+        optimizer: MegatronOptimizer,
+        batches: Sequence[TokenBatch],
+        on_device: Callable[[Sequence[TokenBatch]], list[TokenBatch]],
+        forward: Forward,
+        loss: Loss,
+        routers: RouterLosses,
+        pg: ProcessGroupCollection,
+        samples: int,
+    ) -> None:
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        routers.begin(batches)
+        own_loss = functools.partial(loss_of_own_targets, loss, pg)
+        self._compute = functools.partial(run_for_gradients, model, forward=forward, loss=own_loss, pg=pg)
+        self._method, self._model, self._pg, self.routers, self.samples = method, model, pg, routers, samples
+        self._batches = on_device(batches)
+        self._random = random_state()
+        self.reports: list[dict[str, Tensor]] = self._compute(self._batches)
+
+    def apply(
+        self,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        *,
+        advance: int,
+        steps: int,
+        skips_nonfinite: bool,
+        device: torch.device,
+        rank: str,
+    ) -> float | None:
+        """Make one optimizer step, and return the gradient norm; None if the step was skipped.
+
+        Args:
+            optimizer: that of the model.
+            scheduler: of the learning rate.
+            advance: by how much the schedule advances if the step is made.
+            steps: number of steps that the optimizer made before.
+            skips_nonfinite: whether gradients that are not finite skip the step.
+            device: of collectives.
+            rank: the coordinates of this rank, for error messages.
+
+        Raises:
+            NonFiniteGradient: a gradient is NaN or Inf, and such steps are not skipped.
+        """
+        step = guarded_step(optimizer)
+        if step.overflow and not all_finite(self.reports, device):
+            step = step._replace(overflow=False)  # a smaller scale of the loss would not help
+        self.routers.end(step.made)
+        if step.made:
+            scheduler.step(advance)
+            return step.grad_norm
+        if not step.overflow and not skips_nonfinite:
+            set_random_state(self._random)
+            found = first_nonfinite_gradient(self._model, self._batches, self._compute, self._pg)
+            raise_nonfinite(self._method, steps, step.grad_norm, self.reports, found, rank)
+        return None
