@@ -62,11 +62,12 @@ def save_checkpoint(
     state = sharded_state(training, loading=False)
     commit_here = functools.partial(_commit, target, _manifest(training, state, step), keep)
     with _deleted_if_it_fails(target):
-        request = prepare_write(state, partial_path(target), training.context.pg.dp_cp, commit_here)
+        write = prepare_write(state, partial_path(target), training.context.pg.dp_cp, commit_here)
         if background is None:
-            request.execute_sync()
+            write.write()
+            write.finish()
     if background is not None:
-        background.begin(request, functools.partial(_deleted_if_it_fails, target))
+        background.begin(write, functools.partial(_deleted_if_it_fails, target))
     return target
 
 
