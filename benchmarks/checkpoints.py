@@ -5,10 +5,9 @@
 Eight ranks are forked, one thread each. The seconds of a call are those of the slowest rank, the least of the rounds.
 Extra memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; for an
 asynchronous save, the files that stay in memory until they are written are added. CPU seconds are those of all ranks
-and of the processes that write, in the round with the least; the rest of an asynchronous save is in "wait for the
-save": the CPU seconds of its process are counted when it has ended. "verify" is what a load adds to read and hash every file once before
-anything changes. The files are read from the cache of the system, so storage that is slower than SHA-256 hides more of
-it.
+and of the processes that write, in the round with the least. Those of a process that writes are counted in the call in
+which it has ended. "verify" is what a load adds to read and hash every file once before anything changes. The files are
+read from the cache of the system, so storage that is slower than SHA-256 hides more of it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def measured(call: Callable[[], object]) -> tuple[float, int, float]:
 
 
 def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, Any]:
-    """Return what one rank measured: (seconds, bytes, CPU seconds) by call for every round, and the bytes that it wrote."""
+    """Return what one rank measured: (seconds, bytes, CPU seconds) by call and round, and the bytes written."""
     worker = actor(PARALLEL, "actor", model=model, optim={"distributed_optimizer": distributed}, ppo_epochs=1)
     batch = own_shard(experience(ROWS), worker)
     worker.update_actor(batch)

@@ -27,7 +27,7 @@ from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import raise_on_every_rank
 from parallel_state.communicators import Communicators
 from workers.checkpoint.background_saves import BackgroundSaves
-from workers.checkpoint.load import load_checkpoint, open_checkpoint
+from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
 from workers.checkpoint.save import save_checkpoint
 from workers.checkpoint.state import TrainingState, random_state, set_random_state
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
@@ -566,7 +566,8 @@ class ModelWorker(MegatronWorker):
         """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
 
         From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
-        step of the optimizer, training continues with a new optimizer.
+        step of the optimizer, training continues with a new optimizer. A model with a value head loads the weights of a
+        model with logits, without those of the head, with a warning.
 
         Args:
             path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
@@ -577,8 +578,13 @@ class ModelWorker(MegatronWorker):
         self._background_saves.finish()
         checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
         counters = manifest["counters"]
-        if self.phases:
-            phase = counters.get("phase") or self.phase
+        phase = counters.get("phase", self.phase)
+        optim = self.phases.get(phase) or self.phases.get(self.phase)
+        distributed = None if optim is None else optim.distributed_optimizer
+        without_head = check_checkpoint(self.training(), checkpoint, manifest, distributed)
+        if self.phases and without_head:
+            self.use_phase(self.phase, reset=True)
+        elif self.phases:
             if phase not in self.phases:
                 raise DataError(
                     f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; {type(self).__name__} is "
@@ -588,8 +594,8 @@ class ModelWorker(MegatronWorker):
                 )
             self.use_phase(phase, reset="optimizer" not in manifest["parts"])
         self.weights_version += 1
-        load_checkpoint(self.training(), checkpoint, manifest)
-        if counters:
+        load_checkpoint(self.training(), checkpoint, manifest, without_head=without_head)
+        if counters and not without_head:
             self.restore(counters)
         return manifest["step"]
 

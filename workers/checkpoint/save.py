@@ -61,8 +61,9 @@ def save_checkpoint(
         training = dataclasses.replace(training, optimizer=None)
     state = sharded_state(training, loading=False)
     commit_here = functools.partial(_commit, target, _manifest(training, state, step), keep)
+    common = {"iteration": step, "checkpoint_version": 3.0}  # what Megatron-LM asks for
     with _deleted_if_it_fails(target):
-        write = prepare_write(state, partial_path(target), training.context.pg.dp_cp, commit_here)
+        write = prepare_write(state | common, partial_path(target), training.context.pg.dp_cp, commit_here)
         if background is None:
             write.write()
             write.finish()

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ def test_next_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
     path = str(tmp_path)
     ranks = run_ranks(save_and_go_on, 4, {"tp": 2, "pp": 2}, path)
     assert ranks[0]["seen"][0] == []
-    assert ranks[0]["seen"][1] == ["global_step_1", "latest"]
-    assert ranks[0]["seen"][2] == ["global_step_2", "latest"]
+    assert ranks[0]["seen"][1] == ["global_step_1", "iter_0000001", "latest", "latest_checkpointed_iteration.txt"]
+    assert ranks[0]["seen"][2] == ["global_step_2", "iter_0000002", "latest", "latest_checkpointed_iteration.txt"]
     assert largest_difference(ranks[0]["saved"], ranks[0]["later"]) > 1e-4
     assert largest_difference(ranks[0]["later"], run_ranks(loaded, 1, {}, path)[0]) == 0
 

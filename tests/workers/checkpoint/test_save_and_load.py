@@ -115,6 +115,11 @@ def test_reference_alone_is_loaded_from_the_reference_of_the_checkpoint(checkpoi
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+def names_of(*steps: int) -> list[str]:
+    of_steps = [name for step in steps for name in (f"global_step_{step}", f"iter_{step:07d}")]
+    return sorted([*of_steps, "latest", "latest_checkpointed_iteration.txt"])
+
+
 def keep_two(path: str) -> None:
     worker = critic({})
     for step in (1, 2, 10):
@@ -124,7 +129,7 @@ def keep_two(path: str) -> None:
 
 def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     run_ranks(keep_two, 1, str(tmp_path))
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == names_of(10, 2)
 
 
 def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path: Path) -> None:
@@ -132,7 +137,7 @@ def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").touch()
     run_ranks(keep_two, 1, str(tmp_path))
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_10", "global_step_2", "latest"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == names_of(10, 2)
 
 
 EMPTY: Any = {
@@ -189,7 +194,7 @@ def run_again(path: str) -> int:
 
 def test_checkpoint_just_written_is_never_deleted(tmp_path: Path) -> None:
     assert run_ranks(run_again, 1, str(tmp_path)) == [5]
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["global_step_100", "global_step_5", "latest"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == names_of(5, 100)
 
 
 def unwritable_and_unreadable(path: str) -> list[str]:
