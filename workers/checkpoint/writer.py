@@ -223,7 +223,7 @@ def _without_results_queue() -> Iterator[None]:
 
 
 def _without_crc32() -> AbstractContextManager[None]:
-    """Leave out the CRC-32 of every tensor, which no reader checks and takes as long as the copy: there is a SHA-256."""
+    """Leave out the CRC-32 of every tensor: it takes as long as the copy, and the manifest has a SHA-256."""
     return serialization.patch({"save.compute_crc32": False})
 
 
