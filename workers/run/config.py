@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.config.imports import absolute_path_of, import_module
 from mcontroller.config.load import load_config, read_yaml
@@ -42,6 +43,15 @@ class PoolConfig:
     """Each process sees only its own GPU, as cuda:0, instead of those of all ranks of its group on the node."""
     record_collectives: bool = True
     """Each process records its last collectives; ``CallTimeout`` then reports which rank waits for which."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not self.process_on_nodes:
+            text = "pool.process_on_nodes is empty; expected the number of bundles on each node, at least one"
+            raise ConfigError(text, key="pool.process_on_nodes", value=self.process_on_nodes)
+        for count in self.process_on_nodes:
+            check_at_least("pool.process_on_nodes", count, 1)
+        check_at_least("pool.max_colocate_count", self.max_colocate_count, 1)
 
 
 @strict_fields

@@ -25,7 +25,7 @@ from mcontroller.cli.main import main
 from mcontroller.ppo.trainer import RayPPOTrainer
 
 os.umask(0o077)
-small = ["trainer.total_training_steps=2", "data.train_batch_size=4", "trainer.save_freq=-1"]
+small = ["trainer.total_training_steps=2", "data.train_batch_size=4"]
 whole = main(["train", "run.yaml", "run_dir=whole", *small])
 step = RayPPOTrainer.train_step
 
