@@ -224,7 +224,8 @@ def _without_results_queue() -> Iterator[None]:
 
 def _without_crc32() -> AbstractContextManager[None]:
     """Leave out the CRC-32 of every tensor: it takes as long as the copy, and the manifest has a SHA-256."""
-    return serialization.patch({"save.compute_crc32": False})
+    settings: Any = serialization  # torch adds ``patch`` when it is imported
+    return settings.patch({"save.compute_crc32": False})
 
 
 def _write_file(transforms: Any, bucket: Any) -> tuple[list[Any], FileEntry]:
