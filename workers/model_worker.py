@@ -578,21 +578,11 @@ class ModelWorker(MegatronWorker):
         self._background_saves.finish()
         checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
         counters = manifest["counters"]
-        phase = counters.get("phase", self.phase)
-        optim = self.phases.get(phase) or self.phases.get(self.phase)
-        distributed = None if optim is None else optim.distributed_optimizer
+        distributed = {phase: optim.distributed_optimizer for phase, optim in self.phases.items()}
         without_head = check_checkpoint(self.training(), checkpoint, manifest, distributed)
-        if self.phases and without_head:
-            self.use_phase(self.phase, reset=True)
-        elif self.phases:
-            if phase not in self.phases:
-                raise DataError(
-                    f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; {type(self).__name__} is "
-                    f"trained in {', '.join(self.phases)}",
-                    path=str(checkpoint),
-                    phase=phase,
-                )
-            self.use_phase(phase, reset="optimizer" not in manifest["parts"])
+        if self.phases:
+            phase = self.phase if without_head else counters.get("phase") or self.phase
+            self.use_phase(phase, reset=without_head or "optimizer" not in manifest["parts"])
         self.weights_version += 1
         load_checkpoint(self.training(), checkpoint, manifest, without_head=without_head)
         if counters and not without_head:

@@ -69,7 +69,7 @@ def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest
 
 
 def check_checkpoint(
-    training: TrainingState, checkpoint: Path, manifest: Manifest, distributed_optimizer: bool | None
+    training: TrainingState, checkpoint: Path, manifest: Manifest, distributed: Mapping[str, bool]
 ) -> bool:
     """Compare a checkpoint with the models and the optimizer that it is to be loaded into (a collective).
 
@@ -77,14 +77,14 @@ def check_checkpoint(
         training: the objects to load into.
         checkpoint: the directory, as ``open_checkpoint`` returns it.
         manifest: its manifest.
-        distributed_optimizer: whether the optimizer will be a distributed one; None if there will be none.
+        distributed: by phase of training, whether its optimizer is a distributed one; empty if it is not trained.
 
     Returns:
         Whether its head is left out: the model has a value head, and the checkpoint is of a model with logits.
 
     Raises:
         DataError: on every rank, if weights are missing, unexpected or of another shape; if the optimizer's state is
-            missing, or that of a distributed optimizer and this one is not, or the reverse.
+            missing, of an unknown phase, or that of a distributed optimizer and this one is not, or the reverse.
     """
     sources = _sources(training, manifest)
     models = {part: training.models[part] for part in sources}
@@ -101,8 +101,16 @@ def check_checkpoint(
             )
         return True
     _check_weights(needed, manifest, sources, checkpoint)
-    if distributed_optimizer is not None:
-        _check_optimizer(distributed_optimizer, manifest, checkpoint)
+    if distributed:
+        phase = manifest["counters"].get("phase") or training.counters.get("phase")
+        if phase not in distributed:
+            raise DataError(
+                f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; this role is trained in "
+                f"{', '.join(distributed)}",
+                path=str(checkpoint),
+                phase=phase,
+            )
+        _check_optimizer(distributed[phase], manifest, checkpoint)
     return False
 
 

@@ -16,7 +16,7 @@ import sys
 _CHUNK = 1 << 20
 
 
-def main() -> None:
+def write_files_of_stdin() -> None:
     """Read ``[[descriptor, path], ...]`` as JSON, write the files, and print an error or ``[[size, sha256], ...]``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the keyboard; the worker decides when it ends
     os.nice(19)
@@ -44,4 +44,4 @@ def _write(descriptor: int, path: str, parent: int) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    main()
+    write_files_of_stdin()

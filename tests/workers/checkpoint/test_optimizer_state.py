@@ -111,5 +111,5 @@ def unreadable(path: str) -> list[str]:
 
 def test_unknown_phase_and_truncated_files_are_reported(tmp_path: Path) -> None:
     phase, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
-    assert "was saved in the phase 'sft'; ActorRolloutRefWorker is trained in ppo" in phase
+    assert "was saved in the phase 'sft'; this role is trained in ppo" in phase
     assert f"the checkpoint '{tmp_path}/global_step_0' is damaged: __0_0.distcp has 100 bytes, expected " in truncated
