@@ -102,7 +102,7 @@ def check_checkpoint(
         return True
     _check_weights(needed, manifest, sources, checkpoint)
     if distributed:
-        phase = manifest["counters"].get("phase") or training.counters.get("phase")
+        phase = str(manifest["counters"].get("phase") or training.counters.get("phase"))
         if phase not in distributed:
             raise DataError(
                 f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; this role is trained in "
