@@ -3,15 +3,17 @@
     python benchmarks/checkpoints.py [--hidden 512] [--layers 8] [--distributed] [--directory DIR]
 
 Eight ranks are forked, one thread each. The seconds of a call are those of the slowest rank, the least of the rounds.
-Extra memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; that of an
-asynchronous save excludes the process that writes. "verify" is what a load adds to read and hash every file once before
-anything changes. The files are read from the cache of the system, so storage that is slower than SHA-256 hides more of
-it.
+Extra memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; for an
+asynchronous save, the files that stay in memory until they are written are added. CPU seconds are those of all ranks
+and of the processes that write, in the round with the least. Those of a process that writes are counted in the call in
+which it has ended. "verify" is what a load adds to read and hash every file once before anything changes. The files are
+read from the cache of the system, so storage that is slower than SHA-256 hides more of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import tempfile
 import time
@@ -42,21 +44,27 @@ def memory(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measured(call: Callable[[], object]) -> tuple[float, int]:
-    """Return the seconds of a collective call, and the peak of the memory during it less the memory before."""
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measured(call: Callable[[], object]) -> tuple[float, int, float]:
+    """Return the seconds of a collective call, the peak of the memory less the memory before, and CPU seconds."""
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before, started = memory("VmRSS"), time.perf_counter()
+    before, cpu, started = memory("VmRSS"), cpu_seconds(), time.perf_counter()
     call()
-    return time.perf_counter() - started, memory("VmHWM") - before
+    return time.perf_counter() - started, memory("VmHWM") - before, cpu_seconds() - cpu
 
 
 def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, Any]:
-    """Return what one rank measured: (seconds, bytes) by call for every round, and the bytes that it wrote."""
+    """Return what one rank measured: (seconds, bytes, CPU seconds) by call and round, and the bytes written."""
     worker = actor(PARALLEL, "actor", model=model, optim={"distributed_optimizer": distributed}, ppo_epochs=1)
     batch = own_shard(experience(ROWS), worker)
     worker.update_actor(batch)
-    rounds: dict[str, list[tuple[float, int]]] = {}
+    rounds: dict[str, list[tuple[float, int, float]]] = {}
 
     def add(name: str, call: Callable[[], object]) -> None:
         rounds.setdefault(name, []).append(measured(call))
@@ -66,7 +74,7 @@ def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, An
         add("save", lambda step=step: worker.save_checkpoint(f"{path}/at_once", step, 1))
         add("asynchronous save", lambda step=step: worker.save_checkpoint(f"{path}/later", step, 1, asynchronous=True))
         add("step during the save", lambda: worker.update_actor(batch))
-        worker.wait_for_checkpoint()
+        add("wait for the save", worker.wait_for_checkpoint)
         checkpoint = Path(path) / "at_once" / f"global_step_{step}"
         manifest = read_manifest(checkpoint)
         add("verify", lambda manifest=manifest, checkpoint=checkpoint: verify(checkpoint, manifest))
@@ -102,17 +110,26 @@ def show(ranks: list[dict[str, Any]]) -> None:
     """Print bytes and memory by rank, then seconds by call, with their share of a step."""
     console = Console()
     calls = list(ranks[0]["rounds"])
-    by_rank = Table("rank", "written MiB", *(f"{call}: extra MiB" for call in calls if "step" not in call))
+    with_memory = [call for call in calls if "step" not in call and "wait" not in call]
+    by_rank = Table("rank", "written MiB", *(f"{call}: extra MiB" for call in with_memory))
     for number, rank in enumerate(ranks):
-        peaks = (max(extra for _, extra in rank["rounds"][call]) for call in calls if "step" not in call)
+        peaks = (
+            max(extra for _, extra, _ in rank["rounds"][call]) + ("asynchronous" in call) * rank["written"]
+            for call in with_memory
+        )
         by_rank.add_row(str(number), f"{rank['written'] / MIB:.1f}", *(f"{peak / MIB:.0f}" for peak in peaks))
     console.print(by_rank)
     seconds = {
         call: min(max(rank["rounds"][call][number][0] for rank in ranks) for number in range(ROUNDS)) for call in calls
     }
-    by_call = Table("call", "seconds", "share of a step")
+    cpu = {
+        call: min(sum(rank["rounds"][call][number][2] for rank in ranks) for number in range(ROUNDS)) for call in calls
+    }
+    by_call = Table("call", "seconds", "share of a step", "CPU seconds", "share of a step")
     for call in calls:
-        by_call.add_row(call, f"{seconds[call]:.3f}", f"{seconds[call] / seconds['step']:.0%}")
+        shares = (f"{each[call]:.3f}" if each is seconds else f"{each[call]:.2f}" for each in (seconds, cpu))
+        ratios = (f"{each[call] / each['step']:.0%}" for each in (seconds, cpu))
+        by_call.add_row(call, *(cell for pair in zip(shares, ratios, strict=True) for cell in pair))
     console.print(by_call)
     console.print(f"a verified load takes {1 + seconds['verify'] / seconds['load']:.2f} times a plain load")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
-__all__ = ["replace_text", "sync_directory"]
+__all__ = ["delete_with_links", "replace_text", "sync_directory"]
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -30,3 +31,17 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def delete_with_links(directory: Path) -> None:
+    """Delete a directory, and first the links next to it that name it; nothing if it does not exist.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if directory.parent.is_dir():
+        for link in directory.parent.iterdir():
+            if link.is_symlink() and os.readlink(link) == directory.name:
+                link.unlink()
+    if directory.exists():
+        shutil.rmtree(directory)

@@ -26,7 +26,7 @@ from mcontroller.errors import ConfigError, DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
 from parallel_state.communicators import Communicators
 from workers.checkpoint.background_saves import BackgroundSaves
-from workers.checkpoint.load import load_checkpoint, open_checkpoint
+from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
 from workers.checkpoint.save import save_checkpoint
 from workers.checkpoint.state import TrainingState
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
@@ -587,7 +587,8 @@ class ModelWorker(MegatronWorker):
         """Load the checkpoint at ``path``, or the latest one under it, and return the step that it was saved at.
 
         From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
-        step of the optimizer, training continues with a new optimizer.
+        step of the optimizer, training continues with a new optimizer. A model with a value head loads the weights of a
+        model with logits, without those of the head, with a warning.
 
         Args:
             path: a checkpoint, or the directory that ``save_checkpoint`` was called with.
@@ -599,19 +600,14 @@ class ModelWorker(MegatronWorker):
         with before_changes():
             checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
         counters = manifest["counters"]
+        distributed = {phase: optim.distributed_optimizer for phase, optim in self.phases.items()}
+        without_head = check_checkpoint(self.training(), checkpoint, manifest, distributed)
         if self.phases:
-            phase = counters.get("phase") or self.phase
-            if phase not in self.phases:
-                raise DataError(
-                    f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; {type(self).__name__} is "
-                    f"trained in {', '.join(self.phases)}",
-                    path=str(checkpoint),
-                    phase=phase,
-                )
-            self.use_phase(phase, reset="optimizer" not in manifest["parts"])
+            phase = self.phase if without_head else counters.get("phase") or self.phase
+            self.use_phase(phase, reset=without_head or "optimizer" not in manifest["parts"])
         self.weights_version += 1
-        load_checkpoint(self.training(), checkpoint, manifest)
-        if counters:
+        load_checkpoint(self.training(), checkpoint, manifest, without_head=without_head)
+        if counters and not without_head:
             self.restore(counters)
         return manifest["step"]
 

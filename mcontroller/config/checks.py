@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 from mcontroller.errors import ConfigError
 
@@ -17,10 +18,13 @@ def check_finite(key: str, value: float) -> None:
 
 
 def check_at_least(key: str, value: float, least: float) -> None:
-    """Raise ConfigError unless ``value >= least``; NaN and infinity are rejected."""
-    if not value >= least:
-        raise ConfigError(f"{key} is {value}; it must be at least {least}", key=key, value=value)
+    """Raise ConfigError unless ``value >= least``; NaN and infinity are rejected; so are fractions, of an int."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not value >= least:
+        raise ConfigError(f"{key} is {value!r}; it must be at least {least}", key=key, value=value)
     check_finite(key, value)
+    if isinstance(least, int) and not isinstance(value, Integral):
+        raise ConfigError(f"{key} is {value}; it must be an integer of at least {least}", key=key, value=value)
 
 
 def check_above(key: str, value: float, bound: float) -> None:

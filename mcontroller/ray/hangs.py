@@ -18,7 +18,7 @@ from mcontroller.ray.process import ProcessInfo, ProcessPosition
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.recorded import RecordedRanks
 
-__all__ = ["Hang", "look_at_ranks"]
+__all__ = ["Hang", "look_at_ranks", "stopped_ranks"]
 
 _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has died", "": "has died"}
 """The states of processes that do not run, as ps has them, in the words of reports."""
@@ -76,6 +76,20 @@ def look_at_ranks(
         stopped={rank for rank, state in states.items() if state},
     )
     return Hang(stacks, *ranks.report())
+
+
+def stopped_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> list[int]:
+    """Return the ranks whose process is stopped by a signal or a debugger, and cannot go on by itself.
+
+    Args:
+        infos: Where the process of every rank runs.
+        ranks: Those to ask.
+        timeout: Seconds to wait for the answers of the processes. Those that answer are not stopped.
+    """
+    answers = ask([infos[rank].address for rank in ranks], "idle", timeout=timeout)
+    silent = [rank for rank, answer in zip(ranks, answers, strict=True) if answer is None]
+    states = [seen.state for seen in _read_from_outside([infos[rank] for rank in silent])]
+    return [rank for rank, state in zip(silent, states, strict=True) if state in (_FROZEN["T"], _FROZEN["t"])]
 
 
 def _activity(position: ProcessPosition | None, state: str) -> str:

@@ -15,6 +15,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.closing import close_all
 from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
+from parallel_state.axes import is_count
 
 __all__ = [
     "RayResourcePool",
@@ -37,7 +38,7 @@ class ResourcePool:
         max_colocate_count: slots of each bundle: how many processes, each of another group, may share it.
 
     Raises:
-        ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
+        ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
     """
 
     def __init__(self, process_on_nodes: Iterable[int] | None = None, max_colocate_count: int = 1) -> None:
@@ -49,13 +50,16 @@ class ResourcePool:
             )
         self._store = list(process_on_nodes or [])
         self.max_colocate_count = max_colocate_count
-        if max_colocate_count < 1 or any(not isinstance(count, int) or count < 1 for count in self._store):
+        if not all(map(is_count, (*self._store, max_colocate_count))):
             raise ResourceError(
-                f"process_on_nodes={self._store}, max_colocate_count={max_colocate_count}: every count must be a "
+                f"process_on_nodes={self._store}, max_colocate_count={max_colocate_count!r}: every count must be a "
                 "positive integer",
                 process_on_nodes=self._store,
                 max_colocate_count=max_colocate_count,
             )
+        if process_on_nodes is not None and not self._store:
+            text = "process_on_nodes is empty; expected the number of processes on each node, at least one"
+            raise ResourceError(text, process_on_nodes=self._store)
 
     @property
     def store(self) -> list[int]:
@@ -103,7 +107,7 @@ class RayResourcePool(ResourcePool):
             the processes of a group there, and 1 with GPUs or ``warm_start=False``.
 
     Raises:
-        ResourceError: ``process_on_nodes`` is not a list, or a count is not a positive integer.
+        ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from mcontroller.errors import (
     WorkerDied,
 )
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.hangs import look_at_ranks
+from mcontroller.ray.hangs import look_at_ranks, stopped_ranks
 from mcontroller.ray.process import CallHeader
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import ArgumentLost
@@ -52,6 +52,9 @@ CAUSE_SECONDS = 2.0
 
 QUERY_SECONDS = 5.0
 """Timeout of out-of-band queries."""
+
+STOPPED_SECONDS = 2.0
+"""Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
 
 WATCH_SECONDS = 1.0
 """Time between questions to Ray whether all processes exist, while a call is awaited and all connections are open."""
@@ -300,7 +303,8 @@ class GroupProcesses:
 
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
-            CallTimeout: ``before_shutdown`` did not return in time; the processes have been ended all the same.
+            CallTimeout: ``before_shutdown`` did not return in time, or a process is stopped by a signal; the processes
+                have been ended all the same.
             ResourceError: processes could not be ended. They keep their slots; a second call tries again.
         """
         try:
@@ -314,8 +318,7 @@ class GroupProcesses:
             if call is not None:
                 for keeping in tuple(self._keeping):
                     keeping.read_before_end()
-                with contextlib.suppress(WorkerDied):
-                    self.settle(call)
+                self._await_end(call)
         finally:
             self.handles.end()
             if self.handles.remaining:
@@ -326,6 +329,23 @@ class GroupProcesses:
                     name=self.name,
                     processes=self.handles.remaining,
                 )
+
+    def _await_end(self, call: SentCall) -> None:
+        """Wait for ``before_shutdown`` of all workers, but not for a process that is stopped by a signal."""
+        began = time.monotonic()
+        with contextlib.suppress(WorkerDied):
+            while not self._ends_within(call, STOPPED_SECONDS):
+                if stopped_ranks(self.handles.infos, sorted(call.pending), STOPPED_SECONDS):
+                    raise self._break(partial(self._timeout_error, call, time.monotonic() - began))
+            self.settle(call)
+
+    def _ends_within(self, call: SentCall, seconds: float) -> bool:
+        """Return whether a call has an answer, has failed, or has less time left than ``seconds``."""
+        left = call.remaining()
+        try:
+            return (left is not None and left <= seconds) or self._await(call, seconds)
+        except _Failed:
+            return True
 
     def _is_idle(self) -> bool:
         if self.handles.ended or self._poll() or self._broken is not None or self._calls:

@@ -6,7 +6,10 @@ import atexit
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+import torch
+import torch.distributed as dist
+
+from workers.checkpoint.writer import PlannedWrite
 
 __all__ = ["BackgroundSaves"]
 
@@ -19,21 +22,22 @@ class BackgroundSaves:
     """
 
     def __init__(self) -> None:
-        self._calls: AsyncCallsQueue | None = None
+        self._write: PlannedWrite | None = None
         self._finishing: Callable[[], AbstractContextManager[None]] | None = None
+        self._used = False
 
-    def begin(self, request: AsyncRequest, finishing: Callable[[], AbstractContextManager[None]]) -> None:
-        """Start to execute a request of ``prepare_write``.
+    def begin(self, write: PlannedWrite, finishing: Callable[[], AbstractContextManager[None]]) -> None:
+        """Start the write of a checkpoint.
 
         Args:
-            request: its last finalization makes the checkpoint visible.
-            finishing: makes the context in which the request is finalized.
+            write: its finish makes the checkpoint visible.
+            finishing: makes the context in which the write is finished.
         """
-        if self._calls is None:
-            self._calls = AsyncCallsQueue()
+        if not self._used:
+            self._used = True
             atexit.register(self.finish)
-        self._finishing = finishing
-        self._calls.schedule_async_request(request)
+        write.start()
+        self._write, self._finishing = write, finishing
 
     def finish_if_written(self) -> None:
         """Finish the save in flight, if there is one and every rank has written its part.
@@ -41,7 +45,12 @@ class BackgroundSaves:
         Raises:
             DataError: on every rank, if one of them could not write its part; the directory does not appear.
         """
-        self._finalize(blocking=False)
+        if self._write is None:
+            return
+        writing = torch.tensor([not self._write.is_written()], dtype=torch.int32, device=torch.cuda.current_device())
+        dist.all_reduce(writing)
+        if not writing.item():
+            self.finish()
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one.
@@ -49,11 +58,8 @@ class BackgroundSaves:
         Raises:
             DataError: on every rank, if one of them could not write its part; the directory does not appear.
         """
-        self._finalize(blocking=True)
-
-    def _finalize(self, *, blocking: bool) -> None:
-        if self._calls is not None and self._finishing is not None:
-            with self._finishing():
-                finished = self._calls.maybe_finalize_async_calls(blocking=blocking)
-            if finished:
-                self._finishing = None
+        write, finishing = self._write, self._finishing
+        self._write = self._finishing = None
+        if write is not None and finishing is not None:
+            with finishing():
+                write.finish()

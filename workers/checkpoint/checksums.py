@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from mcontroller.errors import DataError
 from parallel_state.agreement import raise_on_every_rank
 
-__all__ = ["FileEntry", "HashedFile", "file_entry", "verify_files"]
+__all__ = ["FileEntry", "HashedFile", "NewFile", "file_entry", "verify_files"]
 
 _CHUNK = 1 << 22
 
@@ -26,16 +26,18 @@ class FileEntry(TypedDict):
     """Its SHA-256, in hexadecimal: the one that ``sha256sum`` prints."""
 
 
-class HashedFile(io.RawIOBase):
-    """A new file that is written from its start to its end, and the checksum of what was written.
+class NewFile(io.RawIOBase):
+    """A file that is written from its start to its end.
 
     The first error of the file system is kept in ``error``, because writers of other packages hide it behind theirs.
+
+    Args:
+        file: its path, or a descriptor, which is closed with it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, file: str | os.PathLike[str] | int) -> None:
         super().__init__()
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by ``close``
-        self._hash = hashlib.sha256()
+        self._file = open(file, "wb")  # noqa: SIM115 - closed by ``close``
         self._size = 0
         self.error: OSError | None = None
 
@@ -51,7 +53,6 @@ class HashedFile(io.RawIOBase):
         except OSError as error:
             self.error = self.error or error
             raise
-        self._hash.update(view)
         self._size += len(view)
         return len(view)
 
@@ -64,11 +65,9 @@ class HashedFile(io.RawIOBase):
         if not self._file.closed:
             self._file.flush()
 
-    def finish(self) -> FileEntry:
-        """Flush the file to the disk and return its length and checksum."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"size": self._size, "sha256": self._hash.hexdigest()}
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        return self._file.fileno()
 
     def close(self) -> None:
         """Close the file."""
@@ -77,6 +76,26 @@ class HashedFile(io.RawIOBase):
                 self._file.close()
             finally:
                 super().close()
+
+
+class HashedFile(NewFile):
+    """A new file, and the checksum of what was written."""
+
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        super().__init__(file)
+        self._hash = hashlib.sha256()
+
+    def write(self, data: Any, /) -> int:
+        """Write all of ``data`` and return its length."""
+        size = super().write(data)
+        self._hash.update(memoryview(data).cast("B"))
+        return size
+
+    def finish(self) -> FileEntry:
+        """Flush the file to the disk and return its length and checksum."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {"size": self._size, "sha256": self._hash.hexdigest()}
 
 
 def file_entry(path: Path) -> FileEntry:

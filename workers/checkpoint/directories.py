@@ -1,4 +1,8 @@
-"""The directories of checkpoints: finding one, replacing it atomically, deleting old ones."""
+"""The directories of checkpoints: finding one, replacing it atomically, deleting old ones.
+
+Megatron-LM finds the same checkpoints under its own names: ``iter_0000100`` is a link to ``global_step_100``, and
+``latest_checkpointed_iteration.txt`` has the number of the newest.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ import shutil
 from pathlib import Path
 
 from mcontroller.errors import DataError
-from mcontroller.files import replace_text, sync_directory
+from mcontroller.files import delete_with_links, replace_text, sync_directory
 from workers.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 
 __all__ = ["checkpoint_path", "commit", "create_partial", "delete_partial", "find_checkpoint", "partial_path"]
 
 _STEP = "global_step_{}"
 _LATEST = "latest"
+_LINK = "iter_{:07d}"
+_LATEST_OF_MEGATRON_LM = "latest_checkpointed_iteration.txt"
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -108,13 +114,23 @@ def _replace(target: Path, manifest: Manifest) -> None:
     else:
         partial.rename(target)
     replace_text(target.with_name(_LATEST), target.name)
+    step = _step_of(target)
+    link = target.with_name(_LINK.format(step))
+    if not link.exists():
+        link.symlink_to(target.name)
+    if link.is_symlink():  # else it is a checkpoint that Megatron-LM saved here: its file names its own newest one
+        replace_text(target.with_name(_LATEST_OF_MEGATRON_LM), str(step))
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rsplit("_", 1)[1])
 
 
 def _delete_old(target: Path, keep: int) -> None:
     """Delete the oldest steps but never ``target``, which is not the newest if an earlier run went further."""
-    found = (int(other.name.rsplit("_", 1)[1]) for other in target.parent.glob(_STEP.format("[0-9]*")))
+    found = map(_step_of, target.parent.glob(_STEP.format("[0-9]*")))
     steps = sorted(step for step in found if checkpoint_path(target.parent, step) != target)
     for step in steps[: max(len(steps) + 1 - keep, 0)]:
-        shutil.rmtree(checkpoint_path(target.parent, step))
+        delete_with_links(checkpoint_path(target.parent, step))
     for interrupted in target.parent.glob(f".{_STEP.format('[0-9]*')}.*"):
         shutil.rmtree(interrupted)

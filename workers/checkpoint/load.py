@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +36,10 @@ from workers.checkpoint.state import (
 from workers.checkpoint.unpickle import known_types
 from workers.checkpoint.verify import verify
 
-__all__ = ["load_checkpoint", "open_checkpoint"]
+__all__ = ["check_checkpoint", "load_checkpoint", "open_checkpoint"]
+
+_HEAD = "output_layer.weight"
+_logger = logging.getLogger(__name__)
 
 
 def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
@@ -64,7 +68,68 @@ def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest
     return checkpoint, read_manifest(checkpoint)
 
 
-def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifest) -> None:
+def check_checkpoint(
+    training: TrainingState, checkpoint: Path, manifest: Manifest, distributed: Mapping[str, bool]
+) -> bool:
+    """Compare a checkpoint with the models and the optimizer that it is to be loaded into (a collective).
+
+    Args:
+        training: the objects to load into.
+        checkpoint: the directory, as ``open_checkpoint`` returns it.
+        manifest: its manifest.
+        distributed: by phase of training, whether its optimizer is a distributed one; empty if it is not trained.
+
+    Returns:
+        Whether its head is left out: the model has a value head, and the checkpoint is of a model with logits.
+
+    Raises:
+        DataError: on every rank, if weights are missing, unexpected or of another shape; if the optimizer's state is
+            missing, of an unknown phase, or that of a distributed optimizer and this one is not, or the reverse.
+    """
+    sources = _sources(training, manifest)
+    models = {part: training.models[part] for part in sources}
+    weights = sharded_state(dataclasses.replace(training, models=models, optimizer=None), loading=True, sources=sources)
+    needed = weight_shapes(training, weights, sources)
+    if _has_other_head(needed, manifest):
+        without = {part: {name: shape for name, shape in needed[part].items() if name != _HEAD} for part in needed}
+        _check_weights(without, _without_head(manifest), sources, checkpoint)
+        if dist.get_rank() == 0:
+            _logger.warning(
+                "the checkpoint %r is of a model with logits: the value head is not loaded and keeps its initial "
+                "weights, and the optimizer is new",
+                str(checkpoint),
+            )
+        return True
+    _check_weights(needed, manifest, sources, checkpoint)
+    if distributed:
+        phase = str(manifest["counters"].get("phase") or training.counters.get("phase"))
+        if phase not in distributed:
+            raise DataError(
+                f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; this role is trained in "
+                f"{', '.join(distributed)}",
+                path=str(checkpoint),
+                phase=phase,
+            )
+        _check_optimizer(distributed[phase], manifest, checkpoint)
+    return False
+
+
+def _has_other_head(needed: Shapes, manifest: Manifest) -> bool:
+    head = needed.get("model", {}).get(_HEAD)
+    return head is not None and head[0] == 1 and manifest["weights"].get("model", {}).get(_HEAD) != head
+
+
+def _without_head(manifest: Manifest) -> Manifest:
+    weights = {
+        part: {name: shape for name, shape in shapes.items() if not name.startswith("output_layer.")}
+        for part, shapes in manifest["weights"].items()
+    }
+    return {**manifest, "weights": weights}
+
+
+def load_checkpoint(
+    training: TrainingState, checkpoint: Path, manifest: Manifest, *, without_head: bool = False
+) -> None:
     """Load the checkpoint into the models, the optimizer and the schedule (a collective).
 
     The weights may come from any layout. The optimizer's state is loaded, unless it had made no step. The random state
@@ -74,35 +139,34 @@ def load_checkpoint(training: TrainingState, checkpoint: Path, manifest: Manifes
     Args:
         training: the objects to load into.
         checkpoint: the directory, as ``open_checkpoint`` returns it.
-        manifest: its manifest.
-
-    Raises:
-        DataError: on every rank, before anything changes, if weights are missing, unexpected or of another shape; if
-            the optimizer's state is missing, or that of a distributed optimizer and this one is not, or the reverse.
+        manifest: its manifest, which ``check_checkpoint`` has accepted.
+        without_head: load the weights only, without those of the head: the result of ``check_checkpoint``.
     """
     sources = _sources(training, manifest)
-    with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None
-    same_layout = manifest["layout"] == layout_of(training)
+    with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None and not without_head
+    same_layout = manifest["layout"] == layout_of(training) and not without_head
     loading = dataclasses.replace(
         training,
         models={part: training.models[part] for part in sources},
         optimizer=training.optimizer if with_optimizer else None,
     )
     state = sharded_state(loading, loading=True, sources=sources)
-    _check_weights(weight_shapes(loading, state, sources), manifest, sources, checkpoint)
-    _check_optimizer(training, manifest, checkpoint)
     if not same_layout:
         del state["random"]
     own = state.pop("optimizer", None)
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
     kept = _take_absent_extra_states(state, sources, checkpoint)
+    if without_head:
+        for chunk, values in kept.items():
+            if _HEAD in state[chunk]:
+                values[_HEAD] = state[chunk].pop(_HEAD).data
     replicas = training.context.pg.dp_cp
     loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint, replicas)
     for part, values in kept.items():
         loaded[part] |= values
     _load_models(training, loaded, sources)
     merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
-    _load_optimizer(training, merged, manifest)
+    _load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
     if same_layout:
         set_random_state(loaded["random"])
 
@@ -161,7 +225,7 @@ def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Ma
 
 
 @torch.no_grad()
-def _load_optimizer(training: TrainingState, state: Any, manifest: Manifest) -> None:
+def _load_optimizer(training: TrainingState, state: Any, scheduler_steps: int) -> None:
     optimizer, scheduler = training.optimizer, training.scheduler
     if optimizer is None or scheduler is None:
         return
@@ -169,7 +233,7 @@ def _load_optimizer(training: TrainingState, state: Any, manifest: Manifest) -> 
         optimizer.reload_model_params()
     else:
         optimizer.load_state_dict(state)
-    scheduler.num_steps = manifest["scheduler_steps"]
+    scheduler.num_steps = scheduler_steps
     scheduler.step(0)
 
 
@@ -194,9 +258,7 @@ def _check_weights(needed: Shapes, manifest: Manifest, sources: Mapping[str, str
             )
 
 
-def _check_optimizer(training: TrainingState, manifest: Manifest, checkpoint: Path) -> None:
-    if training.optimizer is None:
-        return
+def _check_optimizer(distributed: bool, manifest: Manifest, checkpoint: Path) -> None:
     if "optimizer" not in manifest["parts"]:
         steps = manifest["counters"].get("optimizer_steps", 0)
         if steps:
@@ -208,7 +270,6 @@ def _check_optimizer(training: TrainingState, manifest: Manifest, checkpoint: Pa
                 optimizer_steps=steps,
             )
         return
-    distributed = training.optimizer.config.use_distributed_optimizer
     if distributed != manifest["distributed_optimizer"]:
         raise DataError(
             f"the checkpoint {str(checkpoint)!r} was saved with optim.distributed_optimizer="

@@ -62,12 +62,14 @@ def save_checkpoint(
         training = dataclasses.replace(training, optimizer=None)
     state = sharded_state(training, loading=False)
     commit_here = functools.partial(_commit, target, _manifest(training, state, step), keep)
+    common = {"iteration": step, "checkpoint_version": 3.0}  # what Megatron-LM asks for
     with _deleted_if_it_fails(target):
-        request = prepare_write(state, partial_path(target), training.context.pg.dp_cp, commit_here)
+        write = prepare_write(state | common, partial_path(target), training.context.pg.dp_cp, commit_here)
         if background is None:
-            request.execute_sync()
+            write.write()
+            write.finish()
     if background is not None:
-        background.begin(request, functools.partial(_deleted_if_it_fails, target))
+        background.begin(write, functools.partial(_deleted_if_it_fails, target))
     return target
 
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import queue
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +25,140 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import filesystem
+from torch.utils.serialization import config as serialization
 
 from mcontroller.errors import DataError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.releases import async_save_arguments
-from workers.checkpoint.checksums import FileEntry, HashedFile, file_entry
+from workers.checkpoint import write_from_memory
+from workers.checkpoint.checksums import FileEntry, HashedFile, NewFile, file_entry
 
-__all__ = ["prepare_write"]
+__all__ = ["PlannedWrite", "prepare_write"]
 
 _COMMON, _METADATA, _CONFIG = "common.pt", ".metadata", "metadata.json"
+
+
+class PlannedWrite:
+    """The files that the ranks of a checkpoint write: at once, or in a process of each rank while it goes on.
+
+    Args:
+        writer: Megatron's writer, with the tensors and objects of this rank.
+        metadata: of the whole checkpoint, on rank 0.
+        config: content of ``metadata.json``.
+        then: called on every rank with the files and their checksums, by name, when all are on the disk.
+    """
+
+    def __init__(
+        self,
+        writer: Any,
+        metadata: Any,
+        config: CheckpointingConfig,
+        then: Callable[[dict[str, FileEntry]], None],
+    ) -> None:
+        self._writer, self._metadata, self._config, self._then = writer, metadata, config, then
+        self._directory = Path(writer.checkpoint_dir)
+        self._results: list[Any] = []
+        self._files: dict[str, FileEntry] = {}
+        self._error: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def write(self) -> None:
+        """Write the files of this rank now. An error is raised by ``finish``."""
+        buckets = self._writer.write_buckets
+        if not buckets:
+            return
+        try:
+            with _without_crc32(), ThreadPoolExecutor(len(buckets)) as threads:
+                written = list(threads.map(functools.partial(_write_file, self._writer.transforms), buckets))
+        except OSError as error:
+            self._error = str(error)
+            return
+        self._results = [result for of_file, _ in written for result in of_file]
+        self._files = {name: entry for (_, name, _), (_, entry) in zip(buckets, written, strict=True)}
+
+    def start(self) -> None:
+        """Copy the files of this rank to memory, and start the process that writes them from there."""
+        if not self._writer.write_buckets:
+            return
+        try:
+            with contextlib.ExitStack() as opened:
+                self._process = self._start_process(
+                    [self._copied(bucket, opened) for bucket in self._writer.write_buckets]
+                )
+        except OSError as error:
+            self._error = str(error)
+
+    def _copied(self, bucket: Any, opened: contextlib.ExitStack) -> list[Any]:
+        """Return the descriptor of a file in memory with the content of a bucket, and the path to write it to."""
+        path, name, (objects, tensors) = bucket
+        memory = opened.enter_context(contextlib.closing(NewFile(os.memfd_create(name))))
+        with _naming_the_cause(memory):
+            self._results += _write_items(self._writer.transforms, memory, name, (*objects, *tensors))
+            memory.flush()
+        tensors.clear()  # views were copied before
+        return [memory.fileno(), path]
+
+    @staticmethod
+    def _start_process(files: list[list[Any]]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-I", "-S", write_from_memory.__file__]
+        descriptors = [descriptor for descriptor, _ in files]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=descriptors)
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it has ended: ``finish`` reports that
+                pipe.write(json.dumps(files).encode())
+        return process
+
+    def is_written(self) -> bool:
+        """Return whether the process of this rank has ended."""
+        return self._process is None or self._process.poll() is not None
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks, then write those that describe them, and call ``then`` (a collective).
+
+        Raises:
+            DataError: on every rank, if one of them could not write.
+        """
+        self._wait()
+        own = raise_on_every_rank(self._outcome)
+        of_ranks = all_gather_values(own)
+
+        def describe() -> dict[str, FileEntry]:
+            with _failing_as_data_error(self._directory):
+                self._writer.finish(self._metadata, [results for results, _ in of_ranks])
+                save_config(self._config, str(self._directory))
+                for name in (_METADATA, _CONFIG):
+                    _flush(self._directory / name)
+                return {name: file_entry(self._directory / name) for name in (_METADATA, _CONFIG, _COMMON)}
+
+        described = raise_on_every_rank(lambda: describe() if dist.get_rank() == 0 else {})
+        self._then({name: entry for _, files in of_ranks for name, entry in files.items()} | described)
+
+    def _wait(self) -> None:
+        """Wait for the process, and take its checksums or its error."""
+        if self._process is None or self._process.stdout is None:
+            return
+        with self._process.stdout as pipe:
+            output = pipe.read()
+        status = self._process.wait()
+        answer = json.loads(output) if output and status == 0 else f"the process that writes its files ended: {status}"
+        if isinstance(answer, str):
+            self._error = answer
+            return
+        names = [name for _, name, _ in self._writer.write_buckets]
+        self._files = {
+            name: {"size": size, "sha256": digest} for name, (size, digest) in zip(names, answer, strict=True)
+        }
+
+    def _outcome(self) -> tuple[list[Any], dict[str, FileEntry]]:
+        if self._error is not None:
+            rank = dist.get_rank()
+            text = f"rank {rank} cannot write the checkpoint {str(self._directory)!r}: {self._error}"
+            raise DataError(text, path=str(self._directory), rank=rank)
+        return self._results, self._files
 
 
 def prepare_write(
@@ -41,7 +166,7 @@ def prepare_write(
     directory: Path,
     replicas: dist.ProcessGroup,
     then: Callable[[dict[str, FileEntry]], None],
-) -> AsyncRequest:
+) -> PlannedWrite:
     """Plan the write of ``state`` into an empty directory (a collective).
 
     Args:
@@ -51,8 +176,7 @@ def prepare_write(
         then: called on every rank with the files and their checksums, by name, when all are on the disk.
 
     Returns:
-        The request. Its execution does not raise before its finalization, which is a collective; that raises DataError
-        on every rank if one of them could not write.
+        The write of this rank's part, which does not raise before it is finished.
 
     Raises:
         DataError: on every rank, if rank 0 cannot write.
@@ -71,87 +195,56 @@ def prepare_write(
     strategy = _Strategy("torch_dist", 1)
     if dist.get_world_size(replicas) > 1:
         FullyParallelSaveStrategyWrapper(strategy, replicas).apply_saving_parallelization(sharded)
-    request: AsyncRequest = strategy.async_save(sharded, directory, **async_save_arguments())
-    request.finalize_fns.append(lambda: then(strategy.files))
-    return request
+    with _without_results_queue():
+        writer, metadata = strategy.async_save(sharded, directory, **async_save_arguments())
+    return PlannedWrite(writer, metadata, CheckpointingConfig(strategy.backend, strategy.version), then)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's plan of who writes what, with the writer of this module.
+    """Megatron's plan of who writes what, without its writing."""
 
-    Attributes:
-        files: the files of all ranks, when they are written.
-    """
-
-    files: dict[str, FileEntry]
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: Any) -> AsyncRequest:
-        _, preload, arguments = writer.get_save_function_and_args()
-        if writer.results_queue is not None:
-            _empty(
-                writer.results_queue
-            )  # Megatron has one for all saves of a process: of a failed one, it has the rest
-        write = functools.partial(_write_files, writer.transforms) if arguments else None
-        finish = functools.partial(self._finish, writer, planned[1])
-        return AsyncRequest(write, arguments, [finish], preload_fn=preload)
-
-    def _finish(self, writer: Any, metadata: Any) -> None:
-        """Agree that all ranks have written their files, then write those that describe them (a collective)."""
-        directory = Path(writer.checkpoint_dir)
-        results, files = raise_on_every_rank(lambda: _outcome(writer, directory))
-        of_ranks = all_gather_values((results, files))
-
-        def describe() -> dict[str, FileEntry]:
-            with _failing_as_data_error(directory):
-                writer.finish(metadata, [results for results, _ in of_ranks])
-                save_config(CheckpointingConfig(self.backend, self.version), str(directory))
-                for name in (_METADATA, _CONFIG):
-                    _flush(directory / name)
-                return {name: file_entry(directory / name) for name in (_METADATA, _CONFIG, _COMMON)}
-
-        described = raise_on_every_rank(lambda: describe() if dist.get_rank() == 0 else {})
-        self.files = {name: entry for _, own in of_ranks for name, entry in own.items()} | described
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: Any) -> Any:
+        _, preload, _ = writer.get_save_function_and_args()
+        if preload is not None:
+            writer.write_buckets = preload()
+        return writer, planned[1]
 
 
-def _outcome(writer: Any, directory: Path) -> tuple[list[Any], dict[str, FileEntry]]:
-    if not writer.write_buckets:
-        return [], {}
+@contextlib.contextmanager
+def _without_results_queue() -> Iterator[None]:
+    """Keep Megatron's writer from starting a process for a queue of results, which is not used here."""
+    module: Any = filesystem_async
+    before = getattr(module, "_results_queue", None)
+    module._results_queue = before or queue.SimpleQueue()
     try:
-        written = writer.results_queue.get(timeout=10)
-    except queue.Empty:
-        written = "the process that wrote its files ended without a result"
-    if isinstance(written, str):
-        text = f"rank {dist.get_rank()} cannot write the checkpoint {str(directory)!r}: {written}"
-        raise DataError(text, path=str(directory), rank=dist.get_rank())
-    return written
+        yield
+    finally:
+        module._results_queue = before
 
 
-def _write_files(transforms: Any, _: int, buckets: Sequence[Any], results: Any) -> None:
-    """Write the files of this rank, and put their descriptions and checksums, or an error text, into ``results``."""
-    try:
-        with ThreadPoolExecutor(len(buckets)) as threads:
-            written = list(threads.map(functools.partial(_write_file, transforms), buckets))
-    except OSError as error:
-        results.put(str(error))
-        return
-    entries = {name: entry for (_, name, _), (_, entry) in zip(buckets, written, strict=True)}
-    results.put(([result for of_file, _ in written for result in of_file], entries))
+def _without_crc32() -> AbstractContextManager[None]:
+    """Leave out the CRC-32 of every tensor: it takes as long as the copy, and the manifest has a SHA-256."""
+    settings: Any = serialization  # torch adds ``patch`` when it is imported
+    return settings.patch({"save.compute_crc32": False})
 
 
 def _write_file(transforms: Any, bucket: Any) -> tuple[list[Any], FileEntry]:
     path, name, (objects, tensors) = bucket
     file = HashedFile(path)
+    with contextlib.closing(file), _naming_the_cause(file):
+        return _write_items(transforms, file, name, (*objects, *tensors)), file.finish()
+
+
+def _write_items(transforms: Any, file: Any, name: str, items: Sequence[Any]) -> list[Any]:
     write: Any = filesystem._write_item
     torch_save = {}
     if "serialization_format" in inspect.signature(write).parameters:
         torch_save = {"serialization_format": filesystem.SerializationFormat.TORCH_SAVE}
-    with contextlib.closing(file), _naming_the_cause(file):
-        results = [write(transforms, file, data, item, name, **torch_save) for item, data in (*objects, *tensors)]
-        return results, file.finish()
+    return [write(transforms, file, data, item, name, **torch_save) for item, data in items]
 
 
 @contextlib.contextmanager
-def _naming_the_cause(file: HashedFile) -> Iterator[None]:
+def _naming_the_cause(file: NewFile) -> Iterator[None]:
     """Raise the file system's error in place of the error that torch raises because of it."""
     try:
         yield
@@ -171,9 +264,3 @@ def _failing_as_data_error(directory: Path) -> Iterator[None]:
 def _flush(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _empty(results: Any) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            results.get_nowait()

@@ -117,7 +117,7 @@ class OptimConfig:
     """Further fields of Megatron's OptimizerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
-        check_at_least("optim.lr", self.lr, self.min_lr)
+        check_at_least("optim.lr", self.lr, float(self.min_lr))
         check_at_least("optim.min_lr", self.min_lr, 0.0)
         check_at_least("optim.weight_decay", self.weight_decay, 0.0)
         check_at_least("optim.clip_grad", self.clip_grad, 0.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.config.imports import absolute_path_of, import_module
 from mcontroller.config.load import load_config, read_yaml
@@ -45,6 +46,15 @@ class PoolConfig:
     threads: int | None = None
     """Threads that each process computes with on the CPU. None: OMP_NUM_THREADS if it is set; otherwise, without GPUs,
     the cores of the node divided by its processes of one group."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not self.process_on_nodes:
+            text = "pool.process_on_nodes is empty; expected the number of bundles on each node, at least one"
+            raise ConfigError(text, key="pool.process_on_nodes", value=self.process_on_nodes)
+        for count in self.process_on_nodes:
+            check_at_least("pool.process_on_nodes", count, 1)
+        check_at_least("pool.max_colocate_count", self.max_colocate_count, 1)
 
 
 @strict_fields

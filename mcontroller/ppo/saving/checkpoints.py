@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mcontroller.errors import DataError, MControllerError
-from mcontroller.files import sync_directory
+from mcontroller.files import delete_with_links, sync_directory
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.devices import SharedDevices
 from mcontroller.ppo.saving.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
@@ -205,7 +205,7 @@ class RunCheckpoints:
         for group_name, staged in record.staged.items():
             _move(self.directory / staged, self.directory / record.last.groups[group_name])
         for place in record.obsolete:
-            shutil.rmtree(self.directory / place, ignore_errors=True)
+            delete_with_links(self.directory / place)
         write_record(self.directory, replace(record, staged={}, obsolete=()))
 
 
@@ -221,15 +221,15 @@ def _deleted_if_it_fails(staged: Mapping[str, Path]) -> Iterator[None]:
 
 
 def _move(staged: Path, place: Path) -> None:
-    """Move the checkpoint, then the files next to it (``latest``), and delete the directory that they were in."""
+    """Move the checkpoint, then the links and files next to it by name, and delete the directory that they were in."""
     if not staged.exists():
         return
     if (staged / place.name).exists():
         if place.exists():
             place.rename(staged / ".replaced")
         (staged / place.name).rename(place)
-    for file in staged.iterdir():
-        if file.is_file() and not file.name.startswith("."):
+    for file in sorted(staged.iterdir()):
+        if (file.is_symlink() or file.is_file()) and not file.name.startswith("."):
             os.replace(file, place.with_name(file.name))
     sync_directory(place.parent)
     shutil.rmtree(staged)

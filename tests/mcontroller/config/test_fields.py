@@ -76,6 +76,8 @@ def test_right_fields_are_accepted_and_the_dataclass_stays_one() -> None:
     ("check", "rule"),
     [
         (lambda: check_at_least("a.b", float("nan"), 0), "a.b is nan; it must be at least 0"),
+        (lambda: check_at_least("a.b", 1.5, 0), "a.b is 1.5; it must be an integer of at least 0"),
+        (lambda: check_at_least("a.b", True, 0), "a.b is True; it must be at least 0"),
         (lambda: check_above("a.b", 0, 0), "a.b is 0; it must be more than 0"),
         (lambda: check_between("a.b", 2, 0, 1), "a.b is 2; it must lie between 0 and 1"),
         (lambda: check_one_of("a.b", "c", ["d", "e"]), "a.b is 'c'; possible: d, e"),

@@ -14,7 +14,7 @@ import torch
 
 from tests.mcontroller.ppo.toy import toy_config, toy_trainer
 
-CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.truncate"}
 STEPS = 3
 
 
@@ -68,7 +68,8 @@ def test_killed_at_any_change_of_the_file_system_the_run_goes_on_to_the_same_wei
             expected, found = (made.groups[group].workers[0].table for made in (whole, resumed))
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
             left = sorted(found.name for found in (directory / group).iterdir())
-            assert left == [f"global_step_{STEPS}", "latest"]
+            assert left == [f"global_step_{STEPS}", f"iter_{STEPS}", "latest"]
+            assert (directory / group / f"iter_{STEPS}").readlink() == Path(f"global_step_{STEPS}")
             assert (directory / group / "latest").read_text() == f"global_step_{STEPS}"
         if not killed:
             break

@@ -49,6 +49,9 @@ class ToyRole(Worker):
         target.mkdir(parents=True, exist_ok=True)
         np.savez(target / "state.npz", **{name: np.asarray(getattr(self, name)) for name in self.kept})
         (target.parent / "latest").write_text(target.name)
+        link = target.with_name(f"iter_{global_step}")
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.name)
         if max_to_keep is not None:
             others = [found for found in target.parent.glob("global_step_*") if found != target]
             for found in sorted(others)[: len(others) + 1 - max_to_keep]:

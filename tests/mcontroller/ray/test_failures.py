@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -173,6 +175,17 @@ def test_a_call_interrupted_while_it_is_sent_ends_the_group_and_no_rank_waits_fo
     assert pool.holders == []
     with pytest.raises(GroupBroken, match=r"KeyboardInterrupt while actor\.wait_for_file was being sent: 1 of 2 ranks"):
         group.pid()
+
+
+def test_shutdown_does_not_wait_for_a_stopped_process(pool: RayResourcePool, start: Start) -> None:
+    group = start("actor")
+    pids = group.pid()
+    os.kill(pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(CallTimeout, match="stopped") as caught:
+        group.shutdown()
+    assert caught.value.ranks == (1,) and time.monotonic() - began < 60
+    assert not any(map(runs, pids)) and pool.holders == []
 
 
 def test_an_end_that_is_interrupted_is_completed_by_the_next(

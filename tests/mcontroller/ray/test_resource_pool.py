@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import ray
@@ -24,6 +25,22 @@ Start = Callable[..., RayWorkerGroup]
 
 def held() -> int:
     return sum(entry["state"] == "CREATED" for entry in placement_group_table().values())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slots", "message"),
+    [
+        ([], 1, "process_on_nodes is empty"),
+        ([1.5], 1, "every count must be a positive integer"),
+        ([True], 1, "every count must be a positive integer"),
+        ([2], 1.5, "max_colocate_count=1.5: every count must be a positive integer"),
+        ([2], "2", "max_colocate_count='2': every count must be a positive integer"),
+        ([2], None, "max_colocate_count=None: every count must be a positive integer"),
+    ],
+)
+def test_empty_pool_and_counts_that_are_no_integers_are_rejected(sizes: Any, slots: Any, message: str) -> None:
+    with pytest.raises(ResourceError, match=message):
+        RayResourcePool(sizes, use_gpu=False, max_colocate_count=slots)
 
 
 def test_a_bundle_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mcontroller.errors import DataError
 from tests.ranks import run_ranks
-from tests.workers.roles import actor, critic, experience, largest_difference, own_shard, weights
+from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
 
 EXPERTS = {
     "num_moe_experts": 4,
@@ -97,8 +97,10 @@ def unreadable(path: str) -> list[str]:
     worker.update_sft(batch)
     directory = Path(worker.save_checkpoint(path))
     messages = []
+    other = actor({}, "actor")
+    del other.phases["sft"]
     with pytest.raises(DataError) as caught:
-        critic({}).load_checkpoint(path)
+        other.load_checkpoint(path)
     messages.append(str(caught.value))
     for file in directory.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
@@ -109,5 +111,5 @@ def unreadable(path: str) -> list[str]:
 
 def test_unknown_phase_and_truncated_files_are_reported(tmp_path: Path) -> None:
     phase, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
-    assert "was saved in the phase 'sft'; CriticWorker is trained in ppo" in phase
+    assert "was saved in the phase 'sft'; this role is trained in ppo" in phase
     assert f"the checkpoint '{tmp_path}/global_step_0' is damaged: __0_0.distcp has 100 bytes, expected " in truncated

@@ -23,6 +23,7 @@ __all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "finish_export", "start
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 # Copied next to the weights: the tokenizer and the generation configuration.
 _COMPANIONS = (
     "tokenizer*",
@@ -68,8 +69,19 @@ class WeightFiles:
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-        return tuple(self._file(name).get_slice(name).get_shape())
+        """Return the shape of the whole tensor.
+
+        Raises:
+            DataError: the file does not have it, or its values are no floating-point numbers of 16 bits or more.
+        """
+        if name not in self._opened(self._file_of[name]).keys():  # noqa: SIM118 - not a mapping
+            text = f"{self._file_of[name]} in {str(self.directory)!r} has no tensor {name}, which {_INDEX} says it has"
+            raise DataError(text, path=str(self.directory), tensor=name)
+        found = self._file(name).get_slice(name)
+        if found.get_dtype() not in _DTYPES:
+            text = f"{name} in {str(self.directory)!r} is of dtype {found.get_dtype()}, expected {', '.join(_DTYPES)}"
+            raise DataError(text, path=str(self.directory), tensor=name)
+        return tuple(found.get_shape())
 
     def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
         """Return ``[start:stop]`` of a tensor along ``dim`` (0 or 1), or all of it if ``dim`` is None."""

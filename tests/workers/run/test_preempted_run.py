@@ -1,0 +1,74 @@
+"""A run on Ray that gets SIGTERM saves, exits with its code, and goes on to the same weights; its files are private."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.workers.run.test_verbs import ROOT, folder  # noqa: F401 - a fixture
+
+pytest.importorskip("transformers", reason="the extra hf: no transformers")
+SECRET = "planted-zq81-secret"
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
+VERBS = """
+import os
+import signal
+import sys
+from mcontroller.cli.main import main
+from mcontroller.ppo.trainer import RayPPOTrainer
+
+os.umask(0o077)
+small = ["trainer.total_training_steps=2", "data.train_batch_size=4"]
+whole = main(["train", "run.yaml", "run_dir=whole", *small])
+step = RayPPOTrainer.train_step
+
+def signalled(self, *args, **kwargs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, *args, **kwargs)
+
+RayPPOTrainer.train_step = signalled
+stopped = main(["train", "run.yaml", "run_dir=out", *small])
+RayPPOTrainer.train_step = step
+print("codes", whole, stopped, main(["resume", "out"]))
+"""
+
+
+def names_in_shared_folders() -> set[str]:
+    return {str(path) for shared in (tempfile.gettempdir(), "/dev/shm") for path in Path(shared).glob("*mcontroller*")}
+
+
+def shards(run: Path) -> dict[str, str]:
+    """Return the SHA-256 of what the last checkpoint of the actor has in its shards."""
+    directory = run / "checkpoints" / "actor" / "global_step_2"
+    files = json.loads((directory / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_stopped_by_sigterm_a_run_on_ray_goes_on_to_the_same_weights_and_keeps_its_secrets(
+    folder: Path,  # noqa: F811
+) -> None:
+    before = names_in_shared_folders()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict.fromkeys(SECRETS, SECRET)
+    command = [sys.executable, "-c", VERBS]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert "codes 0 75 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "SIGTERM: step 1 is saved" in done.stdout
+    assert shards(folder / "out") == shards(folder / "whole") != {}
+
+    assert SECRET not in done.stdout + done.stderr
+    written = [path for run in ("out", "whole") for path in (folder / run).rglob("*")]
+    assert [str(path) for path in written if path.is_file() and SECRET.encode() in path.read_bytes()] == []
+    links = [path for path in written if path.is_symlink()]
+    assert links and [str(link) for link in links if link.readlink().is_absolute()] == []
+    open_to_others = [path for path in written if not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) & 0o077]
+    assert open_to_others == []
+    assert names_in_shared_folders() == before

@@ -1,0 +1,66 @@
+"""Broken directories of weights are rejected with an error that names the file or the tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcontroller.errors import DataError
+from workers.weights.hf.files import WeightFiles
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_index(directory: Path, content: object) -> None:
+    (directory / INDEX).write_text(json.dumps(content))
+
+
+def truncate(directory: Path, size: int) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "there are no weights at"),
+    "empty file": (lambda path: truncate(path, 0), "model.safetensors in .* is damaged"),
+    "truncated header": (lambda path: truncate(path, 20), "model.safetensors in .* is damaged"),
+    "truncated tensor": (lambda path: truncate(path, 110), "model.safetensors in .* is damaged"),
+    "directory for a file": (
+        lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
+        "there are no weights at",
+    ),
+    "missing file": (
+        lambda path: write_index(path, {"weight_map": {"w": "other.safetensors"}}),
+        r"names missing files: \['other.safetensors'\]",
+    ),
+    "missing tensor": (
+        lambda path: write_index(path, {"weight_map": {"v": "model.safetensors"}}),
+        "model.safetensors in .* has no tensor v",
+    ),
+    "file outside": (lambda path: write_index(path, {"weight_map": {"w": "../w"}}), "expected files of the directory"),
+    "no map": (lambda path: write_index(path, {}), "weight_map is None"),
+    "integers": (
+        lambda path: save_file({"w": torch.zeros(4, dtype=torch.int64)}, path / "model.safetensors"),
+        "w in .* is of dtype I64, expected F64, F32, F16, BF16",
+    ),
+    "8 bits": (
+        lambda path: save_file({"w": torch.zeros(4).to(torch.float8_e4m3fn)}, path / "model.safetensors"),
+        "w in .* is of dtype F8_E4M3",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_directory_is_rejected(tmp_path: Path, how: str) -> None:
+    save_file({"w": torch.zeros(16)}, tmp_path / "model.safetensors")
+    damage, message = BROKEN[how]
+    damage(tmp_path)
+    with pytest.raises(DataError, match=message):
+        files = WeightFiles(tmp_path)
+        for name in files.names:
+            files.shape(name)
