@@ -1,8 +1,9 @@
 """Run Megatron-Core on a CPU with gloo; do nothing on a machine with a GPU.
 
-Megatron is written for CUDA. Four modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
-``gloo`` the collectives that gloo lacks or gets wrong, ``literals`` the string ``"cuda"`` in Megatron's sources, and
-``megatron`` a few of Megatron's own functions. ``install`` applies all four, before Megatron is imported.
+Megatron is written for CUDA. Five modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
+``gloo`` the collectives that gloo lacks or gets wrong, ``literals`` the string ``"cuda"`` in Megatron's sources, ``megatron``
+a few of Megatron-Core's functions, and ``training`` those of ``megatron.training``. ``install`` applies all five, before
+Megatron is imported.
 """
 
 from __future__ import annotations
@@ -10,33 +11,40 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+from collections.abc import Collection
 
 import torch
 
-from parallel_state.cpu import gloo, literals, megatron, torch_cuda
+from parallel_state.cpu import gloo, literals, megatron, torch_cuda, training
 from parallel_state.errors import ParallelStateError
 
 _lock = threading.Lock()
 _installed = False
 
 
-def install() -> bool:
+def install(*, packages: Collection[str] = ()) -> bool:
     """Patch this process so that Megatron-Core runs on the CPU, unless CUDA is available.
 
-    Does not import Megatron. Later calls change nothing. Thread-safe.
+    Does not import Megatron. Later calls only add packages. Thread-safe.
+
+    Args:
+        packages: Your own packages or modules that are written for CUDA, for instance ``["team", "pretrain_gpt"]``.
+            ``"cuda"`` in their sources is replaced with ``"cpu"`` when they are imported.
 
     Returns:
         True if Megatron-Core runs on the CPU in this process; False if CUDA is available and nothing was changed.
 
     Raises:
-        ParallelStateError: ``megatron.core`` was imported before the first call.
+        ParallelStateError: ``megatron.core`` was imported before the first call, or a package before it was named.
     """
     global _installed
     with _lock:
-        if _installed:
-            return True
-        if torch.cuda.is_available():
+        if not _installed and torch.cuda.is_available():
             return False
+        _check_not_imported(packages)
+        if _installed:
+            literals.add_packages(packages)
+            return True
         if "megatron.core" in sys.modules:
             raise ParallelStateError(
                 "megatron.core was imported before parallel_state.cpu.install(), so that 'cuda' is compiled into it; "
@@ -46,9 +54,23 @@ def install() -> bool:
         _hide_transformer_engine()
         torch_cuda.patch_cuda()
         gloo.patch_collectives()
-        literals.install_hook(megatron.PATCHES)
+        training.replace_triton_kernels()
+        literals.add_packages(packages)
+        literals.install_hook(megatron.PATCHES | training.PATCHES)
         _installed = True
         return True
+
+
+def _check_not_imported(packages: Collection[str]) -> None:
+    if isinstance(packages, str):
+        raise ParallelStateError(f"packages must be a list of names, got the string {packages!r}")
+    for name in packages:
+        if name in sys.modules and not literals.is_rewritten(name):
+            raise ParallelStateError(
+                f"{name} was imported before parallel_state.cpu.install(packages=[{name!r}]), so that 'cuda' is "
+                f"compiled into it; call install() before the first import of {name}",
+                module=name,
+            )
 
 
 def _hide_transformer_engine() -> None:

@@ -12,14 +12,16 @@ import marshal
 import re
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType
 
 from parallel_state.patches.import_hook import Patch, PatchingFinder, PatchingLoader
 
 PACKAGES = ("megatron", "mbridge")
-"""The top-level packages whose sources are rewritten."""
+"""The top-level packages whose sources are always rewritten; ``add_packages`` adds others."""
+
+_packages = set(PACKAGES)
 
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w*Tensor[,.]?\s*)")
@@ -28,7 +30,7 @@ _CACHE_TAG = "cpu" + importlib.util.source_hash(Path(__file__).read_bytes()).hex
 
 
 def install_hook(patches: Mapping[str, Patch]) -> None:
-    """Rewrite the sources of ``PACKAGES`` when they are imported, and patch their modules.
+    """Rewrite the sources of the packages when they are imported, and patch their modules.
 
     Args:
         patches: Module name -> function that is called with the module right after its import.
@@ -36,9 +38,24 @@ def install_hook(patches: Mapping[str, Patch]) -> None:
     sys.meta_path.insert(0, _Finder(patches))
 
 
+def add_packages(names: Iterable[str]) -> None:
+    """Rewrite the sources of more packages or modules when they are imported.
+
+    Args:
+        names: Dotted names; the modules below them are included.
+    """
+    _packages.update(names)
+
+
+def is_rewritten(fullname: str) -> bool:
+    """Whether the source of a module is rewritten when it is imported."""
+    parts = fullname.split(".")
+    return any(".".join(parts[: i + 1]) in _packages for i in range(len(parts)))
+
+
 class _Finder(PatchingFinder):
     def wants(self, fullname: str) -> bool:
-        return fullname.partition(".")[0] in PACKAGES
+        return is_rewritten(fullname)
 
     def loader(self, fullname: str, path: str) -> PatchingLoader:
         return _Loader(fullname, path, self.patches.get(fullname))

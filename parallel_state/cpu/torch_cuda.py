@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 
 _CPU = torch.device("cpu")
 _MEMORY_BYTES = 1 << 34  # reported by mem_get_info; nothing depends on it
+_PROPERTIES = SimpleNamespace(name="cpu", major=0, minor=0, total_memory=_MEMORY_BYTES, multi_processor_count=1)
 
 
 class Stream:
@@ -118,6 +120,7 @@ def _replacements() -> dict[str, Any]:
         "default_generators": (torch.default_generator,),
         "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
         "memory_stats": lambda device=None: {},
+        "get_device_properties": lambda device=None: _PROPERTIES,
     }
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         replacements[name] = _zero()
