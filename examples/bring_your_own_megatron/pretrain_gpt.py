@@ -21,7 +21,8 @@ TINY = """
     --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-style constant
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 99,1,0
     --transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-persist-layer-norm
-    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-rope-fusion --eval-iters 1 --eval-interval 100 --log-interval 1
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-rope-fusion --eval-iters 1 --eval-interval 100
+    --log-interval 1
 """
 
 

@@ -70,3 +70,58 @@ def test_a_transformer_engine_that_fails_on_import_does_not_break_megatron(tmp_p
         print(gpt_layer_specs.HAVE_TE)
     """
     assert run_fresh(program, tmp_path) == "False"
+
+
+def test_a_package_that_is_named_is_rewritten_and_others_are_not(tmp_path: Path) -> None:
+    for name in ("team", "team_b", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+        (tmp_path / name / "model.py").write_text("DEVICE = 'cuda'")
+    program = """
+        from parallel_state import cpu
+        cpu.install(packages=["team"])
+        cpu.install(packages=["team_b"])
+        import other.model, team.model, team_b.model
+        print(team.model.DEVICE, team_b.model.DEVICE, other.model.DEVICE)
+    """
+    assert run_fresh(program, tmp_path) == "cpu cpu cuda"
+
+
+def test_a_package_that_was_imported_before_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "team.py").write_text("DEVICE = 'cuda'")
+    program = """
+        import team
+        from parallel_state import cpu
+        from parallel_state.errors import ParallelStateError
+        try:
+            cpu.install(packages=["team"])
+        except ParallelStateError as error:
+            print(error.module, "|", error)
+    """
+    assert run_fresh(program, tmp_path).startswith("team | team was imported before")
+
+
+def test_megatron_training_starts_without_cuda_and_nvcc(tmp_path: Path) -> None:
+    for folder in ("training", "legacy/fused_kernels"):
+        (tmp_path / "megatron" / folder).mkdir(parents=True)
+    (tmp_path / "megatron/legacy/fused_kernels/__init__.py").write_text("def load(args): raise OSError('nvcc')")
+    (tmp_path / "megatron/training/__init__.py").write_text("from .initialize import initialize_megatron")
+    (tmp_path / "megatron/training/initialize.py").write_text(
+        textwrap.dedent("""
+            import torch
+            from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
+            from megatron.legacy import fused_kernels
+
+            def initialize_megatron(provider=None, defaults={}, ignore_unknown=False, allow_no_cuda=False):
+                assert allow_no_cuda
+                fused_kernels.load(None)
+                return torch.cuda.get_device_properties(torch.device("cuda:0")).major
+        """)
+    )
+    program = """
+        from parallel_state import cpu
+        cpu.install()
+        from megatron.training import initialize_megatron
+        print(initialize_megatron(), initialize_megatron(None, {}, True, False))
+    """
+    assert run_fresh(program, tmp_path) == "0 0"
