@@ -10,6 +10,7 @@ GPUs nothing is patched; pass ``--distributed-backend nccl`` there.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def main(checkout: str, arguments: list[str]) -> None:
         sys.exit(f"{checkout} is not a checkout of Megatron-LM: it has no pretrain_gpt.py")
     sys.path.insert(0, str(script.parent))
     cpu.install(packages=["gpt_builders", "model_provider"])
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-LM requires it with tensor parallelism
     sys.argv = [str(script), *TINY.split(), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 

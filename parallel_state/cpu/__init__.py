@@ -2,8 +2,8 @@
 
 Megatron is written for CUDA. Five modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
 ``gloo`` the collectives that gloo lacks or gets wrong, ``literals`` the string ``"cuda"`` in Megatron's sources,
-``megatron`` a few of Megatron-Core's functions, and ``training`` those of ``megatron.training``. ``install`` applies all
-five, before Megatron is imported.
+``megatron`` a few of Megatron-Core's functions, and ``training`` those of ``megatron.training``. ``install`` applies
+all five, before Megatron is imported.
 """
 
 from __future__ import annotations
