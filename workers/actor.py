@@ -26,12 +26,11 @@ from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
 from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
-from workers.model_worker import reported
 from workers.train.batch_checks import require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, token_scores
 from workers.train.losses import masked_sum
-from workers.train.metrics import TOKENS, Rule
+from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
 from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective

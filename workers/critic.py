@@ -12,11 +12,10 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from workers.config import CriticConfig
 from workers.model.build import build_model
-from workers.model_worker import reported
 from workers.train.batches import TokenBatch, response_batch, tensor_columns
 from workers.train.forward import forward_values
 from workers.train.losses import masked_sum, value_loss
-from workers.train.metrics import TOKENS, Rule
+from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
 from workers.trained_worker import TrainedWorker

@@ -19,7 +19,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
@@ -40,14 +39,7 @@ from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
 from workers.train.forward import sum_over_context
 from workers.train.metrics import Rule, reduce_reports
-from workers.train.micro_batches import (
-    MicroBatch,
-    MicroBatchSize,
-    equal_micro_batches,
-    least_count,
-    packed_equal_micro_batches,
-    token_micro_batches,
-)
+from workers.train.micro_batches import MicroBatch, MicroBatchSize, micro_batches
 from workers.train.mini_batches import mini_batch_rows
 from workers.train.optimizer import (
     ParameterGroups,
@@ -70,7 +62,7 @@ from workers.weights.offload import (
     optimizer_tensors,
 )
 
-__all__ = ["ModelWorker", "reported"]
+__all__ = ["ModelWorker"]
 
 COMMUNICATORS = "communicators"
 """Name of the buffers of NCCL among the offloaded parts."""
@@ -389,14 +381,8 @@ class ModelWorker(MegatronWorker):
         ``most`` is the largest number of rows that any data-parallel rank has.
         """
         multiple = self.parallel.pp if self.parallel.vpp else 1  # required by an interleaved schedule
-        length_multiple = self.sequence_multiple
-        if not size.tokens and not self.packed:
-            return equal_micro_batches(rows, index, most, size.rows, multiple)
-        if not size.tokens:
-            return packed_equal_micro_batches(rows, index, most, size.rows, multiple, length_multiple=length_multiple)
-        least = least_count(rows.lengths[index], size.tokens, length_multiple, packed=self.packed)
-        count = -(-max(self._of_every_shard(least)) // multiple) * multiple
-        return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=self.packed)
+        lengths = self.sequence_multiple
+        return micro_batches(rows, index, most, size, multiple, lengths, self._of_every_shard, packed=self.packed)
 
     def _on_device(self, batches: Iterable[TokenBatch]) -> list[TokenBatch]:
         """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
@@ -597,11 +583,11 @@ class ModelWorker(MegatronWorker):
             DataError: there is none, it is damaged, or it does not fit the model; with the names of the weights.
         """
         self._background_saves.finish()
+        distributed = {phase: optim.distributed_optimizer for phase, optim in self.phases.items()}
         with before_changes():
             checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
+            without_head = check_checkpoint(self.training(), checkpoint, manifest, distributed)
         counters = manifest["counters"]
-        distributed = {phase: optim.distributed_optimizer for phase, optim in self.phases.items()}
-        without_head = check_checkpoint(self.training(), checkpoint, manifest, distributed)
         if self.phases:
             phase = self.phase if without_head else counters.get("phase") or self.phase
             self.use_phase(phase, reset=without_head or "optimizer" not in manifest["parts"])
@@ -610,8 +596,3 @@ class ModelWorker(MegatronWorker):
         if counters and not without_head:
             self.restore(counters)
         return manifest["step"]
-
-
-def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:
-    """Return a DataProto without rows, with each metric under ``prefix/name`` in ``meta_info["metrics"]``."""
-    return DataProto(meta_info={"metrics": {f"{prefix}/{name}": value for name, value in metrics.items()}})

@@ -171,7 +171,9 @@ def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelCo
             continue
         dense = config.num_moe_experts is None and expected.num_moe_experts is None
         for name in (*_ARCHITECTURE, *_LAYOUT):
-            if name != "expert_tensor_parallel_size" or not dense:
+            unnamed = name == "activation_func" and config.activation_func not in _ACTIVATIONS.values()
+            latent = name in ("num_query_groups", "kv_channels") and config.multi_latent_attention
+            if not (unnamed or latent or (dense and name == "expert_tensor_parallel_size")):
                 _compare(differing, name, getattr(config, name), getattr(expected, name))
         rotary = getattr(chunk, "position_embedding_type", None) == "rope"
         for name in _POSITIONS if rotary else _POSITIONS[:1]:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-__all__ = ["TOKENS", "Rule", "reduce_reports"]
+from mcontroller.data.protocol import DataProto
+
+__all__ = ["TOKENS", "Rule", "reduce_reports", "reported"]
 
 TOKENS = "tokens"
 """The key under which a loss reports its number of valid tokens: the weight of every TOKEN_MEAN."""
@@ -70,3 +72,8 @@ def reduce_reports(
         elif tokens:
             metrics[name] = sums[index] / tokens if rule is Rule.TOKEN_MEAN else maxima[index]
     return metrics
+
+
+def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:
+    """Return a DataProto without rows, with each metric under ``prefix/name`` in ``meta_info["metrics"]``."""
+    return DataProto(meta_info={"metrics": {f"{prefix}/{name}": value for name, value in metrics.items()}})

@@ -7,7 +7,7 @@ of similar length, and each micro-batch is as wide as its own longest row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ __all__ = [
     "MicroBatchSize",
     "equal_micro_batches",
     "least_count",
+    "micro_batches",
     "packed_equal_micro_batches",
     "token_micro_batches",
 ]
@@ -48,6 +49,38 @@ class MicroBatch:
 
     batch: TokenBatch
     index: Tensor
+
+
+def micro_batches(
+    rows: TokenBatch,
+    index: Tensor,
+    most: int,
+    size: MicroBatchSize,
+    multiple: int,
+    length_multiple: int,
+    of_every_shard: Callable[[int], Sequence[int]],
+    *,
+    packed: bool,
+) -> list[MicroBatch]:
+    """Divide rows into micro-batches, as many on every data-parallel rank (a collective).
+
+    Args:
+        rows: the rows of this rank.
+        index: those to divide.
+        most: the largest number of rows that any data-parallel rank divides.
+        size: rows or tokens of a micro-batch.
+        multiple: the number of micro-batches is a multiple of this.
+        length_multiple: so are the lengths of sequences of this.
+        of_every_shard: returns the number of every data-parallel rank.
+        packed: whether the rows of a micro-batch are one sequence.
+    """
+    if not size.tokens and not packed:
+        return equal_micro_batches(rows, index, most, size.rows, multiple)
+    if not size.tokens:
+        return packed_equal_micro_batches(rows, index, most, size.rows, multiple, length_multiple=length_multiple)
+    least = least_count(rows.lengths[index], size.tokens, length_multiple, packed=packed)
+    count = -(-max(of_every_shard(least)) // multiple) * multiple
+    return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=packed)
 
 
 def equal_micro_batches(

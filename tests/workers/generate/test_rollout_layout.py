@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from itertools import accumulate
@@ -134,19 +133,28 @@ def test_weights_are_refit_only_after_a_change_and_the_cost_is_reported() -> Non
 
 
 class CustomModel(ActorRolloutRefWorker):
-    """A custom model, which the configuration does not describe: its activation is not silu."""
+    """A custom model, which the configuration cannot describe: it has no name for the activation."""
 
     def build_model(self) -> list[Any]:
         return self.build_custom_model(self.config.parallel, self.context)
 
     def build_custom_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
-        model = dataclasses.replace(self.config.model, activation="relu", gated_linear_unit=False)
-        config = transformer_config(model, parallel)
+        config = transformer_config(self.config.model, parallel)
+        config.activation_func = torch.nn.functional.softplus
 
         def provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
             spec = block_spec(config, "local", context.pg.pp.rank(), vp_stage)
             vocabulary = padded_vocab_size(VOCAB, parallel.tp)
-            chunk = GPTModel(config, spec, vocabulary, 32, pre_process, post_process, vp_stage=vp_stage)
+            chunk = GPTModel(
+                config,
+                spec,
+                vocabulary,
+                32,
+                pre_process,
+                post_process,
+                position_embedding_type="rope",
+                vp_stage=vp_stage,
+            )
             mask_padded_vocabulary(chunk, VOCAB)
             return chunk
 
