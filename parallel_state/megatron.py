@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -230,7 +232,27 @@ def new_context_switch() -> StateSwitch:
 
 def layout_parts() -> list[StatePart]:
     """Return the state of Megatron that belongs to one layout, as that of a new process, and the device's generator."""
-    return [*_LAYOUT_GLOBALS, _DeviceGenerator()]
+    return [*_LAYOUT_GLOBALS, _TrainingGlobals(), _DeviceGenerator()]
+
+
+class _TrainingGlobals:
+    """The arguments, timers and tokenizer of ``megatron.training``, Megatron-LM's training code, if it was imported.
+
+    A new context begins with those that the process has.
+    """
+
+    _MODULE = "megatron.training.global_vars"
+
+    def fresh(self) -> dict[str, Any]:
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        known = vars(sys.modules[self._MODULE]) if self._MODULE in sys.modules else {}
+        return {name: value for name, value in known.items() if name.startswith("_GLOBAL_")}
+
+    def write(self, value: dict[str, Any]) -> None:
+        if self._MODULE in sys.modules:
+            vars(sys.modules[self._MODULE]).update(dict.fromkeys(self.read()) | value)
 
 
 class _DeviceGenerator:

@@ -168,7 +168,10 @@ class ActorRolloutRefWorker(TrainedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``."""
+        """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``.
+
+        The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it.
+        """
         if self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
@@ -178,6 +181,8 @@ class ActorRolloutRefWorker(TrainedWorker):
             self.reference = self.build_model()
             for chunk in self.reference:
                 chunk.requires_grad_(False)
+            if self.model:  # a user-defined build_model may return other weights at its second call
+                self._copy_policy_to_reference()
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none", changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
@@ -393,12 +398,16 @@ class ActorRolloutRefWorker(TrainedWorker):
         """
         self._require_role("actor", "sync_reference")
         self._require_role("ref", "sync_reference")
+        if mix == 1.0:
+            self._copy_policy_to_reference()
+            return
         for frozen, chunk in zip(self.reference, self.model, strict=True):
-            if mix == 1.0:
-                frozen.load_state_dict(unwrap_model(chunk).state_dict())
-                continue
             for target, source in zip(frozen.parameters(), unwrap_model(chunk).parameters(), strict=True):
                 target.lerp_(source.to(target.dtype), mix)
+
+    def _copy_policy_to_reference(self) -> None:
+        for frozen, chunk in zip(self.reference, self.model, strict=True):
+            frozen.load_state_dict(unwrap_model(chunk).state_dict())
 
     def models(self) -> dict[str, list[Any]]:
         """Return the chunks of the policy and of the reference, as far as they are built."""

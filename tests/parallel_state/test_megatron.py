@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from parallel_state.topology import Topology
+from tests import forking
 from tests.ranks import run_ranks
 
 TP2_PP2 = ParallelLayout(world_size=4, tp=2, pp=2)
@@ -170,9 +173,37 @@ def test_the_random_numbers_of_a_context_do_not_depend_on_others() -> None:
 
 
 def test_a_new_context_starts_with_the_globals_of_a_new_process() -> None:
-    parts = parallel_state.megatron.layout_parts()[:-1]
+    parts = parallel_state.megatron.layout_parts()[:-2]
     assert [part.fresh() for part in parts] == [part.read() for part in parts]
     assert len(parts[0].fresh()) > 40
+
+
+def arguments_of_contexts() -> list[tuple[str, str | None]]:
+    """Return what three readers find in the globals of ``megatron.training``, which is imported after the first."""
+    training = ModuleType("megatron.training.global_vars")
+    vars(training).update(_GLOBAL_ARGS=None, _GLOBAL_TIMERS=None)
+    one = MegatronContext(ParallelLayout(1))
+    sys.modules[training.__name__] = training
+    try:
+        with one.activate():
+            vars(training)["_GLOBAL_ARGS"] = "of one"
+        vars(training)["_GLOBAL_TIMERS"] = "of the process"
+        other = MegatronContext(ParallelLayout(1))
+        with other.activate():
+            vars(training)["_GLOBAL_ARGS"] = "of the other"
+        found = []
+        for context in (one, other):
+            with context.activate():
+                found.append((vars(training)["_GLOBAL_ARGS"], vars(training)["_GLOBAL_TIMERS"]))
+        return [*found, (vars(training)["_GLOBAL_ARGS"], vars(training)["_GLOBAL_TIMERS"])]
+    finally:
+        del sys.modules[training.__name__]
+
+
+def test_the_globals_of_megatrons_training_code_belong_to_a_context() -> None:
+    assert forking.run_ranks(arguments_of_contexts, 1) == [
+        [("of one", None), ("of the other", "of the process"), (None, "of the process")]
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -83,6 +83,31 @@ def reference_after_learning() -> list[bool]:
     return [*answers, same()]
 
 
+class OtherWeightsAtEachCall(ActorRolloutRefWorker):
+    """Its ``build_model`` returns other weights at each call, as a model provider without a seed does."""
+
+    calls = 0
+
+    def build_model(self) -> Any:
+        chunks = super().build_model()
+        self.calls += 1
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data *= self.calls
+        return chunks
+
+
+def difference_of_a_new_reference() -> float:
+    worker = actor({}, "actor_ref", OtherWeightsAtEachCall)
+    batch = experience(8)
+    policy = worker.compute_log_prob(batch).batch["old_log_probs"]
+    return float((policy - worker.compute_ref_log_prob(batch).batch["ref_log_prob"]).abs().max())
+
+
+def test_a_reference_begins_as_a_copy_of_the_policy() -> None:
+    assert run_ranks(difference_of_a_new_reference, 1) == [0.0]
+
+
 def test_the_reference_does_not_change_before_sync_reference() -> None:
     assert run_ranks(reference_after_learning, 1)[0] == [True, False, False, True]
 
