@@ -4,7 +4,8 @@ A key that changes what a model computes and that is read over would result in w
 key is in one of these lists, and a key in none of them is rejected:
 
 - computed: the keys that a family reads (``ModelFamily.computed``);
-- inert: ``INERT`` and ``ModelFamily.inert``, which change no logits; an export keeps them as they were;
+- inert: ``INERT``, ``ModelFamily.inert`` and keys that begin with ``_``, where libraries keep notes of their own, such
+  as ``_name_or_path``: they change no logits; an export keeps them as they were;
 - neutral: ``NEUTRAL`` and ``ModelFamily.only_built``, accepted only with values that change nothing.
 """
 
@@ -38,13 +39,12 @@ _GENERATION = """
 """
 _IDS = "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id"
 _HISTORY = """
-    _name_or_path _commit_hash finetuning_task initializer_range initializer_factor tokenizer_class prefix
+    finetuning_task initializer_range initializer_factor tokenizer_class prefix
     task_specific_params transformers_version transformers.js_config unsloth_fixed unsloth_version is_llama_config
     max_sequence_length generation_config
 """
 _IMPLEMENTATION = """
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation
-    _experts_implementation gradient_checkpointing keys_to_ignore_at_inference output_attentions output_hidden_states
+    attn_implementation gradient_checkpointing keys_to_ignore_at_inference output_attentions output_hidden_states
     return_dict tf_legacy_loss torchscript use_bfloat16 use_cache use_return_dict
 """
 _CLASSIFIER = "classifier_dropout id2label label2id num_labels problem_type"
@@ -96,7 +96,7 @@ def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
         if key in neutral and key not in family.inert:
             if value not in neutral[key]:
                 raise not_built(key, value, neutral[key][0])
-        elif key not in known:
+        elif key not in known and not key.startswith("_"):
             raise ConfigError(
                 f"config.json: {key} is {value!r}: model_type {family.model_type!r} does not compute this key; if it "
                 "changes nothing, add it to `inert` of a family of your own (workers.register_model_family), or build "
@@ -109,7 +109,7 @@ def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
 def inert_of(config: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     """Return the keys of ``config.json`` that change no logits, as an export keeps them."""
     kept = INERT | frozenset(family.inert)
-    return {key: value for key, value in config.items() if key in kept}
+    return {key: value for key, value in config.items() if key in kept or key.startswith("_")}
 
 
 def size_of(config: Mapping[str, Any], key: str) -> int:
