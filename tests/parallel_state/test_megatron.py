@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed import distributed_c10d
 
@@ -172,7 +173,9 @@ def test_the_random_numbers_of_a_context_do_not_depend_on_others() -> None:
     assert torch.equal(alone[0][1], alone[1][1])
 
 
-def test_a_new_context_starts_with_the_globals_of_a_new_process() -> None:
+def test_a_new_context_starts_with_the_globals_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel.random, "_CUDA_RNG_STATE_TRACKER", None)  # any earlier test may have made one
+    monkeypatch.setattr(tensor_parallel.random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
     parts = parallel_state.megatron.layout_parts()[:-2]
     assert [part.fresh() for part in parts] == [part.read() for part in parts]
     assert len(parts[0].fresh()) > 40

@@ -34,8 +34,8 @@ def test_the_tables_show_every_group_with_its_layout_and_every_rank_with_its_coo
     shown, out = display()
     shown.groups(groups())
     rows = cells(out.getvalue())
-    assert ["actor", "ToyActor", "tp 2 x pp 2 x dp 1", "4 on 1 node"] in rows
-    assert ["critic", "ToyCritic", "tp 1 x pp 1 x dp 4", "4 on 1 node"] in rows
+    assert ["actor", "ToyActor", "tp 2 x pp 2 x dp 1", "4 on 1 node", "default"] in rows
+    assert ["critic", "ToyCritic", "tp 1 x pp 1 x dp 4", "4 on 1 node", "default"] in rows
     coordinates = {row[0]: row[2:] for row in rows if row[0].isdigit()}
     assert coordinates["1"] == ["tp 1  pp 0  dp 0", "tp 0  pp 0  dp 1"]
     assert coordinates["2"] == ["tp 0  pp 1  dp 0", "tp 0  pp 0  dp 2"]
