@@ -107,6 +107,9 @@ def test_bytes_in_place_of_yaml(tmp_path: Path, content: bytes) -> None:
     [
         "a: [",
         "name: x\nname: y",
+        "a.4",
+        "inner.rate: 3",
+        "inner: {rate.x: 1, rate: [1]}",
         "\tname: x",
         "name: &a *b",
         "- 1",

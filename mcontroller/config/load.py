@@ -47,9 +47,9 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
     layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
     for layer in layers:
         values = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
-        for owner, name, prefix in list(_unknown_keys(cls, values, "")):
-            problems.errors.append(unknown_field(owner, name, prefix))
-            _remove(layer, f"{prefix}{name}")
+        for owner, path in list(_unknown_keys(cls, values, ())):
+            problems.errors.append(unknown_field(owner, str(path[-1]), "".join(f"{key}." for key in path[:-1])))
+            _remove(layer, path)
     while (config := problems.attempt(lambda: _built(cls, layers))) is None:
         before = [OmegaConf.create(layer) for layer in layers]
         if not _without_value(layers, str(getattr(problems.errors[-1], "key", ""))) or _lacks_values(cls, layers):
@@ -107,26 +107,31 @@ def _without_value(layers: Sequence[DictConfig], key: str) -> bool:
     """
     removed = False
     for layer in layers:
-        for name in _leaves(typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False)), ""):
+        for path in _leaves(typing.cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False)), ()):
+            name = ".".join(map(str, path))
             if key and (name == key or name.endswith(f".{key}")):
-                _remove(layer, name)
-                removed = True
+                removed = _remove(layer, path) or removed
     return removed
 
 
-def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _leaves(values: Mapping[Any, Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to each value; a key of a file may contain dots itself."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _leaves(value, (*path, key))
         else:
-            yield f"{prefix}{key}"
+            yield (*path, key)
 
 
-def _remove(layer: DictConfig, key: str) -> None:
-    parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(layer, parent) if parent else layer
-    if isinstance(node, DictConfig) and name in node:
-        del node[name]
+def _remove(layer: DictConfig, path: Sequence[Any]) -> bool:
+    """Remove the value at the end of a path of keys; return whether it was there."""
+    node: Any = layer
+    for key in path[:-1]:
+        node = node._get_node(key)
+    there = path[-1] in node
+    if there:
+        del node[path[-1]]
+    return there
 
 
 def _layer(source: Any) -> DictConfig:
@@ -197,15 +202,17 @@ def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, 
     return found
 
 
-def _unknown_keys(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Iterator[tuple[type, str, str]]:
-    """Yield every key of ``values`` that is not a field: the dataclass that lacks it, its name, its dotted prefix."""
+def _unknown_keys(
+    cls: type[Any], values: Mapping[Any, Any], path: tuple[Any, ...]
+) -> Iterator[tuple[type, tuple[Any, ...]]]:
+    """Yield every key of ``values`` that is not a field: the dataclass that lacks it, and the keys that lead to it."""
     names = [item.name for item in dataclasses.fields(cls)]
     for key, value in values.items():
         if key not in names:
-            yield cls, key, prefix
+            yield cls, (*path, key)
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
-            yield from _unknown_keys(nested, value, f"{prefix}{key}.")
+            yield from _unknown_keys(nested, value, (*path, key))
         elif (mapped := mapped_config(cls, key)) is not None and isinstance(value, Mapping):
             for name, each in value.items():
                 if isinstance(each, Mapping):
-                    yield from _unknown_keys(mapped, each, f"{prefix}{key}.{name}.")
+                    yield from _unknown_keys(mapped, each, (*path, key, name))
