@@ -140,7 +140,7 @@ class CustomModel(ActorRolloutRefWorker):
 
     def build_custom_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[Any]:
         config = transformer_config(self.config.model, parallel)
-        config.activation_func = torch.nn.functional.softplus
+        config.activation_func, config.bias_activation_fusion = torch.nn.functional.softplus, False
 
         def provider(pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
             spec = block_spec(config, "local", context.pg.pp.rank(), vp_stage)
