@@ -236,23 +236,28 @@ def layout_parts() -> list[StatePart]:
 
 
 class _TrainingGlobals:
-    """The arguments, timers and tokenizer of ``megatron.training``, Megatron-LM's training code, if it was imported.
+    """What ``initialize_megatron`` of Megatron-LM's training code sets: its arguments, timers, tokenizer, and counters.
 
     A new context begins with those that the process has.
     """
 
-    _MODULE = "megatron.training.global_vars"
+    _MODULES = (
+        "megatron.training.global_vars",
+        "megatron.core.num_microbatches_calculator",
+        "megatron.core.rerun_state_machine",
+    )
 
-    def fresh(self) -> dict[str, Any]:
+    def fresh(self) -> dict[tuple[str, str], Any]:
         return self.read()
 
-    def read(self) -> dict[str, Any]:
-        known = vars(sys.modules[self._MODULE]) if self._MODULE in sys.modules else {}
-        return {name: value for name, value in known.items() if name.startswith("_GLOBAL_")}
+    def read(self) -> dict[tuple[str, str], Any]:
+        imported = [name for name in self._MODULES if name in sys.modules]
+        found = {(module, name): value for module in imported for name, value in vars(sys.modules[module]).items()}
+        return {key: value for key, value in found.items() if key[1].startswith("_GLOBAL_")}
 
-    def write(self, value: dict[str, Any]) -> None:
-        if self._MODULE in sys.modules:
-            vars(sys.modules[self._MODULE]).update(dict.fromkeys(self.read()) | value)
+    def write(self, value: dict[tuple[str, str], Any]) -> None:
+        for (module, name), each in (dict.fromkeys(self.read()) | value).items():
+            vars(sys.modules[module])[name] = each
 
 
 class _DeviceGenerator:
