@@ -41,12 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Those that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
     before the tests of the simulator: ranks that compute gradients cannot be forked by a process that has done so.
+
+    On CI a failed test that starts processes runs a second time, since processes may be late on a shared machine. The
+    summary lists it as RERUN with its first failure, which is a defect to fix like any other.
     """
     for item in items:
         if uses_simulated_ranks_alone(item):
             item.add_marker("simulated")
         if starts_processes(item):
             item.add_marker("processes")
+            if os.environ.get("CI"):
+                item.add_marker(pytest.mark.flaky(reruns=1))
     built_for_cuda = torch.version.cuda is not None
     items.sort(key=lambda item: (needs_ray(item), built_for_cuda and simulates_in_this_process(item)))
 
