@@ -2,7 +2,7 @@
 
 The short form is part of the tests. The long form takes a number of examples and prints the seed of a failure:
 
-    FUZZ_EXAMPLES=20000 python -m pytest tests/test_malformed_inputs.py --hypothesis-seed=20261122
+    FUZZ_EXAMPLES=20000 python -m pytest tests/test_malformed_inputs.py --timeout=3600 --hypothesis-seed=20261122
 """
 
 from __future__ import annotations

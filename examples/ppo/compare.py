@@ -28,16 +28,16 @@ __all__ = ["ALGORITHMS", "curve", "learning_table"]
 SEEDS = (101, 102, 103, 104, 105)
 """Seeds that were not used to choose settings."""
 ONE_PROCESS = ("layout=1", "actor_rollout_ref.parallel={tp: 1, pp: 1}", "trackers=[jsonl]")
-GROUPS = ("data.train_batch_size=128", "actor_rollout_ref.rollout.n=8", "algorithm.use_kl_in_reward=false")
+NO_CRITIC = ("trainer.critic_warmup=0", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.use_kl_loss=false")
+GROUPS = (*NO_CRITIC, "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8")
 ALGORITHMS: Mapping[str, Sequence[str]] = {
     "gae": (),
     "grpo": ("algorithm.adv_estimator=grpo", *GROUPS),
     "rloo": ("algorithm.adv_estimator=rloo", *GROUPS),
-    "reinforce_plus_plus": ("algorithm.adv_estimator=reinforce_plus_plus",),
+    "reinforce_plus_plus": ("algorithm.adv_estimator=reinforce_plus_plus", *NO_CRITIC),
     "dapo": (
         "algorithm.adv_estimator=grpo",
         *GROUPS,
-        "actor_rollout_ref.use_kl_loss=false",
         "actor_rollout_ref.clip_ratio_high=0.28",
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=accuracy",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Self
 
 import zmq
 
-__all__ = ["Address", "ChannelKeys", "KeyPair"]
+__all__ = ["Address", "ChannelKeys", "KeyPair", "network_namespace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Address:
         query_port: port for queries.
         server_key: public key of the endpoint.
         client: the key pair that the endpoint accepts.
+        local_calls: the ZeroMQ endpoint for calls from the same network namespace, a Unix socket; empty without one.
+        namespace: the network namespace of the process.
     """
 
     host: str
@@ -58,16 +63,36 @@ class Address:
     query_port: int
     server_key: bytes
     client: KeyPair = field(repr=False)
+    local_calls: str = ""
+    namespace: str = ""
 
     @property
     def calls(self) -> str:
-        """The ZeroMQ endpoint for calls."""
+        """The ZeroMQ endpoint for calls from this process: a Unix socket takes less of the kernel's time than TCP."""
+        if self.local_calls and self.namespace == network_namespace(os.getpid()):
+            return self.local_calls
         return endpoint_url(self.host, self.call_port)
 
     @property
     def queries(self) -> str:
         """The ZeroMQ endpoint for queries."""
         return endpoint_url(self.host, self.query_port)
+
+
+@cache
+def network_namespace(pid: int) -> str:
+    """Return what identifies the network namespace of this process, or "" if the system does not say.
+
+    Abstract Unix sockets exist in one network namespace of one running kernel.
+
+    Args:
+        pid: the id of this process, so that a fork asks again.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/{pid}/ns/net')}"
+    except OSError:
+        return ""
 
 
 def endpoint_url(host: str, port: int | str) -> str:

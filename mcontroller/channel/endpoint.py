@@ -7,6 +7,7 @@ import errno
 import hmac
 import os
 import pickle
+import secrets
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from mcontroller.channel.address import Address, ChannelKeys, endpoint_url
+from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, network_namespace
 from mcontroller.channel.cancellation import Cancellation
 from mcontroller.channel.links import configure, monitor, send_frames
 from mcontroller.channel.messages import pack_answer, unpack_call
@@ -98,7 +99,10 @@ class Endpoint:
         self._queries = _bound(self._context, keys)
         monitors = [monitor(each, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) for each in self._sockets]
         call_port, query_port = (_listen(each, host, ports) for each in self._sockets)
-        self.address = Address(host, call_port, query_port, keys.server.public, keys.client)
+        namespace = network_namespace(os.getpid())
+        local_calls = _listen_locally(self._calls) if namespace else ""
+        server_key, client = keys.server.public, keys.client
+        self.address = Address(host, call_port, query_port, server_key, client, local_calls, namespace)
         self._queue: CallQueue[ReceivedCall] = CallQueue()
         self._answers: dict[bytes, OrderedDict[int, Sequence[Any]]] = {}
         self._forget = forget
@@ -272,7 +276,12 @@ class _Connections:
 def _shut_down(descriptor: int, endpoint: str) -> None:
     """Shut down a connection to this endpoint; ZeroMQ then closes it. The descriptor may belong to another by now."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.getsockname()[1] == int(endpoint.rpartition(":")[2]):
+        name = connection.getsockname()
+        if connection.family == socket.AF_UNIX:
+            same = endpoint == f"ipc://@{name[1:].decode(errors='replace')}"
+        else:
+            same = endpoint.endswith(f":{name[1]}")
+        if same:
             connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -295,6 +304,13 @@ def _listen(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> 
         if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
             raise
     return _bind(sock, "*", "", ports)
+
+
+def _listen_locally(sock: zmq.Socket[Any]) -> str:
+    """Bind to a Unix socket as well, and return its ZeroMQ endpoint: abstract, so it is no file, with a random name."""
+    url = f"ipc://@mcontroller-{secrets.token_hex(16)}"
+    sock.bind(url)
+    return url
 
 
 def _bind(sock: zmq.Socket[Any], interface: str, host: str, ports: tuple[int, int] | None) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -35,6 +37,23 @@ def start_endpoint(
 
     threading.Thread(target=serve, daemon=True).start()
     return endpoint.address
+
+
+def without_unix_socket(address: Address) -> Address:
+    """The address as a process on another node sees it."""
+    return replace(address, local_calls="")
+
+
+def open_connection(url: str) -> socket.socket:
+    """A plain connection to a ZeroMQ endpoint."""
+    transport, _, place = url.partition("://")
+    if transport == "tcp":
+        host, _, port = place.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=SECONDS)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(SECONDS)
+    connection.connect("\0" + place.removeprefix("@"))
+    return connection
 
 
 class Controller:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
@@ -14,7 +15,14 @@ from mcontroller.channel import endpoint
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
 from mcontroller.channel.ports import reserve_port
 from mcontroller.channel.queries import ask
-from tests.mcontroller.channel.endpoints import SECONDS, Controller, start_endpoint
+from tests.free_ports import free_ports
+from tests.mcontroller.channel.endpoints import (
+    SECONDS,
+    Controller,
+    open_connection,
+    start_endpoint,
+    without_unix_socket,
+)
 
 
 @pytest.fixture
@@ -22,9 +30,10 @@ def keys() -> ChannelKeys:
     return ChannelKeys.generate()
 
 
-@pytest.fixture
-def address(keys: ChannelKeys) -> Address:
-    return start_endpoint(keys)
+@pytest.fixture(params=["tcp", "unix"])
+def address(keys: ChannelKeys, request: pytest.FixtureRequest) -> Address:
+    address = start_endpoint(keys)
+    return without_unix_socket(address) if request.param == "tcp" else address
 
 
 def test_a_client_with_another_key_gets_no_answer(address: Address) -> None:
@@ -38,9 +47,10 @@ def test_a_client_that_expects_another_server_sends_nothing(address: Address) ->
     assert ask([replace(address, server_key=KeyPair.generate().public)], "double", 3, timeout=SECONDS) == [None]
 
 
-def test_a_call_with_another_key_does_not_run(keys: ChannelKeys) -> None:
+@pytest.mark.parametrize("seen_as", [lambda address: address, without_unix_socket], ids=["unix", "tcp"])
+def test_a_call_with_another_key_does_not_run(keys: ChannelKeys, seen_as: Callable[[Address], Address]) -> None:
     runs: list[list[bytes]] = []
-    address = start_endpoint(keys, lambda frames: (runs.append(frames), frames)[1])
+    address = seen_as(start_endpoint(keys, lambda frames: (runs.append(frames), frames)[1]))
     stranger = Controller([replace(address, client=KeyPair.generate())], b"controller")
     stranger.send(0, b"harm")
     assert stranger.hub.wait(lambda: (0, False) in stranger.changes, SECONDS)
@@ -59,8 +69,8 @@ def test_garbage_delays_nobody_and_leaves_no_trace(
 ) -> None:
     controller = Controller([address])
     with ExitStack() as open_ones:
-        for port in (address.call_port, address.query_port) * 20:
-            stranger = open_ones.enter_context(socket.create_connection((address.host, port)))
+        for url in (address.calls, address.queries) * 20:
+            stranger = open_ones.enter_context(open_connection(url))
             with suppress(ConnectionError):
                 stranger.sendall(sent)
         assert controller.call(0, b"x") == {0: [b"x"]}
@@ -70,23 +80,21 @@ def test_garbage_delays_nobody_and_leaves_no_trace(
 
 
 def test_a_silent_connection_is_closed(address: Address) -> None:
-    with socket.create_connection((address.host, address.call_port), timeout=SECONDS) as silent:
+    with open_connection(address.calls) as silent:
         while silent.recv(100):  # the greeting of ZeroMQ, then the end of the connection
             pass
 
 
+@pytest.mark.parametrize("seen_as", [lambda address: address, without_unix_socket], ids=["unix", "tcp"])
 def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
-    keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
+    keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch, seen_as: Callable[[Address], Address]
 ) -> None:
     monkeypatch.setattr(endpoint, "CONNECTIONS", 5)
-    address = start_endpoint(keys)
+    address = seen_as(start_endpoint(keys))
     controller = Controller([address])
     controller.call(0, b"x")
     with ExitStack() as open_ones:
-        strangers = [
-            open_ones.enter_context(socket.create_connection((address.host, address.call_port), timeout=SECONDS))
-            for _ in range(8)
-        ]
+        strangers = [open_ones.enter_context(open_connection(address.calls)) for _ in range(8)]
         late = strangers[-1]
         with suppress(ConnectionError):
             while late.recv(100):
@@ -95,34 +103,41 @@ def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
 
 
 def test_ports_are_taken_from_the_range_and_a_full_range_is_an_error(keys: ChannelKeys) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        first = min(free.getsockname()[1], 65_000)
-    ports = (first, first + 7)
+    first, last = ports = free_ports(8)
     found = {
         port for _ in range(2) for a in [start_endpoint(keys, ports=ports)] for port in (a.call_port, a.query_port)
     }
     assert len(found) == 4
-    assert all(first <= port <= first + 7 for port in found)
+    assert all(first <= port <= last for port in found)
     with pytest.raises(OSError, match="no free port from"):
         for _ in range(4):
             start_endpoint(keys, ports=ports)
 
 
 def test_a_reserved_port_of_the_range_is_left_to_the_store_of_torch(keys: ChannelKeys) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        first = min(free.getsockname()[1], 65_000)
-    ports = (first, first + 5)
+    first, last = ports = free_ports(6)
     reserved = [reserve_port("", ports) for _ in range(2)]
     held = {each.getsockname()[1] for each in reserved}
     addresses = [start_endpoint(keys, ports=ports) for _ in range(2)]
     listening = {port for a in addresses for port in (a.call_port, a.query_port)}
     assert len(held) == 2 and len(listening) == 4 and not held & listening
-    with pytest.raises(OSError, match=f"no free port from {first} to {first + 5}"):
+    with pytest.raises(OSError, match=f"no free port from {first} to {last}"):
         reserve_port("", ports)
     store = TCPStore("127.0.0.1", reserved[0].getsockname()[1], is_master=True, wait_for_workers=False)
     assert store.port in held
     for each in reserved:
         each.close()
+
+
+def test_a_process_of_the_same_network_namespace_calls_over_a_unix_socket_and_any_other_over_tcp(
+    keys: ChannelKeys,
+) -> None:
+    address = start_endpoint(keys)
+    assert address.calls.startswith("ipc://@mcontroller-")
+    elsewhere = replace(address, namespace="another kernel net:[1]")
+    assert elsewhere.calls == f"tcp://127.0.0.1:{address.call_port}"
+    for name, seen in ((b"here", address), (b"there", elsewhere)):
+        assert Controller([seen], name).call(0, name) == {0: [name]}
 
 
 def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address) -> None:

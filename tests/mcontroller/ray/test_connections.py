@@ -97,7 +97,7 @@ def through(networks: list[Network], group: RayWorkerGroup) -> RayExecutor:
         there = info.address
         calls, queries = (Network(there.host, port) for port in (there.call_port, there.query_port))
         networks += [calls, queries]
-        here = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port)
+        here = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port, local_calls="")
         infos.append(replace(info, address=here))
     return RayExecutor(GroupProcesses("plain", replace(handles, infos=infos), detached=True), "plain")
 

@@ -10,10 +10,10 @@ import ray
 
 from mcontroller import ClassWithInitArgs
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.channel.ports import reserve_port
 from mcontroller.errors import CallTimeout, ConfigError, DispatchError, GroupError, TopologyError, WorkerError
 from mcontroller.ray import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from parallel_state import ParallelLayout
+from tests.free_ports import free_ports
 from tests.mcontroller.ray.roles import Finishes, NeverFinishes, Plain, SameCoordinates
 
 Start = Callable[..., RayWorkerGroup]
@@ -37,15 +37,14 @@ def test_groups_that_start_together_have_ports_of_their_own_and_can_listen_there
 
 
 def test_a_group_listens_on_ports_of_the_range_only(ray_cluster: None) -> None:
-    with reserve_port("", None) as free:
-        first = min(free.getsockname()[1], 65_000)
-    options = ChannelOptions(ports=(first, first + 11))
+    first, last = ports = free_ports(12)
+    options = ChannelOptions(ports=ports)
     with RayResourcePool([2], use_gpu=False, channel=options) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="pinned")
         infos = group.executor.processes.handles.infos
-        ports = [port for info in infos for port in (info.address.call_port, info.address.query_port)]
-        ports += [int(group.environment()[0]["MASTER_PORT"])]
-        assert len({*ports}) == 5 and all(first <= port <= first + 11 for port in ports)
+        taken = [port for info in infos for port in (info.address.call_port, info.address.query_port)]
+        taken += [int(group.environment()[0]["MASTER_PORT"])]
+        assert len({*taken}) == 5 and all(first <= port <= last for port in taken)
         assert group.can_listen_on_master_port.options(ranks=[0])() == [True]
 
 
