@@ -62,6 +62,12 @@ class Future(Generic[T_co], metaclass=_FutureType):
         """
         return self._collect(timeout)
 
+    def check(self, timeout: float | None = None) -> None:
+        """Wait and raise as ``get`` does, but fetch nothing: the values stay on the workers."""
+        left = _countdown(timeout)
+        for call in self._calls:
+            call.check(left())
+
     def done(self) -> bool:
         """Whether every rank has answered or failed. Does not wait."""
         return all(call.done() for call in self._calls)
@@ -129,9 +135,7 @@ class DataProtoFuture(Future[DataProto]):
         self._fetch = fetch
 
     def _assemble(self, timeout: float | None) -> Any:
-        left = _countdown(timeout)
-        for call in self._calls:
-            call.check(left())
+        self.check(timeout)
         return self.rows.resolve(self._fetch)
 
     @property
@@ -140,9 +144,7 @@ class DataProtoFuture(Future[DataProto]):
 
         def read(part: Handle) -> Callable[[float | None], Any]:
             def collect(timeout: float | None) -> Any:
-                left = _countdown(timeout)
-                for call in self._calls:
-                    call.check(left())
+                self.check(timeout)
                 return self._fetch([part])[0]
 
             return collect

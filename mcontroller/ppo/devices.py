@@ -28,6 +28,7 @@ class SharedDevices:
         self.offload = offload
         self.communicators = communicators
         self._groups: dict[str, tuple[WorkerGroup[Any], RayResourcePool]] = {}
+        self._pools: dict[str, RayResourcePool] = {}
 
     def add(self, group: WorkerGroup[Any], pool: RayResourcePool) -> None:
         """Add a group that runs in this pool; a group that cannot offload its parts keeps its memory.
@@ -35,6 +36,7 @@ class SharedDevices:
         Raises:
             ConfigError: ``offload`` is ``always``, and the worker class has no registered method ``offload``.
         """
+        self._pools[group.name] = pool
         can_offload = "offload" in dir(group)
         if self.offload == "always" and not can_offload:
             raise ConfigError(
@@ -57,6 +59,20 @@ class SharedDevices:
     def are_shared(self, group: WorkerGroup[Any]) -> bool:
         """Return whether memory is handed over before calls of the group."""
         return bool(self.neighbors(group)) or (self.offload == "always" and group.name in self._groups)
+
+    def compete(self, left: WorkerGroup[Any], right: WorkerGroup[Any]) -> bool:
+        """Return whether calls of two groups must not run at the same time.
+
+        They compete if they are one group, share GPUs, or hand memory to each other. Processes of several slots of a
+        CPU pool do not compete.
+        """
+        if left.name == right.name:
+            return True
+        if left.name not in self._pools or right.name not in self._pools:
+            return False
+        if not self._pools[left.name].shares_bundles(self._pools[right.name]):
+            return False
+        return self._pools[left.name].use_gpu or {left.name, right.name} <= self._groups.keys()
 
     def make_room(self, method: GroupMethod[..., Any, Any]) -> None:
         """Free the memory that a call of this method does not need, on the devices of its group."""

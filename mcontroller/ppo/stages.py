@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ppo.devices import SharedDevices
+from mcontroller.ppo.overlap import OverlappingStages
 
 __all__ = ["Stages"]
+
+RESOLUTION_S = 1e-6
+"""[s] Less than this is no overlap of stages, but rounding."""
 
 
 class Stages:
     """The stages of a step: ``with stages("generate", actor.generate_sequences): ...``. They do not nest.
 
     A stage hands the memory of shared devices to the group that it calls, and adds the seconds of its block to its
-    name; those of handing over are added to the stage ``offload``.
+    name; those of handing over are added to the stage ``offload``. Stages that do not depend on each other run at the
+    same time in a block of ``overlapping``.
 
     Args:
         devices: the devices that groups share; by default none is shared.
@@ -31,6 +36,7 @@ class Stages:
         self.devices = devices or SharedDevices("never")
         self.totals: dict[str, float] = {}
         self._step: dict[str, float] = {}
+        self._intervals: list[tuple[float, float]] = []
         self._called: dict[str, tuple[WorkerGroup[Any], dict[str, str]]] = {}
 
     @contextmanager
@@ -42,12 +48,31 @@ class Stages:
             method: the method of a group that the block calls, if it calls one.
         """
         if method is not None:
-            self._called.setdefault(method.group.name, (method.group, {}))[1][method.name] = name
-            if self.devices.are_shared(method.group):
-                with self._timed("offload"):
-                    self.devices.make_room(method)
+            self.prepare(name, method)
         with self._timed(name):
             yield
+
+    @contextmanager
+    def overlapping(self) -> Iterator[OverlappingStages]:
+        """Run the stages that the block starts at the same time, as far as their groups do not compete.
+
+        The block ends when all of them have ended. If one fails, or the block raises, the others are cancelled: those
+        that have not started never do, the results of the others are dropped, and the first error is raised.
+        """
+        stages = OverlappingStages(self)
+        try:
+            yield stages
+            stages.finish()
+        except BaseException:
+            stages.cancel()
+            raise
+
+    def prepare(self, name: str, method: GroupMethod[..., Any, Any]) -> None:
+        """Hand the memory of shared devices to the group of a method, which the stage ``name`` calls next."""
+        self._called.setdefault(method.group.name, (method.group, {}))[1][method.name] = name
+        if self.devices.are_shared(method.group):
+            with self._timed("offload"):
+                self.devices.make_room(method)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -55,21 +80,36 @@ class Stages:
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - started)
+            self.ran(name, started, time.perf_counter())
 
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds to a stage."""
+    def ran(self, name: str, started: float, ended: float) -> None:
+        """Add the seconds of a stage that ran from ``started`` to ``ended``, by ``time.perf_counter``."""
+        self._add(name, ended - started)
+        self._intervals.append((started, ended))
+
+    def _add(self, name: str, seconds: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + seconds
         self._step[name] = self._step.get(name, 0.0) + seconds
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds in stages since the last call of ``take_step``."""
-        return sum(self._step.values())
+    def take_step(self, seconds: float) -> dict[str, float]:
+        """Return the seconds by stage since the last call of this method; all values together are ``seconds``.
 
-    def take_step(self) -> dict[str, float]:
-        """Return the seconds by stage since the last call of this method."""
-        step, self._step = self._step, {}
+        The seconds in which no stage ran are the stage ``controller``. Those that count in several stages, because
+        these ran at the same time, are subtracted as ``overlapped``, which is negative.
+
+        Args:
+            seconds: since the last call.
+        """
+        covered = _covered(self._intervals)
+        overlapped = covered - sum(self._step.values())
+        self._add("controller", seconds - covered)
+        if overlapped < -RESOLUTION_S:
+            self._add("overlapped", overlapped)
+        return self.drop_step()
+
+    def drop_step(self) -> dict[str, float]:
+        """Return the seconds by stage since the last call of ``take_step``, and start the next step."""
+        step, self._step, self._intervals = self._step, {}, []
         return step
 
     def take_memory(self) -> dict[str, float]:
@@ -90,3 +130,12 @@ class Stages:
                         key = f"memory/{group}/{stages[method].replace(' ', '_')}/{value}"
                         metrics[key] = max(size, metrics.get(key, 0.0))
         return metrics
+
+
+def _covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds that are in at least one of the intervals."""
+    covered, reached = 0.0, float("-inf")
+    for started, ended in sorted(intervals):
+        covered += max(0.0, ended - max(started, reached))
+        reached = max(reached, ended)
+    return covered

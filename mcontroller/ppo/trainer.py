@@ -22,6 +22,7 @@ from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
+from mcontroller.ppo.overlap import OverlappingStages, StageCall
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful, load_run
@@ -254,7 +255,7 @@ class RayPPOTrainer:
         With ``algorithm.filter_groups``, further batches of problems are drawn.
         """
         started, stage = time.perf_counter(), self.stages
-        stage.take_step()
+        stage.drop_step()
         batch, metrics = self.experience(problems)
         with stage("advantages"):
             batch, of_advantages = self.advantages(batch)
@@ -283,10 +284,10 @@ class RayPPOTrainer:
             self.rewards.start(batch.union(asked))
             metrics |= mean_of_parts(batch) if "metrics" in batch.meta_info else {}
             batch.meta_info.pop("metrics", None)
-            if not rule.filter_groups.enable:
-                batch, mismatch = self.score_policies(batch)
-                metrics |= mismatch
-            batch, reward = self.scored(batch, asked)
+            with self.stages.overlapping() as start:
+                policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
+                scores, reward = self.scored(batch, asked, start)
+            batch = self.with_results(batch, policies).union(scores)
             if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
                 batch = batch.union(self.greedy_scores(problems, len(batch) // len(problems)))
             groups.add(batch.union(asked), reward)
@@ -295,29 +296,34 @@ class RayPPOTrainer:
             problems = self.draw()
         batch, drawn = groups.batch()
         if rule.filter_groups.enable:
-            batch, mismatch = self.score_policies(batch)
-            metrics |= mismatch
+            with self.stages.overlapping() as start:
+                policies = self.score_policies(batch, start)
+            batch = self.with_results(batch, policies)
+        if "old_log_probs" in batch.tensors() and rule.old_log_probs != "rollout":
+            metrics |= mismatch_metrics(batch)
         reward = groups.reward()
         self.show_samples(reward)
         return batch, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
 
-    def score_policies(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Return the batch with log-probabilities of policy and reference and the critic's values, as far as needed."""
-        stage, old = self.stages, self.config.algorithm.old_log_probs
-        if old == "rollout":
+    def score_policies(self, batch: DataProto, start: OverlappingStages) -> list[StageCall]:
+        """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
+        rows, old, calls = self._without_text(batch), self.config.algorithm.old_log_probs, []
+        if old == "policy" or (old != "rollout" and not self._updates_once(batch)):
+            calls.append(start("old log-probs", self.actor.compute_log_prob, rows))
+        if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
+            calls.append(start("reference", self.reference.compute_ref_log_prob, rows))
+        if self.critic is not None:
+            calls.append(start("values", self.critic.compute_values, rows))
+        return calls
+
+    def with_results(self, batch: DataProto, calls: Sequence[StageCall]) -> DataProto:
+        """Return the batch with the results of ``score_policies``, and ``old_log_probs`` if they are the rollout's."""
+        if self.config.algorithm.old_log_probs == "rollout":
             (log_probs,) = columns(batch, "rollout_log_probs")
             batch = batch.union(DataProto.from_dict({"old_log_probs": log_probs}))
-        elif old == "policy" or not self._updates_once(batch):
-            with stage("old log-probs", self.actor.compute_log_prob):
-                batch = batch.union(self.actor.compute_log_prob(self._without_text(batch)))
-        if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
-            with stage("reference", self.reference.compute_ref_log_prob):
-                batch = batch.union(self.reference.compute_ref_log_prob(self._without_text(batch)))
-        if self.critic is not None:
-            with stage("values", self.critic.compute_values):
-                batch = batch.union(self.critic.compute_values(self._without_text(batch)))
-        known = "old_log_probs" in batch.tensors() and old != "rollout"
-        return batch, mismatch_metrics(batch) if known else {}
+        for call in calls:
+            batch = batch.union(call.get())
+        return batch
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Train critic and actor on the batch, and return their metrics."""
@@ -355,30 +361,35 @@ class RayPPOTrainer:
         others = problems.select([], non_tensor_batch_keys=None)
         return responses, others.repeat(len(responses) // len(problems))
 
-    def scored(self, batch: DataProto, problems: DataProto, held_out: bool = False) -> tuple[DataProto, Reward]:
-        """Return the batch with ``token_level_scores``, and the reward that they are from.
+    def scored(
+        self, batch: DataProto, problems: DataProto, start: OverlappingStages, held_out: bool = False
+    ) -> tuple[DataProto, Reward]:
+        """Return ``token_level_scores``, with the scores of the reward model, and the reward that they are from.
 
         Args:
             batch: responses.
             problems: the further columns of their problems, in the same order.
+            start: starts the reward model; the reward function is called while the other stages run.
             held_out: whether the problems are held out: ``val_reward_fn`` scores them.
         """
-        stage = "held-out" if held_out else "reward"
+        scores = DataProto()
         if self.reward_model is not None:
-            with self.stages("held-out" if held_out else "reward model", self.reward_model.compute_rm_score):
-                batch = batch.union(self.reward_model.compute_rm_score(batch))
-        with self.stages(stage):
-            reward = self.rewards.of(batch.union(problems), held_out=held_out)
+            call = start("held-out" if held_out else "reward model", self.reward_model.compute_rm_score, batch)
+            scores = call.get()
+        start.start_all()
+        with self.stages("held-out" if held_out else "reward"):
+            reward = self.rewards.of(batch.union(problems).union(scores), held_out=held_out)
             if not held_out:
                 (mask,) = columns(batch, "response_mask")
                 reward = penalized(reward, mask, self.config.algorithm.overlong)
-        return batch.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
+        return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def greedy_scores(self, problems: DataProto, repeats: int) -> DataProto:
         """Return ``greedy_scores``, the score of the greedy response to each problem, repeated for each response."""
         with self.stages("generate", self.actor.generate_sequences):
             batch, asked = self.generate(problems, do_sample=False, n=1)
-        scores = self.scored(batch, asked)[1].token_level_scores.sum(1)
+        with self.stages.overlapping() as start:
+            scores = self.scored(batch, asked, start)[1].token_level_scores.sum(1)
         return DataProto.from_dict({"greedy_scores": scores.repeat_interleave(repeats)})
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
@@ -428,7 +439,8 @@ class RayPPOTrainer:
         for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
             with self.stages("held-out", self.actor.generate_sequences):
                 responses, asked = self.generate(problems, **validation.sampling())
-            rewards.append(self.scored(responses, asked, held_out=True)[1])
+            with self.stages.overlapping() as start:
+                rewards.append(self.scored(responses, asked, start, held_out=True)[1])
         metrics = validation_metrics(joined(rewards), validation.n)
         for callback in self.callbacks:
             callback.validated(self, metrics)
@@ -528,11 +540,10 @@ class RayPPOTrainer:
         }
 
     def _timing(self, batch: DataProto, started: float) -> dict[str, float]:
-        """Return the seconds of every stage; those between the stages are the stage ``controller``."""
+        """Return the seconds of every stage and of the whole step; see ``Stages.take_step``."""
         seconds = time.perf_counter() - started
-        self.stages.add("controller", seconds - self.stages.step_seconds)
         tokens = float(columns(batch, "attention_mask")[0].sum())
-        timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.stages.take_step().items()}
+        timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.stages.take_step(seconds).items()}
         perf = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": len(batch) / seconds}
         return timing | {"timing_s/step": seconds} | perf
 
