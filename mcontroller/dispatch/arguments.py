@@ -13,6 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.future import DataProtoFuture, Future, LazyBatch
 from mcontroller.dispatch.modes import RowRule
 from mcontroller.dispatch.prepared_call import PreparedCall
+from mcontroller.dispatch.referenced import ReferencedBatch, ReferencedShard
 from mcontroller.dispatch.registration import written_parameters
 from mcontroller.dispatch.remote_batch import Part, RemoteBatch, ResultBatch, Split, Window, take_shard
 from mcontroller.partition import Partition, split_rows
@@ -22,6 +23,9 @@ __all__ = ["dispatch"]
 
 Key = int | str
 """The position or the keyword of an argument."""
+
+Batch = DataProto | ReferencedBatch
+"""An argument whose number of rows is known."""
 
 
 def dispatch(
@@ -47,6 +51,9 @@ def dispatch(
         DispatchError: the arguments do not fit the method or its mode.
     """
     plan, group = call.plan, call.group
+    if plan.spec.functions is not None or plan.spec.arguments != "rows":
+        args = [value.here() if isinstance(value, ReferencedBatch) else value for value in args]
+        kwargs = {key: value.here() if isinstance(value, ReferencedBatch) else value for key, value in kwargs.items()}
     if plan.spec.functions is not None:
         args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
     _check_leading_function(call, args)
@@ -118,7 +125,9 @@ def _of_shard(
 
 
 def _fetch_if_foreign(value: Any, executor: Executor) -> Any:
-    """Return the result of a future that the group's transport cannot pass on; any other value unchanged."""
+    """Return the value of what the group's transport cannot pass on; any other value unchanged."""
+    if isinstance(value, ReferencedBatch):
+        return value if value.transports <= {executor.transport} else value.here()
     if not isinstance(value, Future) or (isinstance(value, DataProtoFuture) and value.transport == executor.transport):
         return value
     return value.get()
@@ -191,7 +200,7 @@ def _split(
     call: PreparedCall, values: Mapping[Key, Any], rule: RowRule
 ) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
     """Return the shards of every argument that has rows, and how the rows were split."""
-    batches = {key: value for key, value in values.items() if isinstance(value, DataProto)}
+    batches = {key: value for key, value in values.items() if isinstance(value, DataProto | ReferencedBatch)}
     futures = {key: value.rows for key, value in values.items() if isinstance(value, DataProtoFuture)}
     rows = _same_rows(call, batches)
     if values and not (batches or futures or call.plan.spec.leading_function):
@@ -208,11 +217,13 @@ def _split(
     return {key: _take(batch, partition) for key, batch in batches.items()}, partition
 
 
-def _take(batch: DataProto, partition: Partition) -> list[DataProto]:
+def _take(batch: Batch, partition: Partition) -> Sequence[DataProto | ReferencedShard]:
+    if isinstance(batch, ReferencedBatch):
+        return batch.split(partition)
     return [take_shard(batch, partition, shard) for shard in range(len(partition.shards))]
 
 
-def _same_rows(call: PreparedCall, batches: Mapping[Key, DataProto]) -> int | None:
+def _same_rows(call: PreparedCall, batches: Mapping[Key, Batch]) -> int | None:
     """Return the number of rows of all batches; None if there are none."""
     lengths = {key: len(batch) for key, batch in batches.items()}
     if len(set(lengths.values())) > 1:
@@ -221,20 +232,24 @@ def _same_rows(call: PreparedCall, batches: Mapping[Key, DataProto]) -> int | No
     return next(iter(lengths.values()), None)
 
 
-def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int | None, rule: RowRule) -> Partition:
+def _partition(call: PreparedCall, batches: Mapping[Key, Batch], rows: int | None, rule: RowRule) -> Partition:
     lengths = groups = None
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
     if rule.group_by is not None:
         groups = _labels(call, _with_column(call, batches, rule.group_by), rule.group_by)
     padding = rule.padding
-    if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
+    whole = [batch.columns if isinstance(batch, ReferencedBatch) else batch for batch in batches.values()]
+    if padding is None and any(batch.is_padding_enabled() for batch in whole):
         padding = "repeat"
     return split_rows(rows or 0, call.plan.shard_count, padding=padding, lengths=lengths, groups=groups)
 
 
-def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: str) -> DataProto:
-    for batch in batches.values():
+def _with_column(call: PreparedCall, batches: Mapping[Key, Batch], column: str) -> DataProto:
+    for each in batches.values():
+        batch = each
+        if isinstance(each, ReferencedBatch):
+            batch = each.read([column]).columns if column in each.names else each.columns
         if column in batch.non_tensor_batch or column in batch.tensors():
             return batch
     raise call.error(
@@ -257,7 +272,7 @@ def _labels(call: PreparedCall, batch: DataProto, column: str) -> list[Hashable]
 
 
 def _split_futures(
-    call: PreparedCall, batches: Mapping[Key, DataProto], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
+    call: PreparedCall, batches: Mapping[Key, Batch], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
 ) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
     """Split part by part if every future has one part per shard and the same split; otherwise by overlapping rows.
 
@@ -272,7 +287,8 @@ def _split_futures(
             return {key: _parts(futures, key) for key in futures}, origin
         if isinstance(origin, Partition) and origin.size == rows:
             taken = {key: _take(batch, origin) for key, batch in batches.items()}
-            lengths = {_name(key): [len(shard) for shard in shards] for key, shards in taken.items()}
+            sizes = [len(origin.rows(shard)) for shard in range(count)]
+            lengths = {_name(key): sizes for key in taken}
             return {**taken, **{key: _parts(futures, key, lengths) for key in futures}}, origin
     expected = first.counts_only() if rows is None and others else rows
     shards: dict[Key, Sequence[Any]] = {

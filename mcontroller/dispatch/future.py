@@ -132,11 +132,11 @@ class DataProtoFuture(Future[DataProto]):
         super().__init__(calls, collect or self._assemble)
         self.rows = rows
         self.transport = transport
-        self._fetch = fetch
+        self.fetch = fetch
 
     def _assemble(self, timeout: float | None) -> Any:
         self.check(timeout)
-        return self.rows.resolve(self._fetch)
+        return self.rows.resolve(self.fetch)
 
     @property
     def futures(self) -> list[Future[Any]]:
@@ -145,7 +145,7 @@ class DataProtoFuture(Future[DataProto]):
         def read(part: Handle) -> Callable[[float | None], Any]:
             def collect(timeout: float | None) -> Any:
                 self.check(timeout)
-                return self._fetch([part])[0]
+                return self.fetch([part])[0]
 
             return collect
 
@@ -179,7 +179,7 @@ class DataProtoFuture(Future[DataProto]):
         return data[0]._of(rows, tuple(calls))
 
     def _of(self, rows: RemoteBatch, calls: Sequence[InFlightCall]) -> DataProtoFuture:
-        return DataProtoFuture(rows, self._fetch, calls, transport=self.transport)
+        return DataProtoFuture(rows, self.fetch, calls, transport=self.transport)
 
     def _as_rows(self, operation: str) -> RemoteBatch:
         if not isinstance(self.rows, RemoteBatch):

@@ -16,11 +16,13 @@ _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 def private_copy(value: Any) -> Any:
     """Return a copy that shares no memory with ``value``; of a view, only the visible part of its storage is copied.
 
-    A Deferred is returned unchanged, because it resolves to a private copy. Objects that cannot be copied raise what
-    ``copy.deepcopy`` raises; they could not be sent to another process either.
+    A Deferred copies only the values that it has itself, because its handles resolve to private copies. Objects that
+    cannot be copied raise what ``copy.deepcopy`` raises; they could not be sent to another process either.
     """
-    if isinstance(value, (*_IMMUTABLE, Deferred)):
+    if isinstance(value, _IMMUTABLE):
         return value
+    if isinstance(value, Deferred):
+        return value.private(private_copy)
     if type(value) is torch.Tensor and not value.is_nested:
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, np.ndarray) and value.dtype != object:

@@ -9,9 +9,39 @@ import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import DataError
 
-__all__ = ["BatchStream", "Dataset", "check_rows", "collate", "columns", "in_order"]
+__all__ = [
+    "RESPONSE_COLUMNS",
+    "BatchStream",
+    "Dataset",
+    "Tokenizer",
+    "check_rows",
+    "collate",
+    "columns",
+    "in_order",
+    "tokens_of",
+    "with_tokens",
+]
+
+RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
+"""The columns of generated responses that the trainer reads; others stay on the workers."""
+
+TOKENS = "sequence_tokens"
+"""Column of the number of tokens of each row, prompt and response, int64 ``[rows]``."""
+
+
+class Tokenizer(Protocol):
+    """The attributes of a tokenizer that the trainer reads."""
+
+    @property
+    def eos_token_id(self) -> int | list[int]:
+        """Token that ends a response, or several."""
+
+    @property
+    def pad_token_id(self) -> int:
+        """Token that pads prompts and responses."""
 
 
 class Dataset(Protocol):
@@ -63,6 +93,17 @@ def columns(batch: DataProto, *names: str) -> list[Tensor]:
             columns=missing,
         )
     return [present[name] for name in names]
+
+
+def with_tokens(batch: ReferencedBatch) -> ReferencedBatch:
+    """Return a batch with the number of tokens of each row, from its ``attention_mask``, which is not kept here."""
+    (mask,) = columns(batch.read(["attention_mask"]).columns, "attention_mask")
+    return batch.union(DataProto.from_dict({TOKENS: mask.sum(1)}))
+
+
+def tokens_of(batch: ReferencedBatch) -> int:
+    """Return the number of tokens of a batch, after ``with_tokens``."""
+    return int(columns(batch.columns, TOKENS)[0].sum())
 
 
 class BatchStream:

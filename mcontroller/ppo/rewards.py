@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcontroller.config.checks import check_known_keys
 from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.transport import complete
 
@@ -61,7 +62,11 @@ sequence, in which None (the reward does not apply to the row) counts as 0.
 
 
 class RewardFunction(Protocol):
-    """A function from a batch to its scores. It may be async."""
+    """A function from a batch to its scores. It may be async.
+
+    The tensor columns of responses stay on the workers. A function with an attribute ``reads``, the names of those that
+    it reads, gets only these; a function without it gets all of them.
+    """
 
     def __call__(self, batch: DataProto) -> Scores | Awaitable[Scores]:
         """Return the scores of a batch.
@@ -182,10 +187,21 @@ class RewardSources:
         self.held_out = val_reward_fn or reward_fn
         self.combine = combine
 
-    def start(self, batch: DataProto) -> None:
-        """Start to score a batch of responses to train on, if the reward function can."""
+    def start(self, batch: ReferencedBatch, problems: DataProto) -> None:
+        """Start to score a batch of responses to train on, if the reward function can.
+
+        Args:
+            batch: responses.
+            problems: the further columns of their problems.
+        """
         if isinstance(self.training, StartableReward):
-            self.training.start(batch)
+            self.training.start(self.seen(batch).union(problems))
+
+    def seen(self, batch: ReferencedBatch, *, held_out: bool = False) -> DataProto:
+        """Return a batch of responses with the columns here that the reward function reads."""
+        function = self.held_out if held_out else self.training
+        reads: Collection[str] | None = ("response_mask",) if function is None else getattr(function, "reads", None)
+        return batch.here() if reads is None else batch.read({*reads, "response_mask"}).columns
 
     def of(self, batch: DataProto, *, held_out: bool = False) -> Reward:
         """Return the Reward of a batch.

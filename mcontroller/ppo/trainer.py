@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
 from mcontroller.closing import close_all
 from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
 from mcontroller.ppo.config import PPOConfig
-from mcontroller.ppo.data import BatchStream, Dataset, check_rows, columns, in_order
+from mcontroller.ppo.data import (
+    RESPONSE_COLUMNS,
+    BatchStream,
+    Dataset,
+    Tokenizer,
+    check_rows,
+    columns,
+    in_order,
+    tokens_of,
+    with_tokens,
+)
 from mcontroller.ppo.devices import SharedDevices
 from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
@@ -47,18 +58,6 @@ __all__ = ["RayPPOTrainer"]
 
 SAMPLES_PER_STEP = 16
 """Rows of the table of samples that trackers log at every step."""
-
-
-class Tokenizer(Protocol):
-    """The attributes of a tokenizer that the trainer reads."""
-
-    @property
-    def eos_token_id(self) -> int | list[int]:
-        """Token that ends a response, or several."""
-
-    @property
-    def pad_token_id(self) -> int:
-        """Token that pads prompts and responses."""
 
 
 class RayPPOTrainer:
@@ -259,19 +258,18 @@ class RayPPOTrainer:
         batch, metrics = self.experience(problems)
         with stage("advantages"):
             batch, of_advantages = self.advantages(batch)
-        metrics |= of_advantages | experience_metrics(batch, self._stop_tokens())
-        for callback in self.callbacks:
-            callback.batch_ready(self, batch)
+        metrics |= of_advantages | experience_metrics(batch.columns, self._stop_tokens())
+        batch = self.seen_by_callbacks(batch)
         metrics |= self.update(batch)
-        self.num_tokens += int(columns(batch, "attention_mask")[0].sum())
+        self.num_tokens += tokens_of(batch)
         metrics |= self._progress(batch, len(problems))
         return metrics | self._timing(batch, started) | stage.take_memory()
 
-    def experience(self, problems: DataProto) -> tuple[DataProto, dict[str, float]]:
+    def experience(self, problems: DataProto) -> tuple[ReferencedBatch, dict[str, float]]:
         """Return responses to as many problems with scores, log-probabilities and values, and metrics of all drawn.
 
         With ``algorithm.filter_groups``, groups without a signal are replaced by those of further problems first. The
-        batch has the columns of its problems too.
+        batch has the columns of its problems too. The columns that only models read stay on the workers.
         """
         rule, uid = self.config.algorithm, 0
         groups = GroupFilter(rule.filter_groups, len(problems))
@@ -280,10 +278,11 @@ class RayPPOTrainer:
             problems.non_tensor_batch["uid"] = np.arange(uid, uid + len(problems)).astype(object)
             uid += len(problems)
             with self.stages("generate", self.actor.generate_sequences):
-                batch, asked = self.generate(problems)
-            self.rewards.start(batch.union(asked))
-            metrics |= mean_of_parts(batch) if "metrics" in batch.meta_info else {}
-            batch.meta_info.pop("metrics", None)
+                batch, asked = self.generate(problems, RESPONSE_COLUMNS)
+            self.rewards.start(batch, asked)
+            metrics |= mean_of_parts(batch.columns) if "metrics" in batch.columns.meta_info else {}
+            batch.columns.meta_info.pop("metrics", None)
+            batch = with_tokens(batch)
             with self.stages.overlapping() as start:
                 policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
                 scores, reward = self.scored(batch, asked, start)
@@ -299,15 +298,15 @@ class RayPPOTrainer:
             with self.stages.overlapping() as start:
                 policies = self.score_policies(batch, start)
             batch = self.with_results(batch, policies)
-        if "old_log_probs" in batch.tensors() and rule.old_log_probs != "rollout":
-            metrics |= mismatch_metrics(batch)
+        if "old_log_probs" in batch.columns.tensors() and rule.old_log_probs != "rollout":
+            metrics |= mismatch_metrics(batch.columns)
         reward = groups.reward()
         self.show_samples(reward)
         return batch, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
 
-    def score_policies(self, batch: DataProto, start: OverlappingStages) -> list[StageCall]:
+    def score_policies(self, batch: ReferencedBatch, start: OverlappingStages) -> list[StageCall]:
         """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
-        rows, old, calls = self._without_text(batch), self.config.algorithm.old_log_probs, []
+        rows, old, calls = batch.without_text(), self.config.algorithm.old_log_probs, []
         if old == "policy" or (old != "rollout" and not self._updates_once(batch)):
             calls.append(start("old log-probs", self.actor.compute_log_prob, rows))
         if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
@@ -316,22 +315,25 @@ class RayPPOTrainer:
             calls.append(start("values", self.critic.compute_values, rows))
         return calls
 
-    def with_results(self, batch: DataProto, calls: Sequence[StageCall]) -> DataProto:
+    def with_results(self, batch: ReferencedBatch, calls: Sequence[StageCall]) -> ReferencedBatch:
         """Return the batch with the results of ``score_policies``, and ``old_log_probs`` if they are the rollout's."""
+        in_reward, here = self.config.algorithm.kl_in_reward, batch.columns.tensors()
         if self.config.algorithm.old_log_probs == "rollout":
-            (log_probs,) = columns(batch, "rollout_log_probs")
+            (log_probs,) = columns(batch.columns, "rollout_log_probs")
             batch = batch.union(DataProto.from_dict({"old_log_probs": log_probs}))
+        reads = {"values"} | ({"old_log_probs", "ref_log_prob"} if in_reward else set())
+        reads |= {"old_log_probs"} if "rollout_log_probs" in here else set()
         for call in calls:
-            batch = batch.union(call.get())
+            batch = batch.union(ReferencedBatch.of(call.future(), reads))
         return batch
 
-    def update(self, batch: DataProto) -> dict[str, float]:
+    def update(self, batch: ReferencedBatch) -> dict[str, float]:
         """Train critic and actor on the batch, and return their metrics."""
         stage, metrics = self.stages, dict[str, float]()
-        batch = batch.select(non_tensor_batch_keys=[])
+        batch = batch.without_text()
         if self.config.algorithm.mask_truncated:
-            (mask,) = columns(batch, "response_mask")
-            kept = mask * ~truncated_rows(batch, self._stop_tokens())[:, None]
+            (mask,) = columns(batch.columns, "response_mask")
+            kept = mask * ~truncated_rows(batch.columns, self._stop_tokens())[:, None]
             if not bool(kept.any()):
                 return {"actor/skipped_steps": 1.0}
             batch = batch.with_tensors({"response_mask": kept})
@@ -344,11 +346,14 @@ class RayPPOTrainer:
             metrics |= {name.replace("actor/rollout_", "training/rollout_"): value for name, value in updated.items()}
         return metrics
 
-    def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
+    def generate(
+        self, problems: DataProto, read: Collection[str] | None = None, **sampling: Any
+    ) -> tuple[ReferencedBatch, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.
 
         Args:
             problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+            read: the columns of the responses to read here; the others stay on the workers. None: all.
             sampling: fields of the rollout's configuration for this call.
         """
         prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
@@ -357,13 +362,14 @@ class RayPPOTrainer:
             "pad_token_id": self.tokenizer.pad_token_id,
             **sampling,
         }
-        responses = self.actor.generate_sequences(prompts)
+        generated = self.actor.generate_sequences.options(blocking=False)(prompts)
+        responses = ReferencedBatch.of(generated, read)
         others = problems.select([], non_tensor_batch_keys=None)
         return responses, others.repeat(len(responses) // len(problems))
 
     def scored(
-        self, batch: DataProto, problems: DataProto, start: OverlappingStages, held_out: bool = False
-    ) -> tuple[DataProto, Reward]:
+        self, batch: ReferencedBatch, problems: DataProto, start: OverlappingStages, held_out: bool = False
+    ) -> tuple[ReferencedBatch, Reward]:
         """Return ``token_level_scores``, with the scores of the reward model, and the reward that they are from.
 
         Args:
@@ -372,36 +378,48 @@ class RayPPOTrainer:
             start: starts the reward model; the reward function is called while the other stages run.
             held_out: whether the problems are held out: ``val_reward_fn`` scores them.
         """
-        scores = DataProto()
+        scores = ReferencedBatch(DataProto())
         if self.reward_model is not None:
             call = start("held-out" if held_out else "reward model", self.reward_model.compute_rm_score, batch)
-            scores = call.get()
+            scores = ReferencedBatch.of(call.future())
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
-            reward = self.rewards.of(batch.union(problems).union(scores), held_out=held_out)
+            seen = self.rewards.seen(batch, held_out=held_out)
+            reward = self.rewards.of(seen.union(problems).union(scores.columns), held_out=held_out)
             if not held_out:
-                (mask,) = columns(batch, "response_mask")
+                (mask,) = columns(seen, "response_mask")
                 reward = penalized(reward, mask, self.config.algorithm.overlong)
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def greedy_scores(self, problems: DataProto, repeats: int) -> DataProto:
         """Return ``greedy_scores``, the score of the greedy response to each problem, repeated for each response."""
         with self.stages("generate", self.actor.generate_sequences):
-            batch, asked = self.generate(problems, do_sample=False, n=1)
+            batch, asked = self.generate(problems, RESPONSE_COLUMNS, do_sample=False, n=1)
         with self.stages.overlapping() as start:
             scores = self.scored(batch, asked, start)[1].token_level_scores.sum(1)
         return DataProto.from_dict({"greedy_scores": scores.repeat_interleave(repeats)})
 
-    def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    def advantages(self, batch: ReferencedBatch) -> tuple[ReferencedBatch, dict[str, float]]:
         """Return the batch with rewards, ``advantages``, ``returns`` and importance weights, and their metrics."""
         rule = self.config.algorithm
-        batch, metrics = self.penalise(batch)
-        batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
-        metrics |= signal_metrics(batch)
-        if rule.importance.level == "none":
-            return batch, metrics
-        weights, limited = importance_weights(batch, rule.importance)
-        return batch.union(DataProto.from_dict({"importance_weights": weights})), metrics | limited
+        reads = ADVANTAGE_ESTIMATORS[rule.adv_estimator].reads
+        batch = batch.read(batch.names if reads is None else reads)
+        here, metrics = self.penalise(batch.columns)
+        here = compute_advantage(here, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
+        metrics |= signal_metrics(here)
+        if rule.importance.level != "none":
+            weights, limited = importance_weights(here, rule.importance)
+            here, metrics = here.union(DataProto.from_dict({"importance_weights": weights})), metrics | limited
+        return batch.with_here(here), metrics
+
+    def seen_by_callbacks(self, batch: ReferencedBatch) -> ReferencedBatch:
+        """Return the batch as the callbacks leave it; its columns are read only if a callback looks at them."""
+        looking = [each for each in self.callbacks if type(each).batch_ready is not Callback.batch_ready]
+        if looking:
+            batch = ReferencedBatch(batch.here())
+        for callback in looking:
+            callback.batch_ready(self, batch.columns)
+        return batch
 
     def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return the batch with ``token_level_rewards``: the scores minus the KL penalty, and the penalty's metrics."""
@@ -438,7 +456,7 @@ class RayPPOTrainer:
         validation, rewards = self.config.validation, []
         for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
             with self.stages("held-out", self.actor.generate_sequences):
-                responses, asked = self.generate(problems, **validation.sampling())
+                responses, asked = self.generate(problems, RESPONSE_COLUMNS, **validation.sampling())
             with self.stages.overlapping() as start:
                 rewards.append(self.scored(responses, asked, start, held_out=True)[1])
         metrics = validation_metrics(joined(rewards), validation.n)
@@ -512,13 +530,13 @@ class RayPPOTrainer:
         stop = self.tokenizer.eos_token_id
         return [stop] if isinstance(stop, int) else list(stop)
 
-    def _updates_once(self, batch: DataProto) -> bool:
+    def _updates_once(self, batch: ReferencedBatch) -> bool:
         """Return whether the update makes one optimizer step, and only this step reads ``old_log_probs``."""
         rule, actor = self.config.algorithm, self.role_workers[0].init
         asks = getattr(actor.cls, "updates_once", None)
         if asks is None or rule.kl_in_reward or rule.importance.level != "none":
             return False
-        return bool(asks(actor.kwargs["config"], len(batch), batch.meta_info.get("n", 1)))
+        return bool(asks(actor.kwargs["config"], len(batch), batch.columns.meta_info.get("n", 1)))
 
     def _synchronize_reference(self) -> None:
         """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so."""
@@ -527,11 +545,7 @@ class RayPPOTrainer:
             with self.stages("reference", self.reference.sync_reference):
                 self.reference.sync_reference(trainer.ref_sync_mix)
 
-    def _without_text(self, batch: DataProto) -> DataProto:
-        """Return the batch without the columns of its problems, which models do not read."""
-        return batch.select(non_tensor_batch_keys=[])
-
-    def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
+    def _progress(self, batch: ReferencedBatch, prompts: int) -> dict[str, float]:
         return {
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,
@@ -539,12 +553,11 @@ class RayPPOTrainer:
             "train/epoch": self.drawn_batches / self.train_batches.per_pass,
         }
 
-    def _timing(self, batch: DataProto, started: float) -> dict[str, float]:
+    def _timing(self, batch: ReferencedBatch, started: float) -> dict[str, float]:
         """Return the seconds of every stage and of the whole step; see ``Stages.take_step``."""
         seconds = time.perf_counter() - started
-        tokens = float(columns(batch, "attention_mask")[0].sum())
         timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.stages.take_step(seconds).items()}
-        perf = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": len(batch) / seconds}
+        perf = {"perf/tokens_per_s": tokens_of(batch) / seconds, "perf/samples_per_s": len(batch) / seconds}
         return timing | {"timing_s/step": seconds} | perf
 
     # ---- end -------------------------------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ class ReinforcePlusPlusBaselineOptions:
     """Divide advantages by their standard deviation over all responses of the batch."""
 
 
-@register_advantage_estimator("reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions)
+@register_advantage_estimator(
+    "reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions, reads=()
+)
 def reinforce_plus_plus(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusOptions
 ) -> tuple[Tensor, Tensor]:
@@ -57,7 +59,7 @@ def reinforce_plus_plus(
 
 
 @register_advantage_estimator(
-    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions
+    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions, reads=()
 )
 def reinforce_plus_plus_baseline(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusBaselineOptions
@@ -74,7 +76,7 @@ def reinforce_plus_plus_baseline(
     return result.on_tokens(advantages)
 
 
-@register_advantage_estimator("remax", needs_greedy=True)
+@register_advantage_estimator("remax", needs_greedy=True, reads=())
 def remax(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return ``sum_k gamma^k * r_{t+k}`` minus the score of the greedy response to the same prompt.
 

@@ -57,6 +57,8 @@ class FunctionRewards:
         ConfigError: there is no function, or one cannot be imported.
     """
 
+    reads = ("responses", "response_mask")
+
     def __init__(self, config: RewardsConfig, tokenizer: Decoder) -> None:
         check_functions(config)
         self.config = config

@@ -206,7 +206,7 @@ def trained(sequential: bool) -> tuple[torch.Tensor, torch.Tensor, list[dict[str
 def test_a_run_with_stages_at_the_same_time_equals_the_sequential_one_to_the_bit():
     overlapped, sequential = trained(False), trained(True)
     assert torch.equal(overlapped[0], sequential[0]) and torch.equal(overlapped[1], sequential[1])
-    assert overlapped[2] == sequential[2] and len(overlapped[2]) == 5
+    assert overlapped[2] == sequential[2] and len(overlapped[2]) == 6
 
 
 class FailingModel(RewardModel):
@@ -265,7 +265,7 @@ def test_a_result_is_read_in_any_order_and_after_the_block():
         with trainer.stages.overlapping() as start:
             values = start("values", trainer.critic.compute_values, batch)
             scores = start("reward model", trainer.reward_model.compute_rm_score, batch)
-            assert torch.equal(scores.get().batch["rm_scores"], batch.batch["responses"].float() / 10)
+            assert torch.equal(scores.get().batch["rm_scores"], batch.columns.batch["responses"].float() / 10)
         assert values.get().batch["values"].shape == (48, 1)
         with pytest.raises(GroupError), trainer.stages.overlapping() as start:
-            start("values", trainer.critic.compute_values, batch.select(["responses"]))
+            start("values", trainer.critic.compute_values, batch.columns.select(["responses"]))
