@@ -247,8 +247,9 @@ def _partition(call: PreparedCall, batches: Mapping[Key, Batch], rows: int | Non
 
 def _with_column(call: PreparedCall, batches: Mapping[Key, Batch], column: str) -> DataProto:
     for each in batches.values():
-        batch = each
-        if isinstance(each, ReferencedBatch):
+        if isinstance(each, DataProto):
+            batch = each
+        else:
             batch = each.read([column]).columns if column in each.names else each.columns
         if column in batch.non_tensor_batch or column in batch.tensors():
             return batch
