@@ -329,22 +329,22 @@ class RayPPOTrainer:
 
     def update(self, batch: ReferencedBatch) -> dict[str, float]:
         """Train critic and actor on the batch, and return their metrics."""
-        stage, metrics = self.stages, dict[str, float]()
-        batch = batch.without_text()
+        batch, metrics = batch.without_text(), dict[str, float]()
         if self.config.algorithm.mask_truncated:
             (mask,) = columns(batch.columns, "response_mask")
             kept = mask * ~truncated_rows(batch.columns, self._stop_tokens())[:, None]
             if not bool(kept.any()):
                 return {"actor/skipped_steps": 1.0}
             batch = batch.with_tensors({"response_mask": kept})
-        if self.critic is not None:
-            with stage("update critic", self.critic.update_critic):
-                metrics |= mean_of_parts(self.critic.update_critic(batch))
-        if self.global_steps >= self.config.trainer.critic_warmup:
-            with stage("update actor", self.actor.update_actor):
-                updated = mean_of_parts(self.actor.update_actor(batch))
-            metrics |= {name.replace("actor/rollout_", "training/rollout_"): value for name, value in updated.items()}
-        return metrics
+        calls: list[StageCall] = []
+        with self.stages.overlapping() as start:
+            if self.critic is not None:
+                calls.append(start("update critic", self.critic.update_critic, batch))
+            if self.global_steps >= self.config.trainer.critic_warmup:
+                calls.append(start("update actor", self.actor.update_actor, batch))
+        for call in calls:
+            metrics |= mean_of_parts(call.get())
+        return {name.replace("actor/rollout_", "training/rollout_"): value for name, value in metrics.items()}
 
     def generate(
         self, problems: DataProto, read: Collection[str] | None = None, **sampling: Any
