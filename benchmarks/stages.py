@@ -186,13 +186,13 @@ def report(kind: str, count: int) -> None:
     if kind == "sleeping":  # the reward function reads the scores of the reward model
         scoring = max(scoring, sequential["reward_model"] + sequential["reward"])
     updates = max(sequential.get(name, 0.0) for name in UPDATES)
-    others = sum(sequential[name] for name in ("generate", "advantages", "controller"))
+    others = sequential["generate"] + sequential["advantages"] + overlapping["controller"]
     longest, together = others + scoring + updates, sequential["step"]
     shown = {"step": overlapping["step"], "longest path": longest, "sum of the stages": together}
     print(f"{kind:9} " + "  ".join(f"{name} {seconds:.2f} s" for name, seconds in shown.items()))
     ratios = overlapping["step"] / longest, overlapping["step"] / together
     print(f"{'':9} step over longest path {ratios[0]:.2f}, over the sum {ratios[1]:.2f}")
-    print(f"{'':9} " + "  ".join(f"{name} {seconds:.2f}" for name, seconds in overlapping.items() if seconds >= 0.005))
+    print(f"{'':9} " + "  ".join(f"{name} {seconds:.2f}" for name, seconds in overlapping.items() if abs(seconds) >= 0.005))
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.data.sizes import format_bytes
 from mcontroller.dispatch.modes import Plan
 from mcontroller.dispatch.prepared_call import PreparedCall
+from mcontroller.dispatch.referenced import ReferencedShard
 from mcontroller.locality import locality
 from mcontroller.partition import Partition
 from mcontroller.transport import Arguments, Deferred
@@ -129,6 +130,8 @@ def explain(call: PreparedCall) -> Explanation:
 
 def payload_bytes(value: Any) -> int:
     """Return the approximate size of a value when it is sent; 0 for a value that is still on the workers."""
+    if isinstance(value, ReferencedShard):
+        return payload_bytes(value.here)
     if isinstance(value, Deferred):
         return 0
     if isinstance(value, DataProto):

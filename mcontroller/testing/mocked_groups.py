@@ -147,7 +147,8 @@ class MockExecutor(LocalExecutor):
 
     def _snapshot(self, arguments: Arguments) -> Arguments:
         def read(value: Any) -> Any:
-            return value.resolve(self.fetch) if isinstance(value, Deferred) else private_copy(value)
+            copied = private_copy(value)
+            return copied.resolve(self.fetch) if isinstance(copied, Deferred) else copied
 
         kwargs = {key: read(value) for key, value in arguments.kwargs.items()}
         return Arguments(tuple(map(read, arguments.args)), kwargs)

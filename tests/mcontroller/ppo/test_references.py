@@ -1,0 +1,126 @@
+"""The trainer reads the columns that it needs; the others stay on the workers, and reach the groups that read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.referenced import ReferencedBatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import DataError
+from mcontroller.ppo import AlgorithmConfig, Callback
+from mcontroller.ppo.estimators.registry import register_advantage_estimator
+from mcontroller.ray import Role
+from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
+
+RECEIVED: dict[str, DataProto] = {}
+"""The batch that each update got last."""
+
+
+class Actor(ToyActor):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        log_probs = self._log_probs(self.table, data)
+        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": log_probs.abs()})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        RECEIVED["actor"] = data
+        return DataProto(meta_info={"metrics": {"actor/lr": self.lr}})
+
+
+class Critic(ToyCritic):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto) -> DataProto:
+        RECEIVED["critic"] = data
+        return DataProto(meta_info={"metrics": {"critic/vf_loss": 0.0}})
+
+
+def trainer_of(config: Any = None, **others: Any) -> Any:
+    RECEIVED.clear()
+    config = config or dataclasses.replace(toy_config(1), algorithm=AlgorithmConfig(use_kl_in_reward=False))
+    roles = {Role.ActorRolloutRef: Actor, Role.Critic: Critic}
+    trainer = toy_trainer(config, roles, val_dataset=None, **others)
+    trainer.init_workers()
+    return trainer
+
+
+def reading(*names: str) -> Any:
+    def score(batch: DataProto) -> Any:
+        score.seen = set(batch.tensors())
+        return next_letter(batch)
+
+    score.reads = names
+    return score
+
+
+def test_the_controller_has_the_columns_of_the_advantages_and_the_updates_get_all():
+    with trainer_of(reward_fn=reading("responses")) as trainer:
+        batch, _ = trainer.experience(trainer.draw())
+        assert isinstance(batch, ReferencedBatch)
+        here = {"responses", "response_mask", "sequence_tokens", "token_level_scores", "values"}
+        assert set(batch.columns.tensors()) == here
+        assert batch.names - here == {"input_ids", "attention_mask", "old_log_probs", "entropys"}
+        trainer.train_step(trainer.draw())
+    further = {"token_level_rewards", "advantages", "returns"}
+    assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == batch.names | further
+    received = RECEIVED["actor"].batch
+    assert torch.equal(received["entropys"], received["old_log_probs"].abs())
+
+
+def test_a_reward_function_sees_the_columns_that_it_names_or_all_of_the_responses():
+    named = reading("responses")
+    with trainer_of(reward_fn=named) as trainer:
+        trainer.fit()
+    assert {"responses", "response_mask"} <= named.seen and "input_ids" not in named.seen
+    every = reading()
+    del every.reads
+    with trainer_of(reward_fn=every) as trainer:
+        trainer.fit()
+    assert {"responses", "response_mask", "input_ids", "attention_mask"} <= every.seen
+
+
+@pytest.mark.parametrize("reads", [None, ("entropys",)], ids=["all", "named"])
+def test_an_estimator_gets_the_columns_that_it_names_or_all(reads):
+    name = f"entropy_of_{reads}_for_this_test"
+
+    @register_advantage_estimator(name, needs_critic=True, reads=reads)
+    def of_entropy(data: DataProto, *, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
+        of_entropy.seen = set(data.tensors())
+        return data.batch["entropys"], data.batch["entropys"]
+
+    rule = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=False)
+    with trainer_of(dataclasses.replace(toy_config(1), algorithm=rule)) as trainer:
+        trainer.fit()
+    assert ("input_ids" in of_entropy.seen) is (reads is None)
+    assert torch.equal(RECEIVED["actor"].batch["advantages"], RECEIVED["actor"].batch["entropys"])
+
+
+def test_a_callback_sees_all_columns_and_its_changes_are_trained_on():
+    class Doubles(Callback):
+        def batch_ready(self, trainer: Any, batch: DataProto) -> None:
+            assert {"input_ids", "old_log_probs", "advantages"} <= set(batch.tensors())
+            batch.batch["old_log_probs"] = torch.full_like(batch.batch["old_log_probs"], 7.0)
+
+    with trainer_of(callbacks=[Doubles()]) as trainer:
+        trainer.fit()
+    assert (RECEIVED["actor"].batch["old_log_probs"] == 7.0).all()
+
+
+def test_responses_without_an_attention_mask_are_rejected():
+    class Without(Actor):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+        def generate_sequences(self, prompts: DataProto) -> DataProto:
+            ones = torch.ones(len(prompts), 1, dtype=torch.long)
+            return DataProto.from_dict({"responses": ones, "response_mask": ones})
+
+    roles = {Role.ActorRolloutRef: Without, Role.Critic: Critic}
+    with toy_trainer(toy_config(1), roles, val_dataset=None, reward_fn=reading("responses")) as trainer:
+        trainer.init_workers()
+        with pytest.raises(DataError, match=r"the batch lacks column\(s\) attention_mask"):
+            trainer.fit()
