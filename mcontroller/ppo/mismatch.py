@@ -93,12 +93,13 @@ def mismatch_metrics(data: DataProto) -> dict[str, float]:
         return {}
     policy, rollout, mask = columns(data, "old_log_probs", "rollout_log_probs", "response_mask")
     policy, rollout = policy[mask.bool()].double(), rollout[mask.bool()].double()
-    difference = (rollout.exp() - policy.exp()).abs()
-    if not difference.numel():
+    if not policy.numel():
         return {}
+    kl = float((rollout - policy).mean())
+    difference = rollout.exp_().sub_(policy.exp_()).abs_()  # in place: the controller has all tokens of a batch here
     return {
         "training/rollout_probs_diff_mean": float(difference.mean()),
         "training/rollout_probs_diff_max": float(difference.max()),
         "training/rollout_probs_diff_std": float(difference.std(correction=0)),
-        "training/rollout_kl": float((rollout - policy).mean()),
+        "training/rollout_kl": kl,
     }
