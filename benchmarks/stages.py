@@ -158,7 +158,7 @@ def trainer_of(kind: str) -> RayPPOTrainer:
         config,
         Tokenizer(),
         roles,
-        ResourcePoolManager({name: [1] for name in names.values()}, names, use_gpu=False),
+        ResourcePoolManager({name: [1] for name in names.values()}, names, use_gpu=False, threads=1),
         ray_worker_group_cls=RayWorkerGroup if kind == "sleeping" else MegatronRayWorkerGroup,
         reward_fn=sleeping_reward if kind == "sleeping" else first_token,
         combine_rewards=weighted_sum(),
@@ -166,9 +166,19 @@ def trainer_of(kind: str) -> RayPPOTrainer:
     )
 
 
-def steps(trainer: RayPPOTrainer, count: int) -> dict[str, float]:
-    """Return the median seconds of every stage of ``count`` steps, after one more."""
-    metrics = [trainer.train_step(trainer.draw()) for _ in range(count + 1)][1:]
+def steps(trainer: RayPPOTrainer, count: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the median seconds of every stage, of ``count`` steps with overlap and as many in order, in turn."""
+    ways = trainer.stages.devices, InOrder("never")
+    found: list[list[dict[str, float]]] = [[], []]
+    trainer.train_step(trainer.draw())
+    for _ in range(count):
+        for devices, metrics in zip(ways, found, strict=True):
+            trainer.stages.devices = devices
+            metrics.append(trainer.train_step(trainer.draw()))
+    return medians(found[0]), medians(found[1])
+
+
+def medians(metrics: list[dict[str, float]]) -> dict[str, float]:
     return {
         name.removeprefix("timing_s/"): statistics.median(each.get(name, 0.0) for each in metrics)
         for name in metrics[0]
@@ -179,9 +189,7 @@ def steps(trainer: RayPPOTrainer, count: int) -> dict[str, float]:
 def report(kind: str, count: int) -> None:
     with trainer_of(kind) as trainer:
         trainer.init_workers()
-        overlapping = steps(trainer, count)
-        trainer.stages.devices = InOrder("never")
-        sequential = steps(trainer, count)
+        overlapping, sequential = steps(trainer, count)
     scoring = max(sequential.get(name, 0.0) for name in SCORING)
     if kind == "sleeping":  # the reward function reads the scores of the reward model
         scoring = max(scoring, sequential["reward_model"] + sequential["reward"])
@@ -192,7 +200,10 @@ def report(kind: str, count: int) -> None:
     print(f"{kind:9} " + "  ".join(f"{name} {seconds:.2f} s" for name, seconds in shown.items()))
     ratios = overlapping["step"] / longest, overlapping["step"] / together
     print(f"{'':9} step over longest path {ratios[0]:.2f}, over the sum {ratios[1]:.2f}")
-    print(f"{'':9} " + "  ".join(f"{name} {seconds:.2f}" for name, seconds in overlapping.items() if abs(seconds) >= 0.005))
+    print(
+        f"{'':9} "
+        + "  ".join(f"{name} {seconds:.2f}" for name, seconds in overlapping.items() if abs(seconds) >= 0.005)
+    )
 
 
 def main() -> None:

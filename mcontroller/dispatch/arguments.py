@@ -24,7 +24,7 @@ __all__ = ["dispatch"]
 Key = int | str
 """The position or the keyword of an argument."""
 
-Batch = DataProto | ReferencedBatch
+CountedBatch = DataProto | ReferencedBatch
 """An argument whose number of rows is known."""
 
 
@@ -217,13 +217,13 @@ def _split(
     return {key: _take(batch, partition) for key, batch in batches.items()}, partition
 
 
-def _take(batch: Batch, partition: Partition) -> Sequence[DataProto | ReferencedShard]:
+def _take(batch: CountedBatch, partition: Partition) -> Sequence[DataProto | ReferencedShard]:
     if isinstance(batch, ReferencedBatch):
         return batch.split(partition)
     return [take_shard(batch, partition, shard) for shard in range(len(partition.shards))]
 
 
-def _same_rows(call: PreparedCall, batches: Mapping[Key, Batch]) -> int | None:
+def _same_rows(call: PreparedCall, batches: Mapping[Key, CountedBatch]) -> int | None:
     """Return the number of rows of all batches; None if there are none."""
     lengths = {key: len(batch) for key, batch in batches.items()}
     if len(set(lengths.values())) > 1:
@@ -232,7 +232,7 @@ def _same_rows(call: PreparedCall, batches: Mapping[Key, Batch]) -> int | None:
     return next(iter(lengths.values()), None)
 
 
-def _partition(call: PreparedCall, batches: Mapping[Key, Batch], rows: int | None, rule: RowRule) -> Partition:
+def _partition(call: PreparedCall, batches: Mapping[Key, CountedBatch], rows: int | None, rule: RowRule) -> Partition:
     lengths = groups = None
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
@@ -245,7 +245,7 @@ def _partition(call: PreparedCall, batches: Mapping[Key, Batch], rows: int | Non
     return split_rows(rows or 0, call.plan.shard_count, padding=padding, lengths=lengths, groups=groups)
 
 
-def _with_column(call: PreparedCall, batches: Mapping[Key, Batch], column: str) -> DataProto:
+def _with_column(call: PreparedCall, batches: Mapping[Key, CountedBatch], column: str) -> DataProto:
     for each in batches.values():
         if isinstance(each, DataProto):
             batch = each
@@ -273,7 +273,7 @@ def _labels(call: PreparedCall, batch: DataProto, column: str) -> list[Hashable]
 
 
 def _split_futures(
-    call: PreparedCall, batches: Mapping[Key, Batch], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
+    call: PreparedCall, batches: Mapping[Key, CountedBatch], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
 ) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
     """Split part by part if every future has one part per shard and the same split; otherwise by overlapping rows.
 
