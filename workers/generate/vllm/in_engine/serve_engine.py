@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
 
 
-def main() -> None:
+def serve_engine() -> None:
     """Answer calls until the worker closes the connection."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
     connection = Connection(int(sys.argv[1]))
@@ -131,4 +131,4 @@ class Served:
 
 
 if __name__ == "__main__":
-    main()
+    serve_engine()
