@@ -29,8 +29,9 @@ class PolicyReceiver:
     def begin_policy_update(self) -> None:
         """Prepare the layers for new weights."""
         model = self.model_runner.get_model()
-        initialize_layerwise_reload(model)
+        # Before the layers are prepared: a tied output layer has a parameter of its own afterwards, with no weight.
         self.policy_names_expected = frozenset(name for name, _ in model.named_parameters())
+        initialize_layerwise_reload(model)
         self.policy_names_received = set()
 
     def receive_policy_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
