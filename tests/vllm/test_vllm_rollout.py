@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator
 
 import pytest
@@ -101,12 +102,19 @@ def test_a_batch_smaller_than_the_number_of_shards_is_generated(actor: MegatronR
     assert len(batch) == 1
 
 
-@pytest.mark.parametrize("at", ["generate_sequences", "update"])
-def test_an_engine_that_dies_is_reported_as_its_rank(ray_cluster: None, at: str) -> None:
-    created = RayClassWithInitArgs(Actor, actor_config("dense-tp2"), role="actor_rollout")
+@pytest.mark.parametrize("at", ["generate", "update"])
+@pytest.mark.parametrize(
+    ("signal", "cause"), [("SIGKILL", "signal 9 (SIGKILL)"), ("SIGSTOP", "EngineHung: vLLM's engine")]
+)
+def test_an_engine_that_dies_or_hangs_is_reported_as_its_rank(
+    ray_cluster: None, signal: str, cause: str, at: str
+) -> None:
+    limit = {"rollout": {"vllm": {"silence_timeout_s": 20.0}}} if signal == "SIGSTOP" else {}
+    created = RayClassWithInitArgs(Actor, actor_config("dense-tp2", **limit), role="actor_rollout")
+    name = f"{signal}-{at}"
     with (
-        RayResourcePool([2], use_gpu=False, name_prefix=f"dying-{at}", max_colocate_count=1) as pool,
-        MegatronRayWorkerGroup(pool, created, name_prefix=f"dying-{at}") as group,
+        RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=1) as pool,
+        MegatronRayWorkerGroup(pool, created, name_prefix=name) as group,
     ):
         group.init_model()
         group.generate_sequences(prompts(**GREEDY))
@@ -114,12 +122,12 @@ def test_an_engine_that_dies_is_reported_as_its_rank(ray_cluster: None, at: str)
             group.offload(["rollout"])  # the next generation sends the weights first
         pids = group.engine_pid()
         assert [pid is None for pid in pids] == [False, True]  # one engine, started by tp rank 0
-        group.signal_engine("SIGKILL")
+        group.signal_engine(signal)
         with pytest.raises(WorkerError) as caught:
             group.generate_sequences(prompts(**GREEDY))
         error = caught.value
-        assert error.rank == 0 and "EngineDied" in error.cause and "signal 9 (SIGKILL)" in error.cause
-        assert str(pids[0]) in error.cause
+        assert error.rank == 0 and cause in error.cause and f"pid {pids[0]}" in error.cause
+        assert ("begin_update" if at == "update" else "in generate") in error.cause
 
 
 def test_the_engine_ends_with_its_group(ray_cluster: None) -> None:
@@ -131,6 +139,4 @@ def test_the_engine_ends_with_its_group(ray_cluster: None) -> None:
             assert os.path.exists(f"/proc/{pid}")
         ended = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
         if ended is not None:
-            import select
-
             assert select.select([ended], [], [], 30)[0], "the engine runs on without its worker"

@@ -33,10 +33,13 @@ class RolloutEngine:
             controller before any process starts, and again on every rank.
         build: returns the rollout of a rank, for its ``ActorRolloutRefWorker``; called on every rank when the model is
             built.
+        in_worker: whether it generates with Megatron's layers in the worker's process, whose memory
+            ``mcontroller check`` estimates.
     """
 
     check: Callable[[ActorConfig], None]
     build: Callable[[Any], Rollout]
+    in_worker: bool = False
 
 
 ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
@@ -48,5 +51,5 @@ def _check_megatron(config: ActorConfig) -> None:
         check_generation(config.parallel, "parallel")
 
 
-ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, methodcaller("build_megatron_rollout")))
+ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, methodcaller("build_megatron_rollout"), in_worker=True))
 ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, lambda worker: VllmRollout(worker.config, worker.context)))
