@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, WorkerError
-from tests.vllm.policies import PAD, POLICIES, RESPONSE, Actor, actor_config, prompts
+from tests.vllm.policies import EOS, PAD, POLICIES, RESPONSE, Actor, actor_config, prompts
 
 TOLERANCE = 1e-4
 GREEDY = {"do_sample": False}
@@ -87,10 +87,10 @@ def test_the_same_seeds_draw_the_same_samples_and_each_sample_has_its_own(actor:
 
 def test_a_response_ends_with_the_first_of_the_stop_tokens(actor: MegatronRayWorkerGroup) -> None:
     whole = actor.generate_sequences(prompts(**GREEDY)).batch["responses"]
-    stops = [int(whole[0, 4]), int(whole[1, 2])]
+    stops = [int(whole[0, 4]), int(whole[1, 2]), EOS]
     batch = actor.generate_sequences(prompts(eos_token_id=stops, **GREEDY)).batch
     for row, expected in zip(batch["responses"], whole, strict=True):
-        ends = torch.isin(expected, torch.tensor([*stops])).nonzero().flatten()
+        ends = torch.isin(expected, torch.tensor(stops)).nonzero().flatten()
         length = int(ends[0]) + 1 if len(ends) else RESPONSE
         assert torch.equal(row[:length], expected[:length]) and (row[length:] == PAD).all()
     assert batch["response_mask"][0].sum() <= 5 and batch["response_mask"][1].sum() <= 3
