@@ -28,6 +28,7 @@ SIZES = {
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "dense-tp2": {"model": SIZES, "parallel": {"tp": 2}},
+    "dense-tp2-engine-tp2": {"model": SIZES, "parallel": {"tp": 2}, "engine_tp": 2},
     "tied-tp2": {"model": SIZES | {"add_qkv_bias": True, "tie_embeddings": True}, "parallel": {"tp": 2}},
     "moe-ep2": {
         "model": SIZES
@@ -64,15 +65,17 @@ class Actor(ActorRolloutRefWorker):
 
 
 def actor_config(policy: str, **changes: Any) -> ActorConfig:
+    chosen = POLICIES[policy]
     defaults = {
-        **POLICIES[policy],
+        "model": chosen["model"],
+        "parallel": chosen["parallel"],
         "optim": {"lr": 1e-2, "eps": 1e-4},
         "rollout": {
             "engine": "vllm",
             "prompt_length": PROMPT,
             "response_length": RESPONSE,
             "seed": 3,
-            "vllm": {"kv_cache_bytes": 128 << 20, "bucket_bytes": 1 << 16},
+            "vllm": {"tp": chosen.get("engine_tp", 1), "kv_cache_bytes": 128 << 20, "bucket_bytes": 1 << 16},
         },
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size": 2,

@@ -34,9 +34,9 @@ class VllmConfig:
     """Engines of vLLM, one for each data-parallel shard; read if ``rollout.engine`` is vllm."""
 
     tp: int = 1
-    """[GPUs] Tensor parallelism inside an engine, at most tp x pp x cp of training; 1 on a CPU."""
+    """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training. On GPUs, each has one of theirs."""
     kv_cache_bytes: int = 1 << 30
-    """[bytes] Memory of the cached keys and values of one GPU of an engine, or of the engine on a CPU."""
+    """[bytes] Memory of the cached keys and values, on each rank of an engine."""
     bucket_bytes: int = 64 << 20
     """[bytes] Weights that are sent at once. Two buckets exist at a time, each at least as large as one tensor."""
     start_timeout_s: float = 600.0

@@ -84,18 +84,18 @@ def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
             key=key,
             value=model.kv_channels or model.hidden_size,
         )
-    _check_tensor_parallelism(config, on_cpu=on_cpu)
+    _check_tensor_parallelism(config)
     _check_cache(config, width)
 
 
-def _check_tensor_parallelism(config: ActorConfig, *, on_cpu: bool) -> None:
+def _check_tensor_parallelism(config: ActorConfig) -> None:
     key, tp, parallel = "rollout.vllm.tp", config.rollout.vllm.tp, config.parallel
     heads = config.model.num_attention_heads
     groups = config.model.num_query_groups or heads
-    available = 1 if on_cpu else parallel.tp * parallel.pp * parallel.cp
+    available = parallel.tp * parallel.pp * parallel.cp
     if tp > available:
-        of = "an engine on a CPU is one process" if on_cpu else "a data-parallel shard has parallel.tp x pp x cp GPUs"
-        raise ConfigError(f"{key} is {tp}, more than {available}: {of}", key=key, value=tp)
+        text = f"{key} is {tp}, more than the {available} ranks of a data-parallel shard, parallel.tp x pp x cp"
+        raise ConfigError(text, key=key, value=tp)
     if heads % tp or (groups % tp and tp % groups):
         text = f"{key} is {tp}, which does not divide {heads} attention heads and {groups} query groups of the model"
         raise ConfigError(text, key=key, value=tp)

@@ -33,12 +33,11 @@ def config(**changes: Any) -> ActorConfig:
         ({"model": {"hidden_size": 96}}, True, "model.hidden_size", "a head has 24 channels"),
         ({"model": {"kv_channels": 48}}, True, "model.kv_channels", "computes heads of 32, 64, 80"),
         ({"rollout": {"parallel": {"tp": 2}}}, True, "rollout.parallel", "set rollout.vllm.tp"),
-        ({"rollout": {"vllm": {"tp": 2}}}, True, "rollout.vllm.tp", "an engine on a CPU is one process"),
         (
             {"parallel": {"tp": 2}, "rollout": {"vllm": {"tp": 4}}},
             False,
             "rollout.vllm.tp",
-            "4, more than 2: a data-parallel shard has parallel.tp x pp x cp GPUs",
+            "4, more than the 2 ranks of a data-parallel shard",
         ),
         (
             {"parallel": {"tp": 2, "cp": 2}, "rollout": {"vllm": {"tp": 3}}},
@@ -66,9 +65,13 @@ def test_settings_that_an_engine_cannot_run_are_rejected(
     assert caught.value.key == key and text in str(caught.value)
 
 
-def test_heads_of_other_widths_and_tensor_parallelism_are_for_gpus() -> None:
+def test_heads_of_other_widths_are_for_gpus() -> None:
     check_settings(config(model={"hidden_size": 96}), on_cpu=False)
-    check_settings(config(parallel={"tp": 2}, rollout={"vllm": {"tp": 2}}), on_cpu=False)
+
+
+def test_an_engine_may_have_as_many_ranks_as_its_shard() -> None:
+    check_settings(config(parallel={"tp": 2}, rollout={"vllm": {"tp": 2}}), on_cpu=True)
+    check_settings(config(parallel={"cp": 2}, rollout={"vllm": {"tp": 2}}), on_cpu=True)
 
 
 @pytest.mark.parametrize(
