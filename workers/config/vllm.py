@@ -34,7 +34,7 @@ class VllmConfig:
     """Engines of vLLM, one for each data-parallel shard; read if ``rollout.engine`` is vllm."""
 
     tp: int = 1
-    """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training. On GPUs, each has one of theirs."""
+    """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training; it uses GPUs of these ranks."""
     kv_cache_bytes: int = 1 << 30
     """[bytes] Memory of the cached keys and values, on each rank of an engine."""
     bucket_bytes: int = 64 << 20
