@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-fake-cuda test-newest test-slurm test-manifests test-port lint types bench clean
+.PHONY: demo test test-fast test-fake-cuda test-newest test-slurm test-manifests test-port test-vllm lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -63,6 +63,19 @@ $(PORT)/.installed: pyproject.toml constraints.txt constraints-port.txt
 	rm -rf $(PORT)/verl-tests && mv $(PORT)/lib/python*/site-packages/tests $(PORT)/verl-tests
 	touch $@
 
+# The rollout engine vllm behind real actors, in an environment of its own of about 4 GB. vLLM imports torchvision,
+# torchaudio and torchcodec if they are installed, and what pip installs does not fit the CPU build of torch.
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-vllm.txt --editable ".[cpu,hf,test,vllm]"
+	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
 
 lint: $(STAMP)
@@ -87,4 +100,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(PORT) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(PORT) $(VLLM) build *.egg-info

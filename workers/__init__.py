@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from workers.config.from_hf import model_config_from_hf as model_config_from_hf
     from workers.config.from_megatron import model_config_from_megatron as model_config_from_megatron
     from workers.critic import CriticWorker as CriticWorker
+    from workers.generate.engines import ROLLOUT_ENGINES as ROLLOUT_ENGINES
+    from workers.generate.engines import RolloutEngine as RolloutEngine
     from workers.generate.rollout_protocol import Generated as Generated
+    from workers.generate.rollout_protocol import LogProbBasis as LogProbBasis
     from workers.generate.rollout_protocol import PolicyWeights as PolicyWeights
     from workers.generate.rollout_protocol import Prompts as Prompts
     from workers.generate.rollout_protocol import Rollout as Rollout

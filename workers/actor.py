@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -21,7 +22,8 @@ from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
-from workers.config.fit import check_generation, divided_for
+from workers.config.fit import divided_for
+from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
 from workers.generate.rollout_protocol import PolicyWeights, Rollout
@@ -52,8 +54,8 @@ class ActorRolloutRefWorker(TrainedWorker):
             from the actor's weights, or from its own without an actor; a reference is a frozen copy.
 
     Raises:
-        ConfigError: an unknown role; Megatron's generation over the cp axis; ``rollout.parallel`` in a subclass that
-            overrides ``build_model`` and not ``build_rollout_model``.
+        ConfigError: an unknown role; a field that the rollout engine cannot run with; ``rollout.parallel`` in a
+            subclass that overrides ``build_model`` and not ``build_rollout_model``.
         LayoutError: the axes, or those of the rollout, do not divide the world size.
     """
 
@@ -68,6 +70,20 @@ class ActorRolloutRefWorker(TrainedWorker):
         "update_actor": ("params", "grads", "optimizer"),
         "update_sft": ("params", "grads", "optimizer"),
     }
+
+    @classmethod
+    def check_init(cls, *args: Any, **kwargs: Any) -> None:
+        """Check the constructor's arguments, and that the engine can generate, before any process starts.
+
+        Raises:
+            ConfigError: an argument is missing, unknown, or of another type; the engine cannot run with a field.
+        """
+        super().check_init(*args, **kwargs)
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        config, role = bound.arguments.get("config"), bound.arguments.get("role")
+        if isinstance(config, ActorConfig) and isinstance(role, str) and "rollout" in role.split("_"):
+            _check_engine(cls, config)
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = _parsed_roles(role)
@@ -90,13 +106,13 @@ class ActorRolloutRefWorker(TrainedWorker):
         return build_model(self.config.model, self.config.parallel, self.context)
 
     def build_rollout(self) -> Rollout:
-        """Return the rollout: Megatron's, with the trained model or with a copy in the layout ``rollout.parallel``.
+        """Return the rollout of the engine that ``rollout.engine`` names (see ``workers.ROLLOUT_ENGINES``)."""
+        return ROLLOUT_ENGINES.get_or_raise(self.config.rollout.engine).build(self)
 
-        Override this to use another engine, which gets its weights by ``Rollout.update_weights``.
-        """
+    def build_megatron_rollout(self) -> Rollout:
+        """Return Megatron's rollout, with the trained model or with a copy in the layout ``rollout.parallel``."""
         config = self.config
         if config.rollout.parallel is None:
-            check_generation(config.parallel, "parallel")
             return self._megatron_rollout(self.model, self.context)
         layout = config.rollout.parallel.layout(self.world_size)
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
@@ -541,7 +557,8 @@ class ActorRolloutRefWorker(TrainedWorker):
 
 
 def _check_rollout(config: ActorConfig, worker: ActorRolloutRefWorker) -> None:
-    """Check the rollout's layout before the process joins the others."""
+    """Check the engine and the rollout's layout before the process joins the others."""
+    _check_engine(type(worker), config)
     if config.rollout.parallel is not None:
         try:
             config.rollout.parallel.layout(worker.world_size)
@@ -557,8 +574,12 @@ def _check_rollout(config: ActorConfig, worker: ActorRolloutRefWorker) -> None:
                 key="rollout.parallel",
                 value=config.rollout.parallel,
             )
-    elif type(worker).build_rollout is ActorRolloutRefWorker.build_rollout:
-        check_generation(config.parallel, "parallel")
+
+
+def _check_engine(cls: type[ActorRolloutRefWorker], config: ActorConfig) -> None:
+    """Check that the engine that ``rollout.engine`` names can run, unless the class has an engine of its own."""
+    if cls.build_rollout is ActorRolloutRefWorker.build_rollout:
+        ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).check(config)
 
 
 def _parsed_roles(role: str) -> frozenset[str]:

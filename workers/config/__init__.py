@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from workers.config.roles import CriticConfig as CriticConfig
     from workers.config.roles import RewardConfig as RewardConfig
     from workers.config.rollout import RolloutConfig as RolloutConfig
+    from workers.config.vllm import VllmConfig as VllmConfig
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcontroller.config.checks import check_above, check_at_least, check_between
 from mcontroller.config.fields import strict_fields
 from workers.config.parallel import ParallelConfig
+from workers.config.vllm import VllmConfig
 
 __all__ = ["RolloutConfig"]
 
@@ -48,6 +49,10 @@ class RolloutConfig:
     """
     parallel: ParallelConfig | None = None
     """Layout of generation, over the same ranks, with a copy of the weights. None: the layout of training, no copy."""
+    engine: str = "megatron"
+    """Engine that generates: megatron, vllm, or one registered in ``workers.ROLLOUT_ENGINES``."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    """Settings of the engine vllm."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_length", "response_length", "n"):

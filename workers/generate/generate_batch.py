@@ -13,7 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config import RolloutConfig
-from workers.generate.rollout_protocol import Generated, Prompts, Rollout
+from workers.generate.rollout_protocol import Generated, LogProbBasis, Prompts, Rollout
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
 from workers.train.batch_checks import check_prompts
 from workers.train.batches import tensor_columns
@@ -68,14 +68,18 @@ def generate_batch(
     generated = rollout.generate(requested, sampling)
     if generated is None:
         return None
-    tensors = _sequences(requested, generated, rows * sampling.n)
+    tensors, meta_info = _sequences(requested, generated, rows * sampling.n), dict(prompts.meta_info)
+    if generated.basis not in (None, LogProbBasis(sampling.temperature, False)):
+        assert generated.basis is not None
+        tensors["engine_log_probs"] = tensors.pop("rollout_log_probs")
+        meta_info["engine_log_probs"] = generated.basis._asdict()
     others = {name: column.repeat(sampling.n, 0) for name, column in prompts.non_tensor_batch.items()}
-    return DataProto.from_dict(tensors, others, prompts.meta_info)
+    return DataProto.from_dict(tensors, others, meta_info)
 
 
 def _sequences(requested: Prompts, generated: Generated, samples: int) -> dict[str, Tensor]:
     """The columns of the first ``samples`` sequences, on the CPU; those of a placeholder follow them."""
-    responses, mask, log_probs = (column[:samples].cpu() for column in generated)
+    responses, mask, log_probs = (column[:samples].cpu() for column in generated[:3])
     ids, attention = (column[:samples] for column in requested.samples()[:2])
     whole = torch.cat((attention, mask), 1)
     return {

@@ -88,8 +88,9 @@ class MegatronRollout:
             for rows in even_shares(len(samples.ids), self._passes(samples, sampling)):
                 some = _rows_or_first(samples, rows)
                 generated = generate(chunks, pg, some, sampling, self.vocab_size, self.device)
-                parts.append([column[: len(rows)] for column in generated])
-        return Generated(*(torch.cat(column) for column in zip(*parts, strict=True)))
+                parts.append([column[: len(rows)] for column in generated[:3]])
+        responses, mask, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Generated(responses, mask, log_probs)
 
     def _passes(self, samples: Prompts, sampling: Sampling) -> int:
         """The number of passes, the same on all ranks that exchange tokens of experts."""

@@ -12,7 +12,7 @@ from parallel_state.megatron import MegatronContext
 from workers.generate.sampling import Sampling
 from workers.weights.hf.model import hf_tensors
 
-__all__ = ["Generated", "PolicyWeights", "Prompts", "Rollout"]
+__all__ = ["Generated", "LogProbBasis", "PolicyWeights", "Prompts", "Rollout"]
 
 
 class Prompts(NamedTuple):
@@ -36,18 +36,35 @@ class Prompts(NamedTuple):
         )
 
 
+class LogProbBasis(NamedTuple):
+    """The distribution of the next token that an engine's log-probabilities are of.
+
+    Attributes:
+        temperature: the divisor of the logits.
+        filtered: False: of the policy, over the whole vocabulary. True: of the distribution that the tokens are drawn
+            from, after the repetition penalty, top-k, top-p and min-p.
+    """
+
+    temperature: float
+    filtered: bool
+
+
 class Generated(NamedTuple):
     """Generated responses, each ``[rows * n, response_length]``, those of one prompt next to each other.
 
     Attributes:
         responses: int64, padded on the right after the stop token.
         mask: int64, 1 up to and including the stop token.
-        log_probs: float32, of the policy at the temperature and before top-k and top-p; 0 where the mask is 0.
+        log_probs: float32, 0 where the mask is 0.
+        basis: what ``log_probs`` are of. None: of the policy at the temperature of the batch, before top-k and top-p,
+            as ``compute_log_prob`` returns them. Others are not comparable with those, and become the column
+            ``engine_log_probs`` instead of ``rollout_log_probs``.
     """
 
     responses: Tensor
     mask: Tensor
     log_probs: Tensor
+    basis: LogProbBasis | None = None
 
 
 @dataclass(frozen=True)

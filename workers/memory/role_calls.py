@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.config.fit import divided_for
+from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Batch, Memory, PlannedRole
 
 __all__ = ["CallMemory", "Lengths", "calls_of_run"]
@@ -63,7 +64,7 @@ def calls_of_run(
 
     Raises:
         LayoutError: the axes of a role do not divide the world size.
-        ConfigError: the memory of a model or an optimizer cannot be estimated.
+        ConfigError: the memory of a model or an optimizer cannot be estimated, or there is no such rollout engine.
     """
     calls: list[CallMemory] = []
     for key, config in configs.items():
@@ -71,7 +72,9 @@ def calls_of_run(
         if key == "ref":
             calls.append(run.score("reference"))
         elif isinstance(config, ActorConfig):
-            calls += [*run.trained("actor"), run.generate()]
+            calls += run.trained("actor")
+            if ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).in_worker:
+                calls.append(run.generate())
             if "ref" not in configs:
                 calls.append(run.score("reference"))
         elif isinstance(config, CriticConfig):

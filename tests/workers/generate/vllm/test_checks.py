@@ -1,0 +1,106 @@
+"""What vLLM cannot run is reported before any process starts, with the field."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from mcontroller import RayClassWithInitArgs
+from mcontroller.errors import ConfigError
+from workers import ActorConfig, ActorRolloutRefWorker, load_config
+from workers.generate.vllm.checks import check_settings
+
+MODEL = {
+    "vocab_size": 131,
+    "max_sequence_length": 256,
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+}
+ROLLOUT = {"engine": "vllm", "prompt_length": 16, "response_length": 16}
+
+
+def config(**changes: Any) -> ActorConfig:
+    return load_config(ActorConfig, {"model": MODEL, "rollout": ROLLOUT}, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cpu", "key", "text"),
+    [
+        ({"model": {"hidden_size": 96}}, True, "model.hidden_size", "a head has 24 channels"),
+        ({"model": {"kv_channels": 48}}, True, "model.kv_channels", "computes heads of 32, 64, 80"),
+        ({"rollout": {"parallel": {"tp": 2}}}, True, "rollout.parallel", "set rollout.vllm.tp"),
+        (
+            {"parallel": {"tp": 2}, "rollout": {"vllm": {"tp": 4}}},
+            False,
+            "rollout.vllm.tp",
+            "4, more than the 2 ranks of a data-parallel shard",
+        ),
+        (
+            {"parallel": {"tp": 2, "cp": 2}, "rollout": {"vllm": {"tp": 3}}},
+            False,
+            "rollout.vllm.tp",
+            "does not divide 4 attention heads",
+        ),
+        ({"rollout": {"vllm": {"kv_cache_bytes": 1000}}}, True, "rollout.vllm.kv_cache_bytes", "take 131072"),
+        ({"model": {"max_sequence_length": 31}}, True, "model.max_sequence_length", "= 32 is more than"),
+        ({"model": {"gated_linear_unit": False}}, True, "model.gated_linear_unit", "can only express True"),
+        (
+            {"rollout": {"vllm": {"options": {"hf_overrides": {"vocab_size": 7}}}}},
+            True,
+            "rollout.vllm.options.hf_overrides",
+            "would change the vocabulary",
+        ),
+    ],
+)
+def test_settings_that_an_engine_cannot_run_are_rejected(
+    changes: dict[str, Any], on_cpu: bool, key: str, text: str
+) -> None:
+    check_settings(config(), on_cpu=on_cpu)
+    with pytest.raises(ConfigError) as caught:
+        check_settings(config(**changes), on_cpu=on_cpu)
+    assert caught.value.key == key and text in str(caught.value)
+
+
+def test_heads_of_other_widths_are_for_gpus() -> None:
+    check_settings(config(model={"hidden_size": 96}), on_cpu=False)
+
+
+def test_an_engine_may_have_as_many_ranks_as_its_shard() -> None:
+    check_settings(config(parallel={"tp": 2}, rollout={"vllm": {"tp": 2}}), on_cpu=True)
+    check_settings(config(parallel={"cp": 2}, rollout={"vllm": {"tp": 2}}), on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "key"),
+    [
+        ({"tp": 0}, "rollout.vllm.tp"),
+        ({"bucket_bytes": 0}, "rollout.vllm.bucket_bytes"),
+        ({"silence_timeout_s": 0}, "rollout.vllm.silence_timeout_s"),
+        ({"options": {"max_num_seqs": 3}}, "rollout.vllm.options.max_num_seqs"),
+    ],
+)
+def test_wrong_values_are_rejected_with_their_field(vllm: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(rollout={"vllm": vllm})
+    assert caught.value.key == key
+
+
+def test_an_unknown_engine_is_rejected_before_a_process_starts() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.engine is 'vlm'.*did you mean vllm.*megatron, vllm") as caught:
+        RayClassWithInitArgs(ActorRolloutRefWorker, config(rollout={"engine": "vlm"}), role="actor_rollout")
+    assert caught.value.key == "rollout.engine"
+
+
+def test_a_missing_vllm_is_reported_before_a_process_starts_and_only_to_those_who_generate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else find(name, *more))
+    with pytest.raises(ConfigError, match=r"not installed: install vllm, .* mcontroller\[vllm\]") as caught:
+        RayClassWithInitArgs(ActorRolloutRefWorker, config(), role="actor_rollout")
+    assert caught.value.key == "rollout.engine"
+    RayClassWithInitArgs(ActorRolloutRefWorker, config(), role="ref")

@@ -1,0 +1,116 @@
+"""An engine's process: its answers, and its errors, death and silence, each with the cause.
+
+The program of the process is a small one, without vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from workers.generate.vllm.engine_process import EngineDied, EngineError, EngineHung, EngineProcess
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = """
+import os, signal, sys
+from multiprocessing.connection import Connection
+
+connection = Connection(int(sys.argv[1]))
+method, arguments = connection.recv()
+print("started with", sorted(arguments), flush=True)
+if arguments.get("end"):
+    sys.exit(arguments["end"])
+connection.send(("result", {"variable": os.environ.get("GREETING"), "rank": os.environ.get("RANK")}))
+while True:
+    method, arguments = connection.recv()
+    if method == "add":
+        connection.send(("result", arguments["a"] + arguments["b"]))
+    elif method == "report":
+        connection.send(("progress",))
+        connection.send(("progress",))
+        connection.send(("result", "done"))
+    elif method == "fail":
+        connection.send(("error", "ValueError: no such weight", "Traceback ..."))
+    elif method == "die":
+        print("about to end", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif method == "exit":
+        sys.exit(7)
+    elif method == "hang":
+        signal.pause()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "engine.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+@pytest.fixture
+def engine(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineProcess]:
+    monkeypatch.setenv("RANK", "3")
+    environment = {"GREETING": "hello", "RANK": None}
+    process = EngineProcess({}, environment, start_timeout_s=60, silence_timeout_s=60, program=program)
+    yield process
+    process.close()
+
+
+def has_ended(pid: int) -> bool:
+    if not os.path.exists(f"/proc/{pid}"):
+        return True
+    return bool(select.select([os.pidfd_open(pid)], [], [], 60)[0])
+
+
+def test_calls_return_their_results_and_the_environment_is_the_engine_s(engine: EngineProcess) -> None:
+    assert engine.facts == {"variable": "hello", "rank": None}
+    assert engine.call("add", a=2, b=3) == 5
+    engine.send("add", a=1, b=1)
+    assert engine.result() == 2
+    assert engine.call("report") == "done"  # after two reports of progress
+
+
+def test_an_exception_of_the_engine_has_its_traceback_and_leaves_it_usable(engine: EngineProcess) -> None:
+    with pytest.raises(
+        EngineError, match=rf"\(pid {engine.pid}\) failed in fail: ValueError: no such weight"
+    ) as caught:
+        engine.call("fail")
+    assert caught.value.method == "fail" and caught.value.log_tail == "Traceback ..."
+    assert engine.call("add", a=2, b=3) == 5
+
+
+@pytest.mark.parametrize(("method", "cause"), [("die", "signal 9 (SIGKILL)"), ("exit", "exit code 7")])
+def test_the_death_of_an_engine_is_reported_with_its_cause_and_its_last_words(
+    engine: EngineProcess, method: str, cause: str
+) -> None:
+    with pytest.raises(EngineDied) as caught:
+        engine.call(method)
+    assert caught.value.exit_cause == cause and cause in str(caught.value) and caught.value.method == method
+    last = "about to end" if method == "die" else "started with []"
+    assert last in caught.value.log_tail and str(caught.value).endswith(last)
+
+
+def test_an_engine_that_is_silent_for_too_long_is_reported_and_ended(program: Path) -> None:
+    engine = EngineProcess({}, {}, start_timeout_s=60, silence_timeout_s=0.2, program=program)
+    with pytest.raises(EngineHung, match=r"no progress in hang for 0.2 s") as caught:
+        engine.call("hang")
+    assert caught.value.timeout_s == 0.2 and isinstance(caught.value, TimeoutError)
+    assert has_ended(engine.pid)
+
+
+def test_an_engine_that_does_not_start_is_reported_with_its_exit_code(program: Path) -> None:
+    with pytest.raises(EngineDied, match=r"ended in start with exit code 5: started with \['end'\]"):
+        EngineProcess({"end": 5}, {}, start_timeout_s=60, silence_timeout_s=60, program=program)
+
+
+def test_the_process_ends_with_the_object(program: Path) -> None:
+    engine = EngineProcess({}, {}, start_timeout_s=60, silence_timeout_s=60, program=program)
+    pid = engine.pid
+    del engine
+    assert has_ended(pid)

@@ -1,0 +1,53 @@
+"""Prompts, sampling and answers, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from workers import LogProbBasis, Prompts, RolloutConfig, Sampling
+from workers.generate.vllm.requests import prompt_tokens, responses_of, sampling_parameters
+
+
+def sampling(**settings: Any) -> Sampling:
+    return Sampling.of(
+        RolloutConfig(prompt_length=4, response_length=4), {"eos_token_id": [2, 9], "pad_token_id": 0, **settings}
+    )
+
+
+def test_prompts_lose_their_padding() -> None:
+    ids = torch.tensor([[0, 0, 5, 0], [1, 2, 3, 4]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    assert prompt_tokens(Prompts(ids, mask, torch.zeros(2, 1))) == [[5, 0], [1, 2, 3, 4]]
+
+
+def test_every_sample_has_its_own_seed_and_filters_are_passed_on() -> None:
+    settings = sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, response_length=3)
+    first, second = sampling_parameters([17, -1], settings)
+    assert first == {
+        "max_tokens": 3,
+        "stop_token_ids": [2, 9],
+        "repetition_penalty": 1.2,
+        "temperature": 1.0,  # the logits are divided by 0.7 already
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 17,
+    }
+    assert second == first | {"seed": (1 << 63) - 1}  # -1 would be no seed
+
+
+def test_greedy_decoding_has_neither_seeds_nor_filters() -> None:
+    [values] = sampling_parameters([17], sampling(do_sample=False, top_p=0.5))
+    assert values["temperature"] == 0.0 and not values.keys() & {"seed", "top_p", "top_k", "min_p"}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_answers_are_padded_on_the_right(temperature: float) -> None:
+    generated = responses_of([([5, 2], [-0.5, -1.5]), ([7, 8, 7, 8], [-1.0] * 4)], sampling(temperature=temperature))
+    assert generated.responses.tolist() == [[5, 2, 0, 0], [7, 8, 7, 8]]
+    assert generated.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert generated.log_probs.tolist() == [[-0.5, -1.5, 0, 0], [-1.0] * 4]
+    assert generated.basis == LogProbBasis(temperature, filtered=False)

@@ -1,0 +1,60 @@
+"""VllmConfig: the settings of the rollout engine vllm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcontroller.config.checks import check_above, check_at_least
+from mcontroller.config.fields import strict_fields
+from mcontroller.errors import ConfigError
+
+__all__ = ["VllmConfig"]
+
+# Arguments of vllm.LLM that follow from other fields, and the field to set instead.
+_SET_ELSEWHERE = {
+    "model": "model",
+    "dtype": "model.dtype",
+    "max_model_len": "rollout.prompt_length and rollout.response_length",
+    "max_num_seqs": "rollout.max_rows",
+    "tensor_parallel_size": "rollout.vllm.tp",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_bytes",
+    "load_format": "model.hf_path",
+    "logprobs_mode": "nothing: log-probabilities are always the policy's",
+    "skip_tokenizer_init": "nothing: prompts are token ids",
+    "worker_extension_cls": "nothing: it receives the weights",
+    "enable_sleep_mode": "nothing: it is on with a GPU",
+    "distributed_executor_backend": "nothing: it follows from rollout.vllm.tp",
+}
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """Engines of vLLM, one for each data-parallel shard; read if ``rollout.engine`` is vllm."""
+
+    tp: int = 1
+    """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training; it uses GPUs of these ranks."""
+    kv_cache_bytes: int = 1 << 30
+    """[bytes] Memory of the cached keys and values, on each rank of an engine."""
+    bucket_bytes: int = 64 << 20
+    """[bytes] Weights that are sent at once. Two buckets exist at a time, each at least as large as one tensor."""
+    start_timeout_s: float = 600.0
+    """[seconds] Time for an engine to start."""
+    silence_timeout_s: float = 300.0
+    """[seconds] An engine that has not finished a step, or part of an update, for this long is reported as hung."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``vllm.LLM``, under vLLM's names, such as ``enable_prefix_caching``."""
+
+    def __post_init__(self) -> None:
+        check_at_least("rollout.vllm.tp", self.tp, 1)
+        check_at_least("rollout.vllm.kv_cache_bytes", self.kv_cache_bytes, 1)
+        check_at_least("rollout.vllm.bucket_bytes", self.bucket_bytes, 1)
+        check_above("rollout.vllm.start_timeout_s", self.start_timeout_s, 0.0)
+        check_above("rollout.vllm.silence_timeout_s", self.silence_timeout_s, 0.0)
+        for name, instead in _SET_ELSEWHERE.items():
+            if name in self.options:
+                key = f"rollout.vllm.options.{name}"
+                raise ConfigError(
+                    f"{key} is set by this package: remove it, and set {instead}", key=key, value=self.options[name]
+                )

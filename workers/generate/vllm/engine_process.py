@@ -1,0 +1,198 @@
+"""The process of an engine, from the worker's side: start it, call it, and report why it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+from mcontroller.errors import MControllerError
+
+__all__ = ["EngineDied", "EngineError", "EngineHung", "EngineProcess"]
+
+_IN_ENGINE = Path(__file__).parent / "in_engine"
+_EXIT_S = 10.0
+_LOG_TAIL_LINES = 30
+
+
+class EngineError(MControllerError):
+    """An engine that raised an exception.
+
+    Attributes:
+        method: the call that failed.
+        pid: the process of the engine.
+        log_tail: the last lines that the process wrote, or its traceback.
+    """
+
+    method: str
+    pid: int
+    log_tail: str
+
+
+class EngineDied(EngineError):
+    """An engine whose process has ended; ``exit_cause`` is its exit code or signal."""
+
+    exit_cause: str
+
+
+class EngineHung(EngineError, TimeoutError):
+    """An engine that did not report progress in time, and was ended; ``timeout_s`` is the limit."""
+
+    timeout_s: float
+
+
+class EngineProcess:
+    """One engine in a process of its own, which ends with this object, and with the thread that started it.
+
+    Args:
+        arguments: those of ``vllm.LLM``.
+        environment: variables of the process; a value of None removes the variable.
+        start_timeout_s: seconds for the engine to start.
+        silence_timeout_s: seconds without a sign of progress after which a call fails.
+        program: the file to run.
+
+    Raises:
+        EngineError: the engine does not start; or one of its subclasses.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str | None],
+        *,
+        start_timeout_s: float,
+        silence_timeout_s: float,
+        program: Path = _IN_ENGINE / "serve_engine.py",
+    ) -> None:
+        self._silence_timeout_s = silence_timeout_s
+        self._method = "start"
+        self._connection, theirs = multiprocessing.Pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
+        variables["PYTHONPATH"] = os.pathsep.join([str(program.parent), variables.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(program), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
+        self.send("start", **arguments)
+        self.facts: dict[str, Any] = self.result(start_timeout_s)
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the engine, and return its result; errors are those of ``result``."""
+        self.send(method, **arguments)
+        return self.result()
+
+    def send(self, method: str, **arguments: Any) -> None:
+        """Start a call, whose result ``result`` returns.
+
+        Raises:
+            EngineDied: the process has ended.
+        """
+        self._method = method
+        try:
+            self._connection.send((method, arguments))
+        except OSError:
+            raise self._died() from None
+
+    def result(self, silence_timeout_s: float | None = None) -> Any:
+        """Wait for the result of a call that was sent.
+
+        Args:
+            silence_timeout_s: seconds without a sign of progress after which the call fails; None: the usual.
+
+        Raises:
+            EngineDied: the process has ended.
+            EngineHung: it did not report progress in time; it is ended.
+            EngineError: the method raised an exception.
+        """
+        limit = self._silence_timeout_s if silence_timeout_s is None else silence_timeout_s
+        while True:
+            kind, *values = self._received(limit)
+            if kind == "result":
+                return values[0]
+            if kind == "error":
+                text = f"vLLM's engine (pid {self.pid}) failed in {self._method}: {values[0]}"
+                raise EngineError(text, method=self._method, pid=self.pid, log_tail=values[1])
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+
+    def _received(self, limit: float) -> tuple[Any, ...]:
+        """The next message; the death of the process counts only if it has sent none."""
+        exited = os.pidfd_open(self.pid)
+        try:
+            ready = wait([self._connection, exited], timeout=limit)
+        finally:
+            os.close(exited)
+        if not ready:
+            raise self._hung(limit)
+        if self._connection in ready or self._connection.poll():
+            with contextlib.suppress(EOFError, OSError):
+                message: tuple[Any, ...] = self._connection.recv()
+                return message
+        raise self._died()
+
+    def _died(self) -> EngineDied:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)  # its connection is closed before it has ended
+        cause, log = exit_cause(self._process.poll()), self._log_tail()
+        last = log.splitlines()[-1] if log else "it wrote nothing"
+        self.close()
+        return EngineDied(
+            f"vLLM's engine (pid {self.pid}) ended in {self._method} with {cause}: {last}",
+            method=self._method,
+            pid=self.pid,
+            exit_cause=cause,
+            log_tail=log,
+        )
+
+    def _hung(self, limit: float) -> EngineHung:
+        log = self._log_tail()
+        self.close()
+        return EngineHung(
+            f"vLLM's engine (pid {self.pid}) reported no progress in {self._method} for {limit:g} s, and was ended: "
+            "set rollout.vllm.silence_timeout_s, or start_timeout_s, if it needs longer",
+            method=self._method,
+            pid=self.pid,
+            timeout_s=limit,
+            log_tail=log,
+        )
+
+    def _log_tail(self) -> str:
+        self._log.seek(0)
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+
+
+def exit_cause(code: int | None) -> str:
+    """Return an exit code as text, or the signal that it stands for."""
+    if code is None:
+        return "an unknown exit code"
+    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+    log.close()

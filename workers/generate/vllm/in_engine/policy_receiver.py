@@ -1,0 +1,112 @@
+"""Receive the policy's weights in the processes of an engine, as vLLM's ``worker_extension_cls``.
+
+Tensors have the names and shapes of a Hugging Face checkpoint. vLLM fuses and packs them again layer by layer, and
+copies the result into its own tensors, as ``reload_weights`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+__all__ = ["PolicyReceiver"]
+
+
+class PolicyReceiver:
+    """Methods that are added to each of vLLM's own workers; the attributes used are theirs."""
+
+    model_runner: Any
+    device: torch.device
+    policy_temperature: float | None = None
+    policy_names_expected: frozenset[str]
+    policy_names_received: set[str]
+
+    def begin_policy_update(self) -> None:
+        """Prepare the layers for new weights."""
+        model = self.model_runner.get_model()
+        # Before the layers are prepared: a tied output layer has a parameter of its own afterwards, with no weight.
+        self.policy_names_expected = frozenset(name for name, _ in model.named_parameters())
+        initialize_layerwise_reload(model)
+        self.policy_names_received = set()
+
+    def receive_policy_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
+        """Load the tensors of a bucket, which may be filled again when this returns.
+
+        Args:
+            path: of the shared memory.
+            tensors: name, dtype, shape and first byte of each.
+        """
+        model = self.model_runner.get_model()
+        self.policy_names_received |= model.load_weights(_copied(path, tensors, self.device))
+
+    def finish_policy_update(self) -> None:
+        """Repack what depends on the new weights.
+
+        Raises:
+            RuntimeError: weights of the model are missing.
+        """
+        model = self.model_runner.get_model()
+        finalize_layerwise_reload(model, self.model_runner.model_config)
+        if current_platform.is_cpu():
+            _repack(model)
+        missing = sorted(self.policy_names_expected - self.policy_names_received)
+        if missing:
+            raise RuntimeError(f"the update had no values for {len(missing)} weights of vLLM's model: {missing[:8]}")
+
+    def set_policy_temperature(self, temperature: float) -> None:
+        """Divide all logits by ``temperature``, in float32, before vLLM computes log-probabilities from them.
+
+        vLLM's own temperature changes only its ``processed_logprobs``, which are also after top-k and top-p.
+        """
+        if self.policy_temperature is None:
+            self._divide_logits()
+        self.policy_temperature = temperature
+
+    def free_device_memory(self) -> int:
+        """Return the free bytes of this process's GPU; 0 on a CPU."""
+        return 0 if current_platform.is_cpu() else torch.cuda.mem_get_info(self.device)[0]
+
+    def _divide_logits(self) -> None:
+        model = self.model_runner.get_model()
+        compute_logits = model.compute_logits
+
+        def divided(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits = compute_logits(*args, **kwargs)
+            return (
+                logits if logits is None or self.policy_temperature == 1.0 else logits.float() / self.policy_temperature
+            )
+
+        model.compute_logits = divided
+
+
+def _copied(
+    path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of the tensors: vLLM keeps those of a layer until it has all of them."""
+    size = max(first + _nbytes(dtype, shape) for _, dtype, shape, first in tensors)
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    for name, dtype, shape, first in tensors:
+        content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
+        yield name, content.to(device, copy=True)
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count * getattr(torch, dtype).itemsize
+
+
+def _repack(model: torch.nn.Module) -> None:
+    """Repack on a CPU what vLLM 0.32 keeps from the old weights: a tied output layer, and the experts."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -1,0 +1,134 @@
+"""Serve one engine of vLLM on a connection: ``python -P serve_engine.py DESCRIPTOR``.
+
+Messages are pickled tuples. The first one to arrive contains the arguments of ``vllm.LLM``, later ones a method of
+``Served`` and its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between,
+``("progress",)`` reports that a long call is running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PROGRESS_S = 1.0
+
+
+def serve_engine() -> None:
+    """Answer calls until the worker closes the connection."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
+    connection = Connection(int(sys.argv[1]))
+    served: Served | None = None
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            if served is None:
+                served = Served(connection, arguments)
+            answer: tuple[Any, ...] = ("result", getattr(served, method)(**arguments if method != "start" else {}))
+        except Exception as error:
+            answer = ("error", f"{type(error).__name__}: {error}", traceback.format_exc())
+        connection.send(answer)
+
+
+class Served:
+    """The engine, and the calls that a worker makes of it.
+
+    Args:
+        connection: to the worker.
+        arguments: those of ``vllm.LLM``.
+    """
+
+    def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
+        import vllm
+
+        self._connection = connection
+        self._llm = vllm.LLM(**arguments, worker_extension_cls="policy_receiver.PolicyReceiver")
+        self._requests = 0
+        self._reported = time.monotonic()
+
+    def start(self) -> dict[str, Any]:
+        """Return facts about the engine that has started."""
+        import vllm
+
+        config = self._llm.llm_engine.vllm_config.model_config
+        return {"version": vllm.__version__, "vocab_size": config.get_vocab_size()}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], temperature: float
+    ) -> list[tuple[list[int], list[float]]]:
+        """Generate one response to every prompt.
+
+        Args:
+            prompts: token ids.
+            parameters: arguments of ``vllm.SamplingParams``, one for each prompt.
+            temperature: divides the logits of all rows.
+
+        Returns:
+            For each prompt, the tokens of the response and their log-probabilities.
+        """
+        from vllm import SamplingParams
+
+        self._llm.collective_rpc("set_policy_temperature", args=(temperature,))
+        engine, first = self._llm.llm_engine, self._requests
+        self._requests += len(prompts)
+        for number, (tokens, values) in enumerate(zip(prompts, parameters, strict=True), first):
+            sampling = SamplingParams(**values, logprobs=0, detokenize=False, ignore_eos=True)
+            engine.add_request(str(number), {"prompt_token_ids": list(tokens)}, sampling)
+        answers: dict[int, tuple[list[int], list[float]]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    [made] = output.outputs
+                    tokens = list(made.token_ids)
+                    steps = zip(made.logprobs or (), tokens, strict=True)
+                    answers[int(output.request_id)] = tokens, [step[token].logprob for step, token in steps]
+            self._report_progress()
+        return [answers[number] for number in range(first, self._requests)]
+
+    def begin_update(self) -> None:
+        """Start an update of the weights."""
+        self._llm.collective_rpc("begin_policy_update")
+
+    def receive_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
+        """Load the tensors of a bucket; see ``policy_receiver``."""
+        self._llm.collective_rpc("receive_policy_bucket", args=(path, tensors))
+
+    def finish_update(self) -> None:
+        """Finish an update: repack the weights, and drop the keys and values that the old ones computed.
+
+        Raises:
+            RuntimeError: a weight was not received, or the cache is in use.
+        """
+        self._llm.collective_rpc("finish_policy_update")
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, which has keys and values of the old weights")
+
+    def sleep(self) -> int:
+        """Free the memory of the GPUs, and return how many bytes; on a CPU vLLM frees nothing."""
+        before = sum(self._llm.collective_rpc("free_device_memory"))
+        if before == 0:
+            return 0
+        self._llm.sleep(level=2)  # the weights are not kept
+        return sum(self._llm.collective_rpc("free_device_memory")) - before
+
+    def wake_up(self) -> None:
+        """Allocate the memory of the GPUs again."""
+        self._llm.wake_up()
+
+    def _report_progress(self) -> None:
+        if time.monotonic() - self._reported > _PROGRESS_S:
+            self._reported = time.monotonic()
+            self._connection.send(("progress",))
+
+
+if __name__ == "__main__":
+    serve_engine()
