@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from mcontroller.dispatch.future import Future
-from mcontroller.errors import GroupError
+from mcontroller.errors import GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
 
 __all__ = ["OverlappingStages", "StageCall"]
@@ -103,6 +103,8 @@ class StageCall:
         assert self._future is not None
         try:
             self._future.check()
+        except GroupBroken as error:  # of the group that the failure of this call, or an earlier one, has broken
+            return error.first_cause if isinstance(error.first_cause, GroupError) else error
         except GroupError as error:
             return error
         return None

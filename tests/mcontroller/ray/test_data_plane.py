@@ -17,6 +17,7 @@ import torch
 from ray._private import internal_api
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, executor
 from parallel_state import ParallelLayout, Topology
@@ -66,6 +67,21 @@ def test_a_batch_comes_back_as_it_went(wide: RayWorkerGroup, elements: int) -> N
 def test_a_shard_is_stored_once_whatever_the_number_of_its_replicas(wide: RayWorkerGroup, puts: list[Any]) -> None:
     wide.same(batch(LARGE))
     assert [packed.nbytes > LARGE * 8 / 2 for packed in puts] == [True, True]
+
+
+def test_only_the_columns_of_the_controller_are_sent_with_a_batch_whose_others_are_on_workers(
+    groups: dict[str, RayWorkerGroup], puts: list[Any]
+) -> None:
+    generated = ReferencedBatch.of(groups["wide"].same_later(batch(LARGE)), read=())
+    puts.clear()
+    scores = DataProto.from_dict({"score": torch.arange(8.0)})
+    whole = batch(LARGE).union(scores)
+    order = torch.tensor([5, 0, 7, 7, 1])
+    for consumer in (groups["other"], groups["third"]):
+        assert consumer.same(generated.union(scores)) == whole
+        assert consumer.same(generated.union(scores).select_idxs(order)) == whole.select_idxs(order)
+    assert puts == []
+    assert generated.here() == batch(LARGE)
 
 
 def test_a_small_batch_goes_inline_and_is_not_stored(wide: RayWorkerGroup, puts: list[Any]) -> None:
