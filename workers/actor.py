@@ -216,9 +216,10 @@ class ActorRolloutRefWorker(TrainedWorker):
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
             ``position_ids`` of both; samples of one prompt next to each other. Log-probabilities are the policy's at
-            the temperature, before top-k and top-p. ``meta_info`` has ``temperature`` and ``n``, so that later calls
-            score at the same temperature. If the rollout got new weights first, ``meta_info["metrics"]``
-            has the cost of that. None off the last stage.
+            the temperature, before top-k and top-p; those of an engine that reports others are in the column
+            ``engine_log_probs`` instead, with what they are in ``meta_info`` (see ``LogProbBasis``). ``meta_info``
+            has ``temperature`` and ``n``, so that later calls score at the same temperature. If the rollout got new
+            weights first, ``meta_info["metrics"]`` has the cost of that. None off the last stage.
 
         Raises:
             ConfigError: the role does not include ``rollout``, a setting in ``meta_info`` is invalid, or prompts and
