@@ -75,9 +75,7 @@ class Endpoint:
         ConfigError: there is no such transport.
     """
 
-    def __init__(
-        self, opening: Opening, chunks: Sequence[nn.Module], context: MegatronContext, address: str
-    ) -> None:
+    def __init__(self, opening: Opening, chunks: Sequence[nn.Module], context: MegatronContext, address: str) -> None:
         self._opening = opening
         self._tensors, _, _ = described(chunks, context)
         self._padding = list(padding_rows(chunks, context))

@@ -18,8 +18,11 @@ from workers.weights.transfer.transports import choose_transport
 
 __all__ = ["TransferReport", "WeightTransfer"]
 
-GRACE = 15.0
-"""[seconds] A call to the ranks fails so long after the deadline that the ranks have: they report who is missing."""
+CALL_GRACE = 60.0
+"""[seconds] A call to the ranks fails so long after their own deadline, at which they report who is missing."""
+
+TARGET_GRACE = 10.0
+"""[seconds] Time that the ranks of the target have to answer after the source has reported a failure."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,12 @@ class WeightTransfer:
 
     def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[Outcome], list[Outcome]]:
         """Call a method of each group at the same time, and return the outcomes of their ranks."""
-        deadline = self.timeout + GRACE
+        deadline = self.timeout + CALL_GRACE
         sending = getattr(self.source, of_source).options(blocking=False, timeout=deadline)(*args)
         receiving = getattr(self.target, of_target).options(blocking=False, timeout=deadline)(*args)
         sent = _outcomes(sending)
-        received = _outcomes(receiving)
+        failed = isinstance(sent, GroupError) or any(outcome.failure for outcome in sent)
+        received = _outcomes(receiving, TARGET_GRACE if failed else None)
         failures = self._failures(sent, received)
         if failures:
             self.close()
@@ -202,8 +206,8 @@ class WeightTransfer:
         return (self.source.name, number) if number < sources else (self.target.name, number - sources)
 
 
-def _outcomes(future: Future[list[Outcome]]) -> list[Outcome] | GroupError:
+def _outcomes(future: Future[list[Outcome]], timeout: float | None = None) -> list[Outcome] | GroupError:
     try:
-        return future.get()
+        return future.get(timeout)
     except GroupError as error:
         return error
