@@ -200,9 +200,9 @@ class ActorRolloutRefWorker(TransferringWorker):
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
             ``position_ids`` of both; ``policy_version`` int64 ``[rows * n]``, the number of calls that had trained the
-            policy which generated the row; samples of one prompt next to each other. Log-probabilities are the policy's at
-            the temperature, before top-k and top-p. ``meta_info`` has ``temperature`` and ``n``, so that later calls
-            score at the same temperature. If the rollout got new weights first, ``meta_info["metrics"]``
+            policy which generated the row. Samples of one prompt are next to each other. Log-probabilities are the
+            policy's at the temperature, before top-k and top-p. ``meta_info`` has ``temperature`` and ``n``, so that
+            later calls score at the same temperature. If the rollout got new weights first, ``meta_info["metrics"]``
             has the cost of that. None off the last stage.
 
         Raises:

@@ -18,7 +18,8 @@ def explanation(plan: TransferPlan, transport: str, bucket_bytes: int, source: s
         plan: the transfer.
         transport: the name of the transport.
         bucket_bytes: the most bytes that a rank sends at once.
-        source, target: the names of the groups.
+        source: the name of the group that weights come from.
+        target: the name of the group that they go to.
     """
     sent = sum(plan.routes.values())
     lines = [

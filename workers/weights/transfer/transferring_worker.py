@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from collections.abc import Mapping
@@ -13,15 +14,23 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import DataError, before_changes
+from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.group import WorkerGroup
+from workers.config import ActorConfig
 from workers.trained_worker import TrainedWorker
 from workers.weights.local_tensors import described
 from workers.weights.transfer.endpoint import Endpoint, Opening, Outcome
 from workers.weights.transfer.plan import Holdings
+from workers.weights.transfer.transports import TRANSPORTS
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 __all__ = ["TransferringWorker"]
+
+MAY_DIFFER = (
+    *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
+    *("dtype", "transformer_impl", "seed", "hf_path", "family", "transformer"),
+)
+"""Fields of ModelConfig that two groups with the same weights may differ in."""
 
 
 class TransferringWorker(TrainedWorker):
@@ -52,6 +61,19 @@ class TransferringWorker(TrainedWorker):
     ) -> WeightTransfer:
         """Return a transfer of weights between two groups of such workers; see ``WeightTransfer``."""
         return WeightTransfer(source, target, transport=transport, timeout=timeout)
+
+    @classmethod
+    def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
+        """Check that weights can go from groups of one configuration to groups of another, before any process starts.
+
+        Raises:
+            ConfigError: the models differ in more than dtype, seed and training; the settings of generation differ;
+                or there is no such transport.
+        """
+        if transport != "auto":
+            TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
+        _check_equal("model", source.model, target.model, MAY_DIFFER)
+        _check_equal("rollout", source.rollout, target.rollout, ("parallel", "max_rows", "memory_fraction"))
 
     @property
     def policy_version(self) -> int:
@@ -124,3 +146,15 @@ class TransferringWorker(TrainedWorker):
         endpoint = self._endpoints.pop(transfer, None)
         if endpoint is not None:
             endpoint.close()
+
+
+def _check_equal(section: str, of_actor: Any, of_rollout: Any, may_differ: tuple[str, ...]) -> None:
+    for field in dataclasses.fields(of_actor):
+        ours, theirs = getattr(of_actor, field.name), getattr(of_rollout, field.name)
+        if field.name not in may_differ and ours != theirs:
+            raise ConfigError(
+                f"rollout.{section}.{field.name} is {theirs!r}, and actor_rollout_ref.{section}.{field.name} is "
+                f"{ours!r}: both groups have the same policy, so set them to the same value",
+                key=f"rollout.{section}.{field.name}",
+                value=theirs,
+            )

@@ -91,7 +91,7 @@ def test_weights_that_have_not_all_arrived_are_not_generated_with() -> None:
 
 def test_groups_that_do_not_fit_are_rejected_before_anything_is_sent() -> None:
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, TIED)
-    with pytest.raises(DataError, match="not the same model.*output_layer.weight"):
+    with pytest.raises(DataError, match=r"not the same model.*output_layer.weight"):
         WeightTransfer(actor, rollout)
     with pytest.raises(ConfigError, match="transport is 'shared_memory', but the groups are in one process"):
         WeightTransfer(actor, actor, transport="shared_memory")
