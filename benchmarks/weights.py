@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from mcontroller import Dispatch, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
-from workers.weights.local_tensors import described
+from workers.weights.local_tensors import described_tensors
 from workers.weights.transfer.weight_transfer import TransferReport, WeightTransfer
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ class Measured(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def two_copies(self, rounds: int) -> float:
         """Return the seconds of copying the weights into a buffer of one bucket and out of it, the least of rounds."""
-        tensors = [tensor.data.view(-1).view(torch.uint8) for tensor in described(self.model, self.context)[0]]
+        tensors = [tensor.data.view(-1).view(torch.uint8) for tensor in described_tensors(self.model, self.context)[0]]
         buffer = torch.zeros(BUCKET, dtype=torch.uint8)
         target = [torch.zeros_like(tensor) for tensor in tensors]
         seconds = []

@@ -34,8 +34,8 @@ from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
 from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective
+from workers.transferring_worker import TransferringWorker
 from workers.weights.offload import Sleepable
-from workers.weights.transfer.transferring_worker import TransferringWorker
 
 __all__ = ["ActorRolloutRefWorker"]
 

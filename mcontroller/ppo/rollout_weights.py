@@ -12,7 +12,7 @@ from mcontroller.ppo.stages import Stages
 __all__ = ["RolloutWeights", "check_transfer"]
 
 
-class Report(Protocol):
+class SentReport(Protocol):
     """What one transfer cost."""
 
     def metrics(self) -> dict[str, float]:
@@ -20,10 +20,10 @@ class Report(Protocol):
         ...
 
 
-class Transfer(Protocol):
+class SentWeights(Protocol):
     """A transfer of weights between two groups, such as ``workers.weights.transfer.weight_transfer.WeightTransfer``."""
 
-    def run(self) -> Report:
+    def run(self) -> SentReport:
         """Send the current weights."""
         ...
 
@@ -48,7 +48,7 @@ class RolloutWeights:
         self._stages = stages
         self._options = {"transport": transport, "timeout": timeout}
         self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
-        self._transfer: Transfer | None = None
+        self._transfer: SentWeights | None = None
         self._stale = True
         self._metrics: dict[str, float] = {}
 

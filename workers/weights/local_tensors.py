@@ -10,10 +10,10 @@ from parallel_state.megatron import MegatronContext
 from workers.weights.refit_plan import LocalTensor, spans_of
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
-__all__ = ["described", "padding_rows"]
+__all__ = ["described_tensors", "padding_rows"]
 
 
-def described(
+def described_tensors(
     chunks: Sequence[nn.Module], context: MegatronContext
 ) -> tuple[list[Tensor], list[LocalTensor], list[str]]:
     """Return this rank's tensors, their positions in the whole model, and the names of those of unknown position."""

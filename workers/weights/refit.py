@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_state.megatron import MegatronContext
-from workers.weights.local_tensors import described, padding_rows
+from workers.weights.local_tensors import described_tensors, padding_rows
 from workers.weights.refit_plan import Move, RefitPlan, check_known, plan_refit
 
 __all__ = ["Refit", "RefitReport"]
@@ -77,8 +77,8 @@ class Refit:
         *,
         bucket_bytes: int = 64 << 20,
     ) -> None:
-        self._sources, sources, unknown = described(source_chunks, source_context)
-        self._targets, targets, unknown_too = described(target_chunks, target_context)
+        self._sources, sources, unknown = described_tensors(source_chunks, source_context)
+        self._targets, targets, unknown_too = described_tensors(target_chunks, target_context)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (sources, targets, unknown + unknown_too))
         all_sources, all_targets, all_unknown = zip(*everyone, strict=True)

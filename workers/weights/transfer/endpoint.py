@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from parallel_state.megatron import MegatronContext
-from workers.weights.local_tensors import described, padding_rows
+from workers.weights.local_tensors import described_tensors, padding_rows
 from workers.weights.refit_plan import Move
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import Parcel
-from workers.weights.transfer.transport import Deadline, Receiver, Sender, Traffic
+from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
 from workers.weights.transfer.transports import TRANSPORTS
 
-__all__ = ["Endpoint", "Opening", "Outcome"]
+__all__ = ["Opening", "TransferEndpoint", "TransferOutcome"]
 
 
 class Opening(NamedTuple):
@@ -42,7 +42,7 @@ class Opening(NamedTuple):
     timeout: float
 
 
-class Outcome(NamedTuple):
+class TransferOutcome(NamedTuple):
     """The result of one rank's part of a transfer.
 
     Attributes:
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     peer: int | None = None
 
 
-class Endpoint:
+class TransferEndpoint:
     """One rank's side of a transfer.
 
     Args:
@@ -77,11 +77,11 @@ class Endpoint:
 
     def __init__(self, opening: Opening, chunks: Sequence[nn.Module], context: MegatronContext, address: str) -> None:
         self._opening = opening
-        self._tensors, _, _ = described(chunks, context)
+        self._tensors, _, _ = described_tensors(chunks, context)
         self._padding = list(padding_rows(chunks, context))
         device = self._tensors[0].device
         transport = TRANSPORTS.get_or_raise(opening.transport)
-        traffic = Traffic(
+        traffic = RankTraffic(
             opening.transfer, opening.rank, opening.size, address, opening.buckets, device, opening.timeout
         )
         self._end: Sender | Receiver = (transport.sender if opening.sends else transport.receiver)(traffic)
@@ -90,17 +90,17 @@ class Endpoint:
         """Return what other ranks need to reach this one."""
         return self._end.listen()
 
-    def connect(self, addresses: Mapping[int, Any]) -> Outcome:
+    def connect(self, addresses: Mapping[int, Any]) -> TransferOutcome:
         """Connect to the ranks that this one sends to or receives from; ``addresses`` are by rank."""
         return self._run(lambda deadline: self._end.connect(addresses, deadline), self._opening.timeout)
 
     @torch.no_grad()
-    def send(self, timeout: float, version: int) -> Outcome:
+    def send(self, timeout: float, version: int) -> TransferOutcome:
         """Send the current weights; the outcome carries ``version``."""
         return self._run(self._send, timeout)._replace(version=version)
 
     @torch.no_grad()
-    def receive(self, timeout: float) -> Outcome:
+    def receive(self, timeout: float) -> TransferOutcome:
         """Replace the weights by those that arrive."""
         return self._run(self._receive, timeout)
 
@@ -108,7 +108,7 @@ class Endpoint:
         """End the connections and free the buffers."""
         self._end.close()
 
-    def _run(self, action: Any, timeout: float) -> Outcome:
+    def _run(self, action: Any, timeout: float) -> TransferOutcome:
         started = time.perf_counter()
         failure, peer = "", None
         try:
@@ -118,7 +118,7 @@ class Endpoint:
             self.close()  # peers that wait for this rank see it at once
         nbytes = sum(parcel.nbytes for bucket in self._opening.buckets for parcel in bucket)
         seconds = time.perf_counter() - started
-        return Outcome(nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
+        return TransferOutcome(nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self, deadline: Deadline) -> None:
         sender: Any = self._end

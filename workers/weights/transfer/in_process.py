@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import Holdings, Parcel
-from workers.weights.transfer.transport import Deadline, Traffic, Transport
+from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
 
@@ -25,7 +25,7 @@ _SENT: dict[tuple[str, int, int], deque[Tensor]] = defaultdict(deque)
 class _End:
     buffer_bytes = 0
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: RankTraffic) -> None:
         self._traffic = traffic
 
     def listen(self) -> None:

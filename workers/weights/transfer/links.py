@@ -17,12 +17,12 @@ from typing import NamedTuple
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.transport import Deadline
 
-__all__ = ["Address", "Link", "Listener", "connected"]
+__all__ = ["Link", "Listener", "ListenerAddress", "connected"]
 
 _TOKEN_BYTES, _NUMBER_BYTES = 32, 8
 
 
-class Address(NamedTuple):
+class ListenerAddress(NamedTuple):
     """The address of a listener.
 
     Attributes:
@@ -115,7 +115,7 @@ class Listener:
             self._socket = socket.create_server((host, 0))
         self._socket.listen(1024)
         endpoint = self._socket.getsockname()
-        self.address = Address(endpoint if host is None else (host, endpoint[1]), self._token)
+        self.address = ListenerAddress(endpoint if host is None else (host, endpoint[1]), self._token)
 
     def accept(self, peers: Collection[int], deadline: Deadline) -> dict[int, Link]:
         """Return the connections of all ``peers``, and stop listening.
@@ -150,7 +150,7 @@ class Listener:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def connected(address: Address, rank: int, peer: int, deadline: Deadline) -> Link:
+def connected(address: ListenerAddress, rank: int, peer: int, deadline: Deadline) -> Link:
     """Return a connection of this ``rank`` to the listener of ``peer``.
 
     Raises:

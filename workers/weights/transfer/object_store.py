@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.links import Address, Link, Listener, connected
+from workers.weights.transfer.links import Link, Listener, ListenerAddress, connected
 from workers.weights.transfer.plan import Holdings, Parcel
-from workers.weights.transfer.transport import Deadline, Traffic, Transport
+from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
 
@@ -26,7 +26,7 @@ _IN_FLIGHT = 2
 
 
 class _Sender:
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: RankTraffic) -> None:
         self._traffic = traffic
         self.buffer_bytes = 2 * traffic.bucket_bytes  # one to fill, and one in the store while the other is filled
         self._listener = Listener(traffic.address)
@@ -34,10 +34,10 @@ class _Sender:
         self._memory = torch.empty(traffic.bucket_bytes, dtype=torch.uint8)
         self._unread: dict[int, list[tuple[int, ray.ObjectRef[Any]]]] = {}
 
-    def listen(self) -> Address:
+    def listen(self) -> ListenerAddress:
         return self._listener.address
 
-    def connect(self, addresses: Mapping[int, Address], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, ListenerAddress], deadline: Deadline) -> None:
         self._links = self._listener.accept(self._traffic.peers, deadline)
 
     def buffer(self, index: int, deadline: Deadline) -> Tensor:
@@ -68,14 +68,14 @@ class _Sender:
 class _Receiver:
     buffer_bytes = 0  # an object of the store is read where it is
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: RankTraffic) -> None:
         self._traffic = traffic
         self._links: dict[int, Link] = {}
 
     def listen(self) -> None:
         """Return nothing: receivers connect to senders."""
 
-    def connect(self, addresses: Mapping[int, Address], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, ListenerAddress], deadline: Deadline) -> None:
         for peer in self._traffic.peers:
             self._links[peer] = connected(addresses[peer], self._traffic.rank, peer, deadline)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import Holdings, Parcel
-from workers.weights.transfer.transport import Deadline, Traffic, Transport
+from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
 
@@ -25,7 +25,7 @@ _IN_FLIGHT = 2
 class _End:
     """A rank of the process group, with two buckets; rank 0, of the source, has the store."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: RankTraffic) -> None:
         self._traffic = traffic
         self.buffer_bytes = _IN_FLIGHT * traffic.bucket_bytes
         self._store: dist.TCPStore | None = None

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from workers.weights.transfer.links import Address, Link, Listener, connected
+from workers.weights.transfer.links import Link, Listener, ListenerAddress, connected
 from workers.weights.transfer.plan import Holdings, Parcel
-from workers.weights.transfer.transport import Deadline, Traffic, Transport
+from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
 
@@ -25,7 +25,7 @@ _IN_FLIGHT = 2
 class _Sender:
     """A sender's two buckets in shared memory, and a link to each receiver."""
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: RankTraffic) -> None:
         self._traffic = traffic
         self.buffer_bytes = _IN_FLIGHT * traffic.bucket_bytes
         self._listener = Listener()
@@ -33,10 +33,10 @@ class _Sender:
         self._unread: dict[int, list[int]] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def listen(self) -> Address:
+    def listen(self) -> ListenerAddress:
         return self._listener.address
 
-    def connect(self, addresses: Mapping[int, Address], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, ListenerAddress], deadline: Deadline) -> None:
         self._links = self._listener.accept(self._traffic.peers, deadline)
         descriptor = os.memfd_create("weights", os.MFD_CLOEXEC)
         try:
@@ -80,7 +80,7 @@ class _Receiver:
 
     buffer_bytes = 0  # those of its senders are mapped
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: RankTraffic) -> None:
         self._traffic = traffic
         self._links: dict[int, Link] = {}
         self._memory: dict[int, Tensor] = {}
@@ -88,7 +88,7 @@ class _Receiver:
     def listen(self) -> None:
         """Return nothing: receivers connect to senders."""
 
-    def connect(self, addresses: Mapping[int, Address], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, ListenerAddress], deadline: Deadline) -> None:
         for peer in self._traffic.peers:
             link = self._links[peer] = connected(addresses[peer], self._traffic.rank, peer, deadline)
             size, (descriptor,) = link.receive(deadline, descriptors=1)

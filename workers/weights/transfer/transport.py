@@ -14,13 +14,13 @@ from torch import Tensor
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import Holdings, Parcel
 
-__all__ = ["Deadline", "Receiver", "Sender", "Traffic", "Transport"]
+__all__ = ["Deadline", "RankTraffic", "Receiver", "Sender", "Transport"]
 
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """What one rank sends or receives in a transfer, from which its end of the transport is made.
 
     Attributes:
@@ -151,6 +151,6 @@ class Transport:
         why_not: returns why it cannot be used between these ranks; "" if it can.
     """
 
-    sender: Callable[[Traffic], Sender]
-    receiver: Callable[[Traffic], Receiver]
+    sender: Callable[[RankTraffic], Sender]
+    receiver: Callable[[RankTraffic], Receiver]
     why_not: Callable[[Sequence[Holdings], Sequence[Holdings]], str]

@@ -10,7 +10,7 @@ from typing import Any, Self
 from mcontroller.dispatch.future import Future
 from mcontroller.errors import GroupError
 from mcontroller.group import WorkerGroup
-from workers.weights.transfer.endpoint import Opening, Outcome
+from workers.weights.transfer.endpoint import Opening, TransferOutcome
 from workers.weights.transfer.errors import TransferError
 from workers.weights.transfer.explanation import explanation
 from workers.weights.transfer.plan import Holdings, TransferPlan, plan_transfer
@@ -163,7 +163,7 @@ class WeightTransfer:
         known = {rank: address for rank, address in enumerate(addresses) if address is not None}
         self._both("connect_weights", "connect_weights", self._id, known)
 
-    def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[Outcome], list[Outcome]]:
+    def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:
         """Call a method of each group at the same time, and return the outcomes of their ranks."""
         deadline = self.timeout + CALL_GRACE
         sending = getattr(self.source, of_source).options(blocking=False, timeout=deadline)(*args)
@@ -185,7 +185,7 @@ class WeightTransfer:
         return sent, received
 
     def _failures(
-        self, sent: list[Outcome] | GroupError, received: list[Outcome] | GroupError
+        self, sent: list[TransferOutcome] | GroupError, received: list[TransferOutcome] | GroupError
     ) -> dict[tuple[str, int], str]:
         """By group and rank, what went wrong: as the groups report it, or else as the rank's peers do."""
         by_name = ((self.source.name, sent), (self.target.name, received))
@@ -206,7 +206,9 @@ class WeightTransfer:
         return (self.source.name, number) if number < sources else (self.target.name, number - sources)
 
 
-def _outcomes(future: Future[list[Outcome]], timeout: float | None = None) -> list[Outcome] | GroupError:
+def _outcomes(
+    future: Future[list[TransferOutcome]], timeout: float | None = None
+) -> list[TransferOutcome] | GroupError:
     try:
         return future.get(timeout)
     except GroupError as error:

@@ -11,7 +11,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from workers.actor import ActorRolloutRefWorker
 from workers.weights.full_state import full_state_dict
-from workers.weights.transfer.endpoint import Outcome
+from workers.weights.transfer.endpoint import TransferOutcome
 
 
 class Policy(ActorRolloutRefWorker):
@@ -37,7 +37,7 @@ class Policy(ActorRolloutRefWorker):
         self.fault = fault
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, transfer: str, timeout: float) -> Outcome:
+    def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
         if self.fault == "die" and self.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         while self.fault == "hang" and self.rank == 0:

@@ -9,7 +9,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.workers.roles import actor
 from workers.generate.rollout_protocol import PolicyWeights
-from workers.weights.transfer.source import PolicyWeightSource
+from workers.generate.weight_source import PolicyWeightSource
 
 
 def listed(parallel: dict[str, int]) -> tuple[Any, list[str], dict[str, torch.Tensor]]:

@@ -18,8 +18,8 @@ from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.group import WorkerGroup
 from workers.config import ActorConfig
 from workers.trained_worker import TrainedWorker
-from workers.weights.local_tensors import described
-from workers.weights.transfer.endpoint import Endpoint, Opening, Outcome
+from workers.weights.local_tensors import described_tensors
+from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import Holdings
 from workers.weights.transfer.transports import TRANSPORTS
 from workers.weights.transfer.weight_transfer import WeightTransfer
@@ -81,7 +81,7 @@ class TransferringWorker(TrainedWorker):
         return self.updates if self._received_version is None else self._received_version
 
     @property
-    def _endpoints(self) -> dict[str, Endpoint]:
+    def _endpoints(self) -> dict[str, TransferEndpoint]:
         return self.__dict__.setdefault("_weight_endpoints", {})
 
     def check_weights_complete(self, method: str) -> None:
@@ -102,7 +102,7 @@ class TransferringWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def describe_weights(self) -> Holdings:
         """Return which parts of the model this rank has, and where it runs."""
-        tensors, local, unknown = described(self.model, self.context)
+        tensors, local, unknown = described_tensors(self.model, self.context)
         device = tensors[0].device
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
@@ -112,16 +112,16 @@ class TransferringWorker(TrainedWorker):
     def listen_for_weights(self, opening: Opening) -> Any:
         """Open this rank's side of a transfer, and return what other ranks need to reach it."""
         address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-        self._endpoints[opening.transfer] = endpoint = Endpoint(opening, self.model, self.context, address)
+        self._endpoints[opening.transfer] = endpoint = TransferEndpoint(opening, self.model, self.context, address)
         return endpoint.listen()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect_weights(self, transfer: str, addresses: Mapping[int, Any]) -> Outcome:
+    def connect_weights(self, transfer: str, addresses: Mapping[int, Any]) -> TransferOutcome:
         """Connect to the ranks of the other group, which do this at the same time."""
         return self._endpoints[transfer].connect(addresses)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, transfer: str, timeout: float) -> Outcome:
+    def send_weights(self, transfer: str, timeout: float) -> TransferOutcome:
         """Send the current weights to the other group, which calls ``receive_weights`` at the same time.
 
         A failure of the other group is a result, not an error: nothing has changed here, and this group stays usable.
@@ -129,7 +129,7 @@ class TransferringWorker(TrainedWorker):
         return self._endpoints[transfer].send(timeout, self.policy_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, transfer: str, timeout: float) -> Outcome:
+    def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
         """Replace the weights by those of the other group. They count as complete after ``accept_weights``."""
         self._incomplete = "a transfer of weights was not completed"
         self.weights_version += 1
