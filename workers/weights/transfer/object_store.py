@@ -97,7 +97,7 @@ def _read(link: Link, deadline: Deadline) -> Tensor:
         array: np.ndarray[Any, Any] = ray.get(reference, timeout=deadline.left(link.peer))
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise PeerLost(f"rank {link.peer} of the transfer: {error}", peer=link.peer, cause=str(error)) from error
-    return torch.frombuffer(memoryview(array).toreadonly(), dtype=torch.uint8)
+    return torch.frombuffer(array.data, dtype=torch.uint8)
 
 
 def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:

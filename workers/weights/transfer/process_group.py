@@ -48,7 +48,8 @@ class _End:
         duration = datetime.timedelta(seconds=deadline.left(0))
         rank, size = self._traffic.rank, self._traffic.size
         try:
-            store = self._store or dist.TCPStore(*addresses[0], is_master=False, timeout=duration)
+            host, port = addresses[0]
+            store = self._store or dist.TCPStore(host, port, is_master=False, timeout=duration)
             self._group = _new_group(store, rank, size, duration, self._traffic.device)
         except RuntimeError as error:
             raise PeerLost(f"the process group of the transfer: {error}", peer=0, cause=str(error)) from error
