@@ -120,7 +120,7 @@ class WeightTransfer:
                 failures={},
             )
         sent, received = self._both("send_weights", "receive_weights", self._id, self.timeout)
-        (version,) = {outcome.version for outcome in sent}
+        (version,) = {outcome.version for outcome in sent if outcome.version is not None}
         self.target.accept_weights(version)
         return TransferReport(
             transport=self.transport,
