@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model (a multiple of 64)")
     parser.add_argument("--rounds", type=int, default=5, help="transfers by each transport; the fastest is reported")
     arguments = parser.parse_args()
-    ray.init("local", num_cpus=8, object_store_memory=300_000_000, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=8, object_store_memory=300_000_000, include_dashboard=False, log_to_driver=False)
     for move in MOVES:
         with (
             RayResourcePool([move[0]], use_gpu=False, name_prefix="actor") as training,
