@@ -36,7 +36,7 @@ from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
 from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective
-from workers.trained_worker import TrainedWorker
+from workers.transferring_worker import TransferringWorker
 from workers.weights.offload import Sleepable
 
 __all__ = ["ActorRolloutRefWorker"]
@@ -45,7 +45,7 @@ _ROLES = ("actor", "rollout", "ref")
 _BUILDS = ("build_model", "build_rollout_model", "build_rollout")
 
 
-class ActorRolloutRefWorker(TrainedWorker):
+class ActorRolloutRefWorker(TransferringWorker):
     """Actor, rollout and reference policy, or any of them, on one layout.
 
     Args:
@@ -61,7 +61,7 @@ class ActorRolloutRefWorker(TrainedWorker):
 
     config_class = ActorConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TrainedWorker.parts_needed,
+        **TransferringWorker.parts_needed,
         "generate_sequences": ("rollout",),
         "rollout_weights": ("params",),
         "compute_log_prob": ("params",),
@@ -215,11 +215,12 @@ class ActorRolloutRefWorker(TrainedWorker):
         Returns:
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
-            ``position_ids`` of both; samples of one prompt next to each other. Log-probabilities are the policy's at
-            the temperature, before top-k and top-p; those of an engine that reports others are in the column
-            ``engine_log_probs`` instead, with what they are in ``meta_info`` (see ``LogProbBasis``). ``meta_info``
-            has ``temperature`` and ``n``, so that later calls score at the same temperature. If the rollout got new
-            weights first, ``meta_info["metrics"]`` has the cost of that. None off the last stage.
+            ``position_ids`` of both; ``policy_version`` int64 ``[rows * n]``, the number of calls that had trained the
+            policy which generated the row. Samples of one prompt are next to each other. Log-probabilities are the
+            policy's at the temperature, before top-k and top-p; those of an engine that reports others are in the
+            column ``engine_log_probs`` instead, with what they are in ``meta_info`` (see ``LogProbBasis``).
+            ``meta_info`` has ``temperature`` and ``n``, so that later calls score at the same temperature. If the
+            rollout got new weights first, ``meta_info["metrics"]`` has the cost of that. None off the last stage.
 
         Raises:
             ConfigError: the role does not include ``rollout``, a setting in ``meta_info`` is invalid, or prompts and
@@ -228,6 +229,7 @@ class ActorRolloutRefWorker(TrainedWorker):
                 longer than ``rollout.prompt_length``.
         """
         self._require_role("rollout", "generate_sequences")
+        self.check_weights_complete("generate_sequences")
         self.check_call_context()
         with before_changes():
             self.config.check_lengths()
@@ -243,6 +245,7 @@ class ActorRolloutRefWorker(TrainedWorker):
             dp_group=self.context.pg.dp,
         )
         if generated is not None:
+            generated = self.with_policy_version(generated)
             generated.meta_info.setdefault("temperature", self.config.rollout.temperature)
             generated.meta_info.setdefault("n", self.config.rollout.n)
         if generated is not None and metrics:

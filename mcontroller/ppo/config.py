@@ -246,12 +246,17 @@ class TrainerConfig:
 
     offload_communicators: bool = False
     """Free the buffers of NCCL too when a group hands over its memory. It takes time, and NCCL 2.29.7."""
+    weight_transport: str = "auto"
+    """Transport of the weights from Role.Actor to Role.Rollout: auto, shared_memory, process_group, object_store."""
+    weight_timeout: float = 600.0
+    """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
     axes_across_nodes: tuple[str, ...] = ()
     """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_axes(self.axes_across_nodes, "trainer.axes_across_nodes")
+        check_above("trainer.weight_timeout", self.weight_timeout, 0.0)
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)
@@ -288,3 +293,5 @@ class PPOConfig:
     """How the responses to held-out problems are sampled."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Length of the run, and when it is validated and saved."""
+    rollout: Any = None
+    """The ``config`` argument of the worker class of ``Role.Rollout``. None: generation is in the actor's workers."""

@@ -10,6 +10,7 @@ from typing import Any
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
+from mcontroller.ppo.rollout_weights import check_transfer
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import Role
 
@@ -18,6 +19,8 @@ __all__ = ["RoleWorker", "check_reference_sync", "check_roles", "has_reference",
 CONFIG_KEYS = {
     Role.ActorRolloutRef: "actor_rollout_ref",
     Role.ActorRollout: "actor_rollout_ref",
+    Role.Actor: "actor_rollout_ref",
+    Role.Rollout: "rollout",
     Role.RefPolicy: "ref",
     Role.Critic: "critic",
     Role.RewardModel: "reward_model",
@@ -27,6 +30,8 @@ CONFIG_KEYS = {
 GROUPS: Mapping[Role, tuple[str, Mapping[str, Any]]] = {
     Role.ActorRolloutRef: ("actor", {"role": "actor_rollout_ref"}),
     Role.ActorRollout: ("actor", {"role": "actor_rollout"}),
+    Role.Actor: ("actor", {"role": "actor"}),
+    Role.Rollout: ("rollout", {"role": "rollout"}),
     Role.RefPolicy: ("ref", {"role": "ref"}),
     Role.Critic: ("critic", {}),
     Role.RewardModel: ("reward", {}),
@@ -70,9 +75,11 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWor
 
 def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
     """Raise ConfigError if the roles do not fit the configuration."""
-    actors = [role for role in (Role.ActorRolloutRef, Role.ActorRollout) if role in mapping]
-    if len(actors) != 1:
-        raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout")
+    actors = [role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in mapping]
+    if len(actors) != 1 or (Role.Actor in mapping) != (Role.Rollout in mapping):
+        raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout, or Role.Actor and Role.Rollout")
+    if Role.Rollout in mapping:
+        check_transfer(config, mapping[Role.Actor], mapping[Role.Rollout])
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:
         raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")

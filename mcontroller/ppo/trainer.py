@@ -36,6 +36,7 @@ from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.overlap import OverlappingStages, StageCall
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers
+from mcontroller.ppo.rollout_weights import RolloutWeights
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful, load_run
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.run_record import read_record
@@ -66,8 +67,9 @@ class RayPPOTrainer:
     Args:
         config: the configuration of the run; those of the workers are passed to them.
         tokenizer: its ``eos_token_id`` and ``pad_token_id`` are passed to generation.
-        role_worker_mapping: the worker class of every role: ``ActorRolloutRef``, or ``ActorRollout`` and
-            ``RefPolicy``; ``Critic`` if the advantage estimator needs one; ``RewardModel`` if there is one.
+        role_worker_mapping: the worker class of every role: ``ActorRolloutRef``; or ``ActorRollout`` and
+            ``RefPolicy``; or ``Actor`` and ``Rollout`` in groups of their own, and ``RefPolicy``. ``Critic`` if the
+            advantage estimator needs one; ``RewardModel`` if there is one.
         resource_pool_manager: the pools, and the pool of each role.
         ray_worker_group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
         reward_fn: the reward of the responses to train on. None: the scores of the reward model.
@@ -91,6 +93,7 @@ class RayPPOTrainer:
     """
 
     actor: WorkerGroup
+    rollout: WorkerGroup
     critic: WorkerGroup | None
     reference: WorkerGroup | None
     reward_model: WorkerGroup | None
@@ -139,6 +142,9 @@ class RayPPOTrainer:
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
+        self.rollout_weights = RolloutWeights(
+            self.stages, config.trainer.weight_transport, config.trainer.weight_timeout
+        )
         self.checkpoints = RunCheckpoints(
             config.trainer.default_local_dir, config.trainer.max_to_keep, self.stages.devices
         )
@@ -170,6 +176,8 @@ class RayPPOTrainer:
             with self.stages("start", group.init_model):
                 group.init_model()
         self.actor = self.groups["actor"]
+        self.rollout = self.groups.get("rollout", self.actor)
+        self.rollout_weights.connect(self.actor, self.rollout)
         self.critic = self.groups.get("critic")
         in_actor = Role.ActorRolloutRef in self.role_worker_mapping
         self.reference = self.actor if in_actor else self.groups.get("ref")
@@ -262,7 +270,7 @@ class RayPPOTrainer:
         batch = self.seen_by_callbacks(batch)
         metrics |= self.update(batch)
         self.num_tokens += tokens_of(batch)
-        metrics |= self._progress(batch, len(problems))
+        metrics |= self._progress(batch, len(problems)) | self.rollout_weights.take_metrics()
         return metrics | self._timing(batch, started) | stage.take_memory()
 
     def experience(self, problems: DataProto) -> tuple[ReferencedBatch, dict[str, float]]:
@@ -277,7 +285,8 @@ class RayPPOTrainer:
         while True:
             problems.non_tensor_batch["uid"] = np.arange(uid, uid + len(problems)).astype(object)
             uid += len(problems)
-            with self.stages("generate", self.actor.generate_sequences):
+            self.rollout_weights.update()
+            with self.stages("generate", self.rollout.generate_sequences):
                 batch, asked = self.generate(problems, RESPONSE_COLUMNS)
             self.rewards.start(batch, asked)
             metrics |= mean_of_parts(batch.columns) if "metrics" in batch.columns.meta_info else {}
@@ -342,6 +351,7 @@ class RayPPOTrainer:
                 calls.append(start("update critic", self.critic.update_critic, batch))
             if self.global_steps >= self.config.trainer.critic_warmup:
                 calls.append(start("update actor", self.actor.update_actor, batch))
+                self.rollout_weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
         return {name.replace("actor/rollout_", "training/rollout_"): value for name, value in metrics.items()}
@@ -362,7 +372,7 @@ class RayPPOTrainer:
             "pad_token_id": self.tokenizer.pad_token_id,
             **sampling,
         }
-        generated = self.actor.generate_sequences.options(blocking=False)(prompts)
+        generated = self.rollout.generate_sequences.options(blocking=False)(prompts)
         responses = ReferencedBatch.of(generated, read)
         others = problems.select([], non_tensor_batch_keys=None)
         return responses, others.repeat(len(responses) // len(problems))
@@ -393,7 +403,7 @@ class RayPPOTrainer:
 
     def greedy_scores(self, problems: DataProto, repeats: int) -> DataProto:
         """Return ``greedy_scores``, the score of the greedy response to each problem, repeated for each response."""
-        with self.stages("generate", self.actor.generate_sequences):
+        with self.stages("generate", self.rollout.generate_sequences):
             batch, asked = self.generate(problems, RESPONSE_COLUMNS, do_sample=False, n=1)
         with self.stages.overlapping() as start:
             scores = self.scored(batch, asked, start)[1].token_level_scores.sum(1)
@@ -439,6 +449,7 @@ class RayPPOTrainer:
             self._stop_if_preempted()
             with self.stages("warm-up", self.actor.update_sft):
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
+            self.rollout_weights.changed()
             metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
             self.display.step(metrics)
             for tracker in self.trackers:
@@ -455,7 +466,8 @@ class RayPPOTrainer:
             return {}
         validation, rewards = self.config.validation, []
         for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
-            with self.stages("held-out", self.actor.generate_sequences):
+            self.rollout_weights.update()
+            with self.stages("held-out", self.rollout.generate_sequences):
                 responses, asked = self.generate(problems, RESPONSE_COLUMNS, **validation.sampling())
             with self.stages.overlapping() as start:
                 rewards.append(self.scored(responses, asked, start, held_out=True)[1])
@@ -506,6 +518,7 @@ class RayPPOTrainer:
         groups = self._trained_groups()
         state = load_run(self.config.trainer.default_local_dir, groups, self.stages.devices)
         self.checkpoints.recover(groups)
+        self.rollout_weights.changed()
         self.global_steps = state.global_steps
         self.drawn_batches, self.num_tokens = state.drawn_batches, state.num_tokens
         self.kl_ctrl.resume(state.kl_coef)
@@ -572,6 +585,7 @@ class RayPPOTrainer:
             "the trainer",
             [
                 ("display", self.display.close),
+                ("weights", self.rollout_weights.close),
                 *((f"group {role}", group.shutdown) for role, group in self.groups.items()),
                 ("pools", self.resource_pool_manager.shutdown),
                 *((f"tracker {type(tracker).__name__}", tracker.close) for tracker in self.trackers),

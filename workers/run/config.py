@@ -24,7 +24,7 @@ from workers.config import ActorConfig, CriticConfig, ModelConfig, RewardConfig
 __all__ = ["ClusterConfig", "PoolConfig", "RunConfig", "read_run_config"]
 
 
-ROLES = ("actor_rollout_ref", "critic", "ref", "reward_model")
+ROLES = ("actor_rollout_ref", "rollout", "critic", "ref", "reward_model")
 """The fields that are configurations of roles."""
 
 
@@ -77,6 +77,8 @@ class RunConfig(PPOConfig):
 
     actor_rollout_ref: ActorConfig
     """The actor, its rollout and its reference."""
+    rollout: ActorConfig | None = None
+    """The rollout in a group of its own. None: the rollout is in the actor's workers."""
     critic: CriticConfig | None = None
     """The critic. None: an estimator without a critic."""
     ref: ActorConfig | None = None

@@ -112,10 +112,12 @@ def make_parts(config: RunConfig) -> RunParts:
 def roles_of(config: RunConfig) -> dict[Role, Any]:
     """Return the worker class of every role of the run: a critic if the estimator needs one."""
     roles: dict[Role, Any] = {}
-    if config.ref is None:
-        roles[Role.ActorRolloutRef] = ActorRolloutRefWorker
+    if config.rollout is not None:
+        roles |= {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
     else:
-        roles |= {Role.ActorRollout: ActorRolloutRefWorker, Role.RefPolicy: ActorRolloutRefWorker}
+        roles[Role.ActorRolloutRef if config.ref is None else Role.ActorRollout] = ActorRolloutRefWorker
+    if config.ref is not None:
+        roles[Role.RefPolicy] = ActorRolloutRefWorker
     if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic:
         roles[Role.Critic] = CriticWorker
     if config.reward_model is not None:

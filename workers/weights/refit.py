@@ -13,7 +13,7 @@ are one case. A tensor whose position in the whole model is unknown is rejected 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
-from workers.weights.refit_plan import LocalTensor, Move, RefitPlan, plan_refit, spans_of
-from workers.weights.shards import WeightShard, named_buffers, named_shards
+from workers.weights.local_tensors import described_tensors, padding_rows
+from workers.weights.refit_plan import Move, RefitPlan, check_known, plan_refit
 
 __all__ = ["Refit", "RefitReport"]
 
@@ -78,14 +77,14 @@ class Refit:
         *,
         bucket_bytes: int = 64 << 20,
     ) -> None:
-        self._sources, sources, unknown = _described(source_chunks, source_context)
-        self._targets, targets, unknown_too = _described(target_chunks, target_context)
+        self._sources, sources, unknown = described_tensors(source_chunks, source_context)
+        self._targets, targets, unknown_too = described_tensors(target_chunks, target_context)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (sources, targets, unknown + unknown_too))
         all_sources, all_targets, all_unknown = zip(*everyone, strict=True)
-        _check_known(sorted({name for names in all_unknown for name in names}))
+        check_known(sorted({name for names in all_unknown for name in names}))
         self.plan: RefitPlan = plan_refit(all_sources, all_targets, bucket_bytes)
-        self._padding = list(_padding(target_chunks, target_context))
+        self._padding = list(padding_rows(target_chunks, target_context))
 
     @torch.no_grad()
     def run(self) -> RefitReport:
@@ -139,61 +138,3 @@ class Refit:
 
     def _target(self, move: Move) -> Tensor:
         return self._targets[move.target_slot].data.narrow(move.dim, move.target_start, move.length)
-
-
-def _described(
-    chunks: Sequence[nn.Module], context: MegatronContext
-) -> tuple[list[Tensor], list[LocalTensor], list[str]]:
-    """This rank's tensors, their positions in the whole model, and the names of those whose position is unknown."""
-    tensors: list[Tensor] = []
-    described: list[LocalTensor] = []
-    unknown: list[str] = []
-    for shard in named_shards(chunks, context):
-        tensors.append(shard.param)
-        described.append(_local_tensor(shard))
-        if _is_unknown(shard):
-            unknown.append(shard.name)
-    for name, buffer in named_buffers(chunks, context):
-        tensors.append(buffer)
-        described.append(LocalTensor(name, tuple(buffer.shape), _dtype(buffer), buffer.element_size()))
-        if buffer.dim() == 0:
-            unknown.append(name)
-    return tensors, described, unknown
-
-
-def _local_tensor(shard: WeightShard) -> LocalTensor:
-    whole = LocalTensor(shard.name, shard.full_shape, _dtype(shard.param), shard.param.element_size())
-    if shard.dim is None:
-        return whole
-    length, limit = shard.param.size(shard.dim), shard.full_shape[shard.dim]
-    spans = spans_of(length, shard.pieces, shard.group.size(), shard.group.rank(), limit)
-    return whole._replace(dim=shard.dim, spans=spans)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _is_unknown(shard: WeightShard) -> bool:
-    """Whether a weight is quantized, has no dims, or is divided in a way that does not follow from its name."""
-    quantized = type(shard.param.data) is not Tensor
-    uneven = hasattr(shard.param, "partition_sizes")  # several tensors of different sizes stacked, as Mamba's
-    numbered = shard.name.startswith("decoder.layers.") and ".linear_fc" in shard.name
-    return quantized or shard.param.dim() == 0 or uneven or (shard.expert and not numbered)
-
-
-def _check_known(names: Sequence[str]) -> None:
-    if names:
-        raise DataError(
-            f"cannot refit {', '.join(names)}: expected plain tensors with at least one dim, divided evenly; of "
-            "experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
-            names=names,
-        )
-
-
-def _padding(chunks: Sequence[nn.Module], context: MegatronContext) -> Iterator[Tensor]:
-    """Rows of this rank's tensors that pad the vocabulary."""
-    for shard in named_shards(chunks, context):
-        if shard.rows is not None:
-            filled = min(max(shard.rows - shard.group.rank() * shard.param.size(0), 0), shard.param.size(0))
-            yield shard.param.data[filled:]

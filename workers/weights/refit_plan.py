@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mcontroller.errors import DataError
 
-__all__ = ["LocalTensor", "Move", "RefitPlan", "Span", "plan_refit", "spans_of"]
+__all__ = ["LocalTensor", "Move", "RefitPlan", "Span", "check_known", "plan_refit", "spans_of"]
 
 
 class Span(NamedTuple):
@@ -143,6 +143,16 @@ def plan_refit(
             _check_filled(target, rank, dims[target.name], parts[target.name])
     least = sum(move.nbytes for move in chain(*moves))
     return RefitPlan(tuple(copies), tuple(_buckets(moves, bucket_bytes)), least)
+
+
+def check_known(names: Sequence[str]) -> None:
+    """Raise DataError if there are ``names``: tensors whose position in the whole model is unknown."""
+    if names:
+        raise DataError(
+            f"cannot refit {', '.join(names)}: expected plain tensors with at least one dim, divided evenly; of "
+            "experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
+            names=names,
+        )
 
 
 class _Part(NamedTuple):

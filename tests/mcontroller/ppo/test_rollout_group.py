@@ -1,0 +1,122 @@
+"""Actor and rollout as groups of their own: the rollout generates with the weights of the actor's last update."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError
+from mcontroller.group import WorkerGroup
+from mcontroller.ppo import PPOConfig, RayPPOTrainer
+from mcontroller.ray import Role
+from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer
+
+
+class Copied:
+    def metrics(self) -> dict[str, float]:
+        return {"weights/seconds": 0.5}
+
+
+class CopiedTable:
+    """A transfer of the tables of local groups."""
+
+    def __init__(self, source: WorkerGroup, target: WorkerGroup) -> None:
+        self.source, self.target = source, target
+        self.is_open = True
+
+    def run(self) -> Copied:
+        CALLS.append("transfer")
+        (table,) = self.source.send_weights()
+        self.target.receive_weights(table)
+        return Copied()
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class SeparateActor(ToyActor):
+    transfers: ClassVar[list[CopiedTable]] = []
+
+    @classmethod
+    def check_transfer(cls, source: float, target: float, transport: str) -> None:
+        if source != target:
+            raise ConfigError("rollout differs", key="rollout", value=target)
+
+    @classmethod
+    def transfer_weights(cls, source: WorkerGroup, target: WorkerGroup, **options: Any) -> CopiedTable:
+        assert options == {"transport": "auto", "timeout": 600.0}
+        cls.transfers.append(CopiedTable(source, target))
+        return cls.transfers[-1]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> torch.Tensor:
+        return self.table.clone()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        assert self.role == "rollout"
+        return super().generate_sequences(prompts)
+
+
+SEPARATE = {
+    Role.Actor: SeparateActor,
+    Role.Rollout: SeparateActor,
+    Role.RefPolicy: SeparateActor,
+    Role.Critic: ToyCritic,
+}
+
+
+def config(**trainer: Any) -> PPOConfig:
+    return dataclasses.replace(toy_config(3, **trainer), rollout=0.5, ref=0.5)
+
+
+def trained(trainer: RayPPOTrainer) -> np.ndarray:
+    CALLS.clear()
+    with trainer:
+        trainer.init_workers()
+        trainer.fit()
+        (saved,) = trainer.actor.execute_all_sync("__getattribute__", "table")
+    return saved.numpy()
+
+
+def test_weights_are_sent_before_the_first_generation_after_every_update_and_once() -> None:
+    trained(toy_trainer(config(test_freq=1, val_before_train=True), SEPARATE))
+    kept = [call for call in CALLS if call in ("transfer", "generate_sequences", "update_actor")]
+    update = ["update_actor", "transfer", "generate_sequences"]  # held-out problems, then those of the next step
+    assert kept == ["transfer", "generate_sequences", *["generate_sequences", *update] * 3]
+    assert not SeparateActor.transfers[-1].is_open
+
+
+def test_training_equals_that_of_one_group_for_actor_and_rollout() -> None:
+    together = {Role.ActorRollout: ToyActor, Role.RefPolicy: ToyActor, Role.Critic: ToyCritic}
+    one = trained(toy_trainer(dataclasses.replace(toy_config(3), ref=0.5), together))
+    np.testing.assert_array_equal(trained(toy_trainer(config(), SEPARATE)), one)
+
+
+@pytest.mark.parametrize(
+    ("roles", "changes", "message"),
+    [
+        ({Role.Actor: SeparateActor}, {}, "or Role.Actor and Role.Rollout"),
+        ({Role.ActorRollout: ToyActor, Role.Rollout: ToyActor}, {}, "or Role.Actor and Role.Rollout"),
+        ({Role.Actor: ToyActor, Role.Rollout: ToyActor}, {}, "ToyActor has no class method transfer_weights"),
+        (SEPARATE, {"rollout": None}, "Role.Rollout has no configuration: set rollout"),
+        (SEPARATE, {"rollout": 0.25}, "rollout differs"),
+    ],
+    ids=["no-rollout", "two-rollouts", "no-transfer", "no-config", "another-model"],
+)
+def test_roles_that_do_not_fit_are_rejected_before_any_process_starts(
+    roles: dict[Role, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        toy_trainer(dataclasses.replace(config(), **changes), {**roles, Role.Critic: ToyCritic})

@@ -1,0 +1,45 @@
+"""Workers whose weights can be compared, and that end or hang in the middle of a transfer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from workers.actor import ActorRolloutRefWorker
+from workers.weights.full_state import full_state_dict
+from workers.weights.transfer.endpoint import TransferOutcome
+
+
+class Policy(ActorRolloutRefWorker):
+    fault = ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def digest(self) -> str:
+        """A number that changes with any bit of the weights of the whole model."""
+        whole = full_state_dict(self.model, self.context)
+        found = hashlib.sha256()
+        for name, tensor in sorted(whole.items()):
+            found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def change_weights(self) -> None:
+        for chunk in self.model:
+            for parameter in chunk.parameters():
+                parameter.data.add_(0.01)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_in_the_next_transfer(self, fault: str) -> None:
+        self.fault = fault
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
+        if self.fault == "die" and self.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self.fault == "hang" and self.rank == 0:
+            time.sleep(0.1)
+        return super().receive_weights(transfer, timeout)

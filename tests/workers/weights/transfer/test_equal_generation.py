@@ -1,0 +1,107 @@
+"""After a transfer, a rollout group of another layout generates what the actor itself would, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import CallRejected, ConfigError, DataError
+from mcontroller.testing import simulated_worker_group
+from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, experience, prompts
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, load_config
+from workers.weights.transfer.weight_transfer import WeightTransfer
+
+TIED = {"tie_embeddings": True}
+EXPERTS = {"num_layers": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
+
+
+def group(role: str, ranks: int, parallel: dict[str, Any], model: dict[str, Any], **changes: Any) -> Any:
+    defaults = {
+        "model": MODEL | model,
+        "parallel": parallel,
+        "optim": OPTIM,
+        "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3},
+        "ppo_mini_batch_size": 8,
+        "ppo_micro_batch_size": 2,
+        "ppo_epochs": 1,
+    }
+    config = load_config(ActorConfig, defaults, changes)
+    made = simulated_worker_group(ActorRolloutRefWorker, ranks, config, role, name=role)
+    made.init_model()
+    return made
+
+
+def generated(of: Any) -> DataProto:
+    return of.generate_sequences(prompts(8, SAMPLED))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "here", "to_ranks", "there"),
+    [
+        ({}, 2, {"tp": 2}, 1, {}),
+        ({}, 4, {"tp": 2, "pp": 2}, 2, {}),
+        (TIED, 2, {"pp": 2}, 2, {"tp": 2}),
+        (EXPERTS, 2, {"ep": 2}, 1, {}),
+    ],
+    ids=["tp2", "tp2-pp2", "tied-pp2-tp2", "ep2"],
+)
+def test_a_rollout_group_generates_what_the_actor_generates_in_the_same_layout(
+    model: dict[str, Any], ranks: int, here: dict[str, Any], to_ranks: int, there: dict[str, Any]
+) -> None:
+    """The actor generates with a colocated copy in the rollout's layout. tp2 pads the vocabulary of 61."""
+    one_row = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3, "max_rows": 1}
+    actor = group("actor_rollout", ranks, here, model, rollout=one_row | {"parallel": there})
+    rollout = group("rollout", to_ranks, there, model | {"seed": 7}, rollout=one_row)
+    before = [generated(each).batch for each in (rollout, actor)]
+    actor.update_actor(experience(8))
+    with WeightTransfer(actor, rollout) as transfer:
+        report = transfer.run()
+    after = [generated(each).batch for each in (rollout, actor)]
+    assert report.bytes_sent == report.least_bytes > 0
+    for column in ("responses", "rollout_log_probs"):
+        assert torch.equal(after[0][column], after[1][column])
+        assert not torch.equal(before[0][column], before[1][column])
+    assert [batch["policy_version"].tolist() for batch in (*before, *after)] == [[0] * 8] * 2 + [[1] * 8] * 2
+
+
+def test_a_target_of_a_smaller_dtype_gets_converted_weights_and_half_of_the_bytes() -> None:
+    actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"dtype": "bfloat16", "seed": 7})
+    with WeightTransfer(actor, rollout, bucket_bytes=4096) as transfer:
+        report = transfer.run()
+    sent, arrived = ([p.data for p in each.workers[0].model[0].parameters()] for each in (actor, rollout))
+    half = [one.to(other.dtype) for one, other in zip(sent, arrived, strict=True)]
+    assert all(torch.equal(one, other) for one, other in zip(half, arrived, strict=True))
+    assert report.bytes_sent == sum(tensor.nbytes for tensor in half)
+
+
+def test_weights_that_have_not_all_arrived_are_not_generated_with() -> None:
+    actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"seed": 7})
+    transfer = WeightTransfer(actor, rollout)
+    rollout.receive_weights(transfer._id, 1.0)  # the actor does not send
+    with pytest.raises(CallRejected, match="partly old and partly new"):
+        generated(rollout)
+    with WeightTransfer(actor, rollout) as second:
+        second.run()
+    assert generated(rollout).batch["policy_version"].tolist() == [0] * 8
+
+
+def test_groups_that_do_not_fit_are_rejected_before_anything_is_sent() -> None:
+    actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, TIED)
+    with pytest.raises(DataError, match=r"not the same model.*output_layer.weight"):
+        WeightTransfer(actor, rollout)
+    with pytest.raises(ConfigError, match="transport is 'shared_memory', but the groups are in one process"):
+        WeightTransfer(actor, actor, transport="shared_memory")
+    with pytest.raises(ConfigError, match="did you mean process_group"):
+        WeightTransfer(actor, actor, transport="process_groups")
+
+
+def test_explain_lists_the_bytes_from_rank_to_rank() -> None:
+    actor, rollout = group("actor_rollout", 2, {"tp": 2}, {}), group("rollout", 1, {}, {})
+    with WeightTransfer(actor, rollout) as transfer:
+        first, line = transfer.explain().splitlines()
+    assert first.startswith("actor_rollout (2 ranks) -> rollout (1 rank) by in_process: ")
+    assert line.startswith("  rollout rank 0 <- ") and "from rank 0, " in line and line.endswith("from rank 1")

@@ -1,0 +1,160 @@
+"""The base class of workers whose weights are sent to another group, or received from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import ray
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError, DataError, before_changes
+from mcontroller.group import WorkerGroup
+from workers.config import ActorConfig
+from workers.trained_worker import TrainedWorker
+from workers.weights.local_tensors import described_tensors
+from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.plan import Holdings
+from workers.weights.transfer.transports import TRANSPORTS
+from workers.weights.transfer.weight_transfer import WeightTransfer
+
+__all__ = ["TransferringWorker"]
+
+MAY_DIFFER = (
+    *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
+    *("dtype", "transformer_impl", "seed", "hf_path", "family", "transformer"),
+)
+"""Fields of ModelConfig that two groups with the same weights may differ in."""
+
+
+class TransferringWorker(TrainedWorker):
+    """A worker that sends its weights to another group, or receives them; ``WeightTransfer`` calls these methods.
+
+    Attributes:
+        policy_version: the version of the policy that this worker has: the number of calls that trained it, at the
+            actor or, for weights that were received, at the group that sent them.
+    """
+
+    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **TrainedWorker.parts_needed,
+        "describe_weights": (),
+        "listen_for_weights": (),
+        "connect_weights": (),
+        "send_weights": ("params",),
+        "receive_weights": ("params",),
+        "accept_weights": (),
+        "close_weights": (),
+    }
+
+    _received_version: int | None = None
+    _incomplete: str = ""
+
+    @classmethod
+    def transfer_weights(
+        cls, source: WorkerGroup[Any], target: WorkerGroup[Any], *, transport: str = "auto", timeout: float = 600.0
+    ) -> WeightTransfer:
+        """Return a transfer of weights between two groups of such workers; see ``WeightTransfer``."""
+        return WeightTransfer(source, target, transport=transport, timeout=timeout)
+
+    @classmethod
+    def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
+        """Check that weights can go from groups of one configuration to groups of another, before any process starts.
+
+        Raises:
+            ConfigError: the models differ in more than dtype, seed and training; the settings of generation differ;
+                or there is no such transport.
+        """
+        if transport != "auto":
+            TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
+        _check_equal("model", source.model, target.model, MAY_DIFFER)
+        _check_equal("rollout", source.rollout, target.rollout, ("parallel", "max_rows", "memory_fraction"))
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the policy that this worker has."""
+        return self.updates if self._received_version is None else self._received_version
+
+    @property
+    def _endpoints(self) -> dict[str, TransferEndpoint]:
+        return self.__dict__.setdefault("_weight_endpoints", {})
+
+    def check_weights_complete(self, method: str) -> None:
+        """Raise DataError if a transfer to this worker has begun and was not completed."""
+        if self._incomplete:
+            with before_changes():
+                raise DataError(
+                    f"{method}: {self._incomplete}, so the weights are partly old and partly new: run a WeightTransfer "
+                    "to this group first",
+                    method=method,
+                )
+
+    def with_policy_version(self, generated: DataProto) -> DataProto:
+        """Return the batch with ``policy_version``, int64 ``[rows]``."""
+        column = torch.full((len(generated),), self.policy_version, dtype=torch.long)
+        return generated.with_tensors({"policy_version": column})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe_weights(self) -> Holdings:
+        """Return which parts of the model this rank has, and where it runs."""
+        tensors, local, unknown = described_tensors(self.model, self.context)
+        device = tensors[0].device
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
+        return Holdings(tuple(local), tuple(unknown), node, os.getpid(), gpu)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def listen_for_weights(self, opening: Opening) -> Any:
+        """Open this rank's side of a transfer, and return what other ranks need to reach it."""
+        address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        self._endpoints[opening.transfer] = endpoint = TransferEndpoint(opening, self.model, self.context, address)
+        return endpoint.listen()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_weights(self, transfer: str, addresses: Mapping[int, Any]) -> TransferOutcome:
+        """Connect to the ranks of the other group, which do this at the same time."""
+        return self._endpoints[transfer].connect(addresses)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, transfer: str, timeout: float) -> TransferOutcome:
+        """Send the current weights to the other group, which calls ``receive_weights`` at the same time.
+
+        A failure of the other group is a result, not an error: nothing has changed here, and this group stays usable.
+        """
+        return self._endpoints[transfer].send(timeout, self.policy_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
+        """Replace the weights by those of the other group. They count as complete after ``accept_weights``."""
+        self._incomplete = "a transfer of weights was not completed"
+        self.weights_version += 1
+        return self._endpoints[transfer].receive(timeout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def accept_weights(self, version: int) -> None:
+        """Mark the received weights as complete: all ranks have them, and they are those of ``version``."""
+        self._received_version, self._incomplete = version, ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_weights(self, transfer: str) -> None:
+        """End this rank's side of a transfer, and free its buffers."""
+        endpoint = self._endpoints.pop(transfer, None)
+        if endpoint is not None:
+            endpoint.close()
+
+
+def _check_equal(section: str, of_actor: Any, of_rollout: Any, may_differ: tuple[str, ...]) -> None:
+    for field in dataclasses.fields(of_actor):
+        ours, theirs = getattr(of_actor, field.name), getattr(of_rollout, field.name)
+        if field.name not in may_differ and ours != theirs:
+            raise ConfigError(
+                f"rollout.{section}.{field.name} is {theirs!r}, and actor_rollout_ref.{section}.{field.name} is "
+                f"{ours!r}: both groups have the same policy, so set them to the same value",
+                key=f"rollout.{section}.{field.name}",
+                value=theirs,
+            )

@@ -1,0 +1,162 @@
+"""One rank's side of a transfer: fills buckets from its tensors, or its tensors from buckets."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel_state.megatron import MegatronContext
+from workers.weights.local_tensors import described_tensors, padding_rows
+from workers.weights.refit_plan import Move
+from workers.weights.transfer.errors import PeerLost
+from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
+from workers.weights.transfer.transports import TRANSPORTS
+
+__all__ = ["Opening", "TransferEndpoint", "TransferOutcome"]
+
+
+class Opening(NamedTuple):
+    """What a rank is called with to open its side of a transfer.
+
+    Attributes:
+        transfer: the id of the transfer.
+        transport: the name of the transport.
+        sends: whether the rank belongs to the source.
+        rank, size: its number among the ranks of both groups, and how many these are.
+        buckets: what it sends or receives.
+        timeout: seconds after which setting up a connection fails.
+    """
+
+    transfer: str
+    transport: str
+    sends: bool
+    rank: int
+    size: int
+    buckets: tuple[tuple[Parcel, ...], ...]
+    timeout: float
+
+
+class TransferOutcome(NamedTuple):
+    """The result of one rank's part of a transfer.
+
+    Attributes:
+        nbytes: bytes that it sent or received.
+        seconds: wall-clock time.
+        buffer_bytes: memory that its side keeps in addition to the weights.
+        version: the version of the policy that it sent; None for a rank that received.
+        failure: what went wrong; "" if nothing.
+        peer: the number of the rank that it waited for; None without a failure.
+    """
+
+    nbytes: int
+    seconds: float
+    buffer_bytes: int
+    version: int | None
+    failure: str = ""
+    peer: int | None = None
+
+
+class TransferEndpoint:
+    """One rank's side of a transfer.
+
+    Args:
+        opening: the rank's part of the plan.
+        chunks: this rank's model chunks, wrapped or not.
+        context: their layout.
+        address: of this node, for other nodes.
+
+    Raises:
+        ConfigError: there is no such transport.
+    """
+
+    def __init__(self, opening: Opening, chunks: Sequence[nn.Module], context: MegatronContext, address: str) -> None:
+        self._opening = opening
+        self._tensors, _, _ = described_tensors(chunks, context)
+        self._padding = list(padding_rows(chunks, context))
+        device = self._tensors[0].device
+        transport = TRANSPORTS.get_or_raise(opening.transport)
+        traffic = RankTraffic(
+            opening.transfer, opening.rank, opening.size, address, opening.buckets, device, opening.timeout
+        )
+        self._end: Sender | Receiver = (transport.sender if opening.sends else transport.receiver)(traffic)
+
+    def listen(self) -> Any:
+        """Return what other ranks need to reach this one."""
+        return self._end.listen()
+
+    def connect(self, addresses: Mapping[int, Any]) -> TransferOutcome:
+        """Connect to the ranks that this one sends to or receives from; ``addresses`` are by rank."""
+        return self._run(lambda deadline: self._end.connect(addresses, deadline), self._opening.timeout)
+
+    @torch.no_grad()
+    def send(self, timeout: float, version: int) -> TransferOutcome:
+        """Send the current weights; the outcome carries ``version``."""
+        return self._run(self._send, timeout)._replace(version=version)
+
+    @torch.no_grad()
+    def receive(self, timeout: float) -> TransferOutcome:
+        """Replace the weights by those that arrive."""
+        return self._run(self._receive, timeout)
+
+    def close(self) -> None:
+        """End the connections and free the buffers."""
+        self._end.close()
+
+    def _run(self, action: Any, timeout: float) -> TransferOutcome:
+        started = time.perf_counter()
+        failure, peer = "", None
+        try:
+            action(Deadline(timeout))
+        except PeerLost as error:
+            failure, peer = error.cause, error.peer
+            self.close()  # peers that wait for this rank see it at once
+        nbytes = sum(parcel.nbytes for bucket in self._opening.buckets for parcel in bucket)
+        seconds = time.perf_counter() - started
+        return TransferOutcome(nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
+
+    def _send(self, deadline: Deadline) -> None:
+        sender: Any = self._end
+        for index, bucket in enumerate(self._opening.buckets):
+            buffer = sender.buffer(index, deadline)
+            for parcel in bucket:
+                self._fill(buffer[parcel.start : parcel.start + parcel.nbytes], parcel.moves)
+            if buffer.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            sender.send(index, deadline)
+        sender.flush(deadline)
+
+    def _receive(self, deadline: Deadline) -> None:
+        receiver: Any = self._end
+        for rows in self._padding:
+            rows.zero_()
+        for index in range(len(self._opening.buckets)):
+            for parcel, data in receiver.receive(index, deadline):
+                self._empty(data, parcel.moves)
+                if data.is_cuda:
+                    torch.cuda.current_stream().synchronize()
+
+    def _fill(self, data: Tensor, moves: Sequence[Move]) -> None:
+        """Copy slices of this rank's tensors into ``data``, converted to the dtype that travels."""
+        for move, part in zip(moves, _parts(data, moves), strict=True):
+            tensor = self._tensors[move.source_slot].data.narrow(move.dim, move.source_start, move.length)
+            part.view(tensor.shape).copy_(tensor)
+
+    def _empty(self, data: Tensor, moves: Sequence[Move]) -> None:
+        """Copy ``data`` into slices of this rank's tensors."""
+        for move, part in zip(moves, _parts(data, moves), strict=True):
+            tensor = self._tensors[move.target_slot].data.narrow(move.dim, move.target_start, move.length)
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _parts(data: Tensor, moves: Sequence[Move]) -> tuple[Tensor, ...]:
+    """Divide the bytes of a parcel into those of its moves, which have one dtype."""
+    dtype = getattr(torch, moves[0].dtype)
+    typed = data.view(dtype)
+    ends = list(itertools.accumulate(move.nbytes // dtype.itemsize for move in moves))
+    return tuple(typed[start:end] for start, end in zip([0, *ends], ends, strict=False))

@@ -1,0 +1,127 @@
+"""Plan which rank of one group sends which slices to which rank of another; pure, without tensors or processes.
+
+The ranks of both groups are numbered in one list: those of the source first, then those of the target.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from workers.weights.refit_plan import LocalTensor, Move, check_known, plan_refit
+
+__all__ = ["Holdings", "Parcel", "TransferPlan", "plan_transfer"]
+
+
+class Holdings(NamedTuple):
+    """What a rank has, and where it runs.
+
+    Attributes:
+        tensors: its tensors, in the order of their slots.
+        unknown: names of tensors whose position in the whole model is unknown.
+        node: the id of its node.
+        pid: its process.
+        device: ``"cpu"``, or the unique id of its GPU.
+    """
+
+    tensors: tuple[LocalTensor, ...]
+    unknown: tuple[str, ...]
+    node: str
+    pid: int
+    device: str
+
+
+class Parcel(NamedTuple):
+    """The part of a bucket that one rank sends to another.
+
+    Attributes:
+        peer: the other rank.
+        start: the first byte in the bucket of the rank that the parcel belongs to.
+        nbytes: its length.
+        moves: its slices, one after the other.
+    """
+
+    peer: int
+    start: int
+    nbytes: int
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """All slices that one transfer moves.
+
+    Attributes:
+        source_size, target_size: number of ranks of the groups.
+        buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
+        least_bytes: over all ranks of the target, the bytes of what they have. No plan sends less.
+    """
+
+    source_size: int
+    target_size: int
+    buckets: tuple[tuple[Move, ...], ...]
+    least_bytes: int
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[tuple[Parcel, ...], ...], ...]:
+        """By rank, the buckets that it sends (a rank of the source) or receives (of the target), as parcels."""
+        ranks: list[list[tuple[Parcel, ...]]] = [[] for _ in range(self.source_size + self.target_size)]
+        for bucket in self.buckets:
+            moves: dict[int, dict[int, list[Move]]] = defaultdict(lambda: defaultdict(list))
+            for move in bucket:
+                moves[move.source_rank][move.target_rank].append(move)
+                moves[move.target_rank][move.source_rank].append(move)
+            for rank, by_peer in moves.items():
+                ranks[rank].append(_parcels(by_peer))
+        return tuple(tuple(buckets) for buckets in ranks)
+
+    @cached_property
+    def routes(self) -> dict[tuple[int, int], int]:
+        """The bytes from each rank of the source to each rank of the target, which is counted from 0 here."""
+        routes: dict[tuple[int, int], int] = defaultdict(int)
+        for bucket in self.buckets:
+            for move in bucket:
+                routes[move.source_rank, move.target_rank - self.source_size] += move.nbytes
+        return dict(sorted(routes.items()))
+
+
+def plan_transfer(sources: Sequence[Holdings], targets: Sequence[Holdings], bucket_bytes: int) -> TransferPlan:
+    """Return the moves that fill every rank of the target group from the ranks of the source group.
+
+    A tensor that has a smaller dtype in the target is converted by the sender.
+
+    Args:
+        sources: by rank, what the group has that weights come from.
+        targets: by rank, what the group has that weights go to.
+        bucket_bytes: most bytes that a rank sends, and most that it receives, at once.
+
+    Raises:
+        DataError: the two are not the same model, or the position of a weight in the whole model is unknown.
+    """
+    check_known(sorted({name for each in (*sources, *targets) for name in each.unknown}))
+    smaller = {tensor.name: tensor for each in targets for tensor in each.tensors}
+    sending = [[_on_the_way(tensor, smaller.get(tensor.name)) for tensor in each.tensors] for each in sources]
+    none: list[list[LocalTensor]] = [[] for _ in targets]
+    plan = plan_refit(
+        [*sending, *none], [*([] for _ in sources), *(list(each.tensors) for each in targets)], bucket_bytes
+    )
+    return TransferPlan(len(sources), len(targets), plan.buckets, plan.least_bytes)
+
+
+def _on_the_way(source: LocalTensor, target: LocalTensor | None) -> LocalTensor:
+    """The source's tensor in the smaller one of both dtypes."""
+    if target is None or target.itemsize >= source.itemsize:
+        return source
+    return source._replace(dtype=target.dtype, itemsize=target.itemsize)
+
+
+def _parcels(by_peer: dict[int, list[Move]]) -> tuple[Parcel, ...]:
+    parcels, start = [], 0
+    for peer, moves in sorted(by_peer.items()):
+        nbytes = sum(move.nbytes for move in moves)
+        parcels.append(Parcel(peer, start, nbytes, tuple(moves)))
+        start += nbytes
+    return tuple(parcels)

@@ -1,0 +1,132 @@
+"""Weights through a process group of torch.distributed over the ranks of both groups: gloo on CPUs, NCCL on GPUs.
+
+It has a store and connections of its own: the default group of either side is not involved, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.weights.transfer.errors import PeerLost
+from workers.weights.transfer.plan import Holdings, Parcel
+from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
+
+__all__ = ["TRANSPORT"]
+
+_IN_FLIGHT = 2
+
+
+class _End:
+    """A rank of the process group, with two buckets; rank 0, of the source, has the store."""
+
+    def __init__(self, traffic: RankTraffic) -> None:
+        self._traffic = traffic
+        self.buffer_bytes = _IN_FLIGHT * traffic.bucket_bytes
+        self._store: dist.TCPStore | None = None
+        self._group: Any = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._works: dict[int, list[tuple[int, Any]]] = {}
+        """By bucket, the peers and the transfers to or from them that were not waited for."""
+
+    def listen(self) -> tuple[str, int] | None:
+        """Return the host and the port of the store, on rank 0."""
+        if self._traffic.rank != 0:
+            return None
+        duration = datetime.timedelta(seconds=self._traffic.timeout)
+        address = self._traffic.address
+        self._store = dist.TCPStore(address, 0, is_master=True, timeout=duration, wait_for_workers=False)
+        return address, self._store.port
+
+    def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
+        """Create the process group; all ranks call this at the same time."""
+        duration = datetime.timedelta(seconds=deadline.left(0))
+        rank, size = self._traffic.rank, self._traffic.size
+        try:
+            host, port = addresses[0]
+            store = self._store or dist.TCPStore(host, port, is_master=False, timeout=duration)
+            self._group = _new_group(store, rank, size, duration, self._traffic.device)
+        except RuntimeError as error:
+            raise PeerLost(f"the process group of the transfer: {error}", peer=0, cause=str(error)) from error
+        self._memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._traffic.device)
+
+    def close(self) -> None:
+        """Drop the process group; transfers that others wait for fail."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._store = None
+        self._works = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _slot(self, index: int) -> Tensor:
+        size = self._traffic.bucket_bytes
+        return self._memory[index % _IN_FLIGHT * size :][:size]
+
+    def _part(self, index: int, parcel: Parcel) -> Tensor:
+        return self._slot(index)[parcel.start : parcel.start + parcel.nbytes]
+
+    def _wait(self, peer: int, work: Any, deadline: Deadline) -> None:
+        left = datetime.timedelta(seconds=deadline.left(peer))
+        try:
+            work.wait(left)
+        except RuntimeError as error:
+            raise PeerLost(f"rank {peer} of the transfer: {error}", peer=peer, cause=str(error)) from error
+
+
+class _Sender(_End):
+    def buffer(self, index: int, deadline: Deadline) -> Tensor:
+        for peer, work in self._works.pop(index - _IN_FLIGHT, ()):
+            self._wait(peer, work, deadline)
+        return self._slot(index)
+
+    def send(self, index: int, deadline: Deadline) -> None:
+        for parcel in self._traffic.buckets[index]:
+            work = self._group.send([self._part(index, parcel)], parcel.peer, 0)
+            self._works.setdefault(index, []).append((parcel.peer, work))
+
+    def flush(self, deadline: Deadline) -> None:
+        for index in sorted(self._works):
+            for peer, work in self._works.pop(index):
+                self._wait(peer, work, deadline)
+
+
+class _Receiver(_End):
+    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
+        for ahead in range(index, min(index + _IN_FLIGHT, len(self._traffic.buckets))):
+            if ahead not in self._works:
+                self._works[ahead] = [
+                    (parcel.peer, self._group.recv([self._part(ahead, parcel)], parcel.peer, 0))
+                    for parcel in self._traffic.buckets[ahead]
+                ]
+        for parcel, (peer, work) in zip(self._traffic.buckets[index], self._works.pop(index), strict=True):
+            self._wait(peer, work, deadline)
+            yield parcel, self._part(index, parcel)
+
+
+def _new_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device) -> Any:
+    prefixed = dist.PrefixStore("weights", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+    return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+
+
+def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
+    everyone = (*sources, *targets)
+    if len({(each.node, each.pid) for each in everyone}) < len(everyone):
+        return "ranks of the groups share a process; a process is one rank of a process group"
+    devices = [each.device for each in everyone]
+    kinds = {device == "cpu" for device in devices}
+    if len(kinds) > 1:
+        return "one group is on CPUs and the other on GPUs"
+    shared = sorted({device for device in devices if device != "cpu" and devices.count(device) > 1})
+    return f"several ranks are on the GPU {shared[0]}: NCCL cannot connect them" if shared else ""
+
+
+TRANSPORT = Transport(_Sender, _Receiver, _why_not)

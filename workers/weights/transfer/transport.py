@@ -1,0 +1,156 @@
+"""The protocol of transports, which carry buckets of weights between the processes of two groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from workers.weights.transfer.errors import PeerLost
+from workers.weights.transfer.plan import Holdings, Parcel
+
+__all__ = ["Deadline", "RankTraffic", "Receiver", "Sender", "Transport"]
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """What one rank sends or receives in a transfer, from which its end of the transport is made.
+
+    Attributes:
+        transfer: the id of the transfer.
+        rank: its number; ranks of the target follow those of the source.
+        size: number of ranks of both groups.
+        address: of its node, on which other processes reach it.
+        buckets: the parcels of each bucket, in the order in which they travel.
+        device: the device of its tensors.
+        timeout: seconds after which setting up a connection fails.
+    """
+
+    transfer: str
+    rank: int
+    size: int
+    address: str
+    buckets: tuple[tuple[Parcel, ...], ...]
+    device: torch.device
+    timeout: float
+
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that this one sends to or receives from."""
+        return tuple(sorted({parcel.peer for bucket in self.buckets for parcel in bucket}))
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """The length of the largest bucket, rounded up so that a second one after it is aligned for any dtype."""
+        most = max((sum(parcel.nbytes for parcel in bucket) for bucket in self.buckets), default=0)
+        return -(-most // ALIGNMENT) * ALIGNMENT
+
+
+class Deadline:
+    """A point in time, ``seconds`` after this object was made."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def left(self, peer: int) -> float:
+        """Return the seconds until then.
+
+        Raises:
+            PeerLost: there are none left; the rank that was waited for is ``peer``.
+        """
+        left = self._at - time.monotonic()
+        if left <= 0:
+            cause = f"nothing arrived within {self.seconds:g} s"
+            raise PeerLost(f"rank {peer} of the transfer: {cause}", peer=peer, cause=cause)
+        return left
+
+
+class End(Protocol):
+    """One rank's end of a transport. ``listen`` of all ranks returns before ``connect`` of any is called."""
+
+    def listen(self) -> Any:
+        """Return what other ranks need to reach this one: a value that can be pickled, or None."""
+        ...
+
+    def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
+        """Connect to the peers.
+
+        Args:
+            addresses: the result of ``listen`` by rank.
+            deadline: a later connection fails.
+
+        Raises:
+            PeerLost: a peer cannot be reached in time.
+        """
+        ...
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The memory that this end keeps in addition to the weights."""
+        ...
+
+    def close(self) -> None:
+        """End all connections and free the buffers; in the middle of a transfer too."""
+        ...
+
+
+class Sender(End, Protocol):
+    """The end of a rank that sends. At most two buckets are in flight: the next is filled while one travels."""
+
+    def buffer(self, index: int, deadline: Deadline) -> Tensor:
+        """Return the memory to fill with the bucket, uint8 ``[bytes]``; wait until it is free.
+
+        Raises:
+            PeerLost: a peer has not received an earlier bucket in time, or its process ended.
+        """
+        ...
+
+    def send(self, index: int, deadline: Deadline) -> None:
+        """Start sending the bucket that the buffer was filled with.
+
+        Raises:
+            PeerLost: a peer's process ended.
+        """
+        ...
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until all buckets have arrived.
+
+        Raises:
+            PeerLost: a peer has not received them in time, or its process ended.
+        """
+        ...
+
+
+class Receiver(End, Protocol):
+    """The end of a rank that receives."""
+
+    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
+        """Iterate over the parcels of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one.
+
+        Raises:
+            PeerLost: a peer has not sent in time, or its process ended.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way to carry buckets between processes.
+
+    Attributes:
+        sender, receiver: make the ends of a rank.
+        why_not: returns why it cannot be used between these ranks; "" if it can.
+    """
+
+    sender: Callable[[RankTraffic], Sender]
+    receiver: Callable[[RankTraffic], Receiver]
+    why_not: Callable[[Sequence[Holdings], Sequence[Holdings]], str]

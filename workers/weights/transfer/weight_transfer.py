@@ -1,0 +1,215 @@
+"""WeightTransfer: the weights of one group to another, from the controller, which never has them."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from dataclasses import dataclass
+from typing import Any, Self
+
+from mcontroller.dispatch.future import Future
+from mcontroller.errors import GroupError
+from mcontroller.group import WorkerGroup
+from workers.weights.transfer.endpoint import Opening, TransferOutcome
+from workers.weights.transfer.errors import TransferError
+from workers.weights.transfer.explanation import explanation
+from workers.weights.transfer.plan import Holdings, TransferPlan, plan_transfer
+from workers.weights.transfer.transports import choose_transport
+
+__all__ = ["TransferReport", "WeightTransfer"]
+
+CALL_GRACE = 60.0
+"""[seconds] A call to the ranks fails so long after their own deadline, at which they report who is missing."""
+
+TARGET_GRACE = 10.0
+"""[seconds] Time that the ranks of the target have to answer after the source has reported a failure."""
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What one transfer cost.
+
+    Attributes:
+        transport: the name of the transport.
+        bytes_sent: bytes sent, over all ranks.
+        least_bytes: bytes that the ranks of the target have, over all ranks: no transfer sends less.
+        seconds: wall-clock time of the slowest rank.
+        buffer_bytes: the most memory that a rank keeps for the transfer, in addition to the weights.
+        policy_version: the version of the policy that was sent.
+    """
+
+    transport: str
+    bytes_sent: int
+    least_bytes: int
+    seconds: float
+    buffer_bytes: int
+    policy_version: int
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers to log."""
+        return {
+            "weights/seconds": self.seconds,
+            "weights/bytes_sent": float(self.bytes_sent),
+            "weights/least_bytes": float(self.least_bytes),
+            "weights/policy_version": float(self.policy_version),
+        }
+
+
+class WeightTransfer:
+    """Copies of the weights of one group's model to another group: planned once, run whenever the policy has changed.
+
+    Slices go directly from the ranks that have them to those that need them. No rank receives more than it needs, and
+    the weights do not pass through the controller. Both groups have workers of ``ActorRolloutRefWorker``, in any
+    layouts.
+
+    Args:
+        source: the group that weights come from.
+        target: the group that weights go to. Its weights and persistent buffers are replaced.
+        transport: a name of ``TRANSPORTS``: ``in_process``, ``shared_memory`` (one node), ``process_group`` (gloo or
+            NCCL), ``object_store`` (Ray's); ``auto`` is the first of these that can be used.
+        bucket_bytes: most bytes that a rank sends, and most that it receives, at once. A rank keeps at most two such
+            buckets.
+        timeout: seconds after which opening or running a transfer fails, if a rank does not answer.
+
+    Raises:
+        DataError: the groups do not have the same model, or the position of a weight in the whole model is unknown.
+        ConfigError: the transport does not exist, or cannot be used between these groups.
+        TransferError: the ranks cannot reach each other.
+        GroupError: a call to one of the groups failed.
+
+    Example:
+        >>> with WeightTransfer(actor, rollout) as transfer:
+        ...     print(transfer.explain())
+        ...     actor.update_actor(batch)
+        ...     transfer.run()
+    """
+
+    def __init__(
+        self,
+        source: WorkerGroup[Any],
+        target: WorkerGroup[Any],
+        *,
+        transport: str = "auto",
+        bucket_bytes: int = 64 << 20,
+        timeout: float = 600.0,
+    ) -> None:
+        self.source, self.target = source, target
+        self.timeout = timeout
+        self.bucket_bytes = bucket_bytes
+        held: tuple[list[Holdings], list[Holdings]] = (source.describe_weights(), target.describe_weights())
+        self.transport = choose_transport(transport, *held)
+        self.plan: TransferPlan = plan_transfer(*held, bucket_bytes)
+        self._id = uuid.uuid4().hex
+        self._open = True
+        self._connect()
+
+    def run(self) -> TransferReport:
+        """Send the current weights of the source to the target, and return what it cost.
+
+        Raises:
+            TransferError: a rank of the other group did not answer in time, or its process ended. The source group is
+                usable, and this transfer is closed; restart the target and open a new one.
+            WorkerDied: the process of a rank of the source ended.
+        """
+        if not self._open:
+            raise TransferError(
+                f"the transfer of weights from {self.source.name} to {self.target.name} is closed: open a new "
+                "WeightTransfer",
+                source=self.source.name,
+                target=self.target.name,
+                failures={},
+            )
+        sent, received = self._both("send_weights", "receive_weights", self._id, self.timeout)
+        (version,) = {outcome.version for outcome in sent if outcome.version is not None}
+        self.target.accept_weights(version)
+        return TransferReport(
+            transport=self.transport,
+            bytes_sent=sum(outcome.nbytes for outcome in sent),
+            least_bytes=self.plan.least_bytes,
+            seconds=max(outcome.seconds for outcome in (*sent, *received)),
+            buffer_bytes=max(outcome.buffer_bytes for outcome in (*sent, *received)),
+            policy_version=version,
+        )
+
+    def explain(self) -> str:
+        """Return which rank sends how many bytes to which, and by which transport, as a table."""
+        return explanation(self.plan, self.transport, self.bucket_bytes, self.source.name, self.target.name)
+
+    def close(self) -> None:
+        """End the connections and free the buffers of all ranks; of those that are still there, after a failure."""
+        if not self._open:
+            return
+        self._open = False
+        for group in (self.source, self.target):
+            with contextlib.suppress(GroupError):  # the processes of a broken group have ended
+                group.close_weights(self._id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connect(self) -> None:
+        size = self.plan.source_size + self.plan.target_size
+        openings = [
+            Opening(self._id, self.transport, rank < self.plan.source_size, rank, size, buckets, self.timeout)
+            for rank, buckets in enumerate(self.plan.by_rank)
+        ]
+        addresses = [
+            *self.source.listen_for_weights(openings[: self.plan.source_size]),
+            *self.target.listen_for_weights(openings[self.plan.source_size :]),
+        ]
+        known = {rank: address for rank, address in enumerate(addresses) if address is not None}
+        self._both("connect_weights", "connect_weights", self._id, known)
+
+    def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:
+        """Call a method of each group at the same time, and return the outcomes of their ranks."""
+        deadline = self.timeout + CALL_GRACE
+        sending = getattr(self.source, of_source).options(blocking=False, timeout=deadline)(*args)
+        receiving = getattr(self.target, of_target).options(blocking=False, timeout=deadline)(*args)
+        sent = _outcomes(sending)
+        failed = isinstance(sent, GroupError) or any(outcome.failure for outcome in sent)
+        received = _outcomes(receiving, TARGET_GRACE if failed else None)
+        failures = self._failures(sent, received)
+        if failures:
+            self.close()
+            raise TransferError(
+                f"weights from {self.source.name} to {self.target.name} did not arrive: "
+                + "; ".join(f"{group} rank {rank}: {what}" for (group, rank), what in failures.items()),
+                source=self.source.name,
+                target=self.target.name,
+                failures=failures,
+            ) from next((each for each in (sent, received) if isinstance(each, GroupError)), None)
+        assert not isinstance(sent, GroupError) and not isinstance(received, GroupError)
+        return sent, received
+
+    def _failures(
+        self, sent: list[TransferOutcome] | GroupError, received: list[TransferOutcome] | GroupError
+    ) -> dict[tuple[str, int], str]:
+        """By group and rank, what went wrong: as the groups report it, or else as the rank's peers do."""
+        by_name = ((self.source.name, sent), (self.target.name, received))
+        broken: dict[tuple[str, int], str] = {}
+        seen: dict[tuple[str, int], str] = {}
+        for group, outcomes in by_name:
+            if isinstance(outcomes, GroupError):
+                ranks = outcomes.fields.get("ranks") or (outcomes.fields.get("rank", -1),)
+                broken |= {(group, rank): str(outcomes) for rank in ranks}
+                continue
+            for rank, outcome in enumerate(outcomes):
+                if outcome.peer is not None:
+                    seen[self._named(outcome.peer)] = f"{outcome.failure} (seen by {group} rank {rank})"
+        return broken or seen
+
+    def _named(self, number: int) -> tuple[str, int]:
+        sources = self.plan.source_size
+        return (self.source.name, number) if number < sources else (self.target.name, number - sources)
+
+
+def _outcomes(
+    future: Future[list[TransferOutcome]], timeout: float | None = None
+) -> list[TransferOutcome] | GroupError:
+    try:
+        return future.get(timeout)
+    except GroupError as error:
+        return error
