@@ -212,12 +212,14 @@ def _exchanged(
     device: torch.device,
 ) -> tuple[list[_Values], int]:
     """Return the values of all ranks by slot, and the largest ``nanoseconds``: one reduction of 32 bytes per tensor."""
-    vectors = [[_ABSENT] * len(slots) for _ in range(4)]
-    for highest, lowest, fingerprints in ((*vectors[:2], policy), (*vectors[2:], held)):
+    vectors: list[list[int]] = []
+    for fingerprints in (policy, held):
+        highest, lowest = ([_ABSENT] * len(slots) for _ in range(2))
         for name, dtype, value in fingerprints:
             slot = slots[name, dtype]
             highest[slot] = max(highest[slot], value)
             lowest[slot] = max(lowest[slot], ~value)  # the largest complement is that of the smallest value
+        vectors += [highest, lowest]
     flat = torch.tensor([value for vector in vectors for value in vector] + [nanoseconds], device=device)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX)
     *reduced, slowest = flat.tolist()

@@ -69,6 +69,9 @@ class FaultyCopies:
             self.fault(self.tensors, old)
         return {}
 
+    def held(self) -> Tensors:
+        return self.tensors
+
     def fingerprints(self) -> HeldWeights:
         named = {"packed": "model.embed_tokens.weight"}
         tensors = ((named.get(name, name), tensor) for name, tensor in self.tensors.items())
@@ -82,8 +85,6 @@ class FaultyCopies:
 
 
 class FaultyEngineWorker(ActorRolloutRefWorker):
-    engine: type = FaultyCopies
-
     def build_rollout(self) -> Any:
         if self.config.rollout.parallel is None:
             return FaultyCopies()
