@@ -192,7 +192,7 @@ def check(found: Mapping[str, Any], faults: Mapping[str, Fault]) -> None:
     for name, error in found["errors"].items():
         assert error.update == found["version"][1]
         assert error.tensors and not error.missing and not error.unknown
-        if name != "exchanged":
+        if name not in ("exchanged", "rows"):  # a tensor with some old rows has neither the old value nor the new one
             assert error.old == sorted(error.tensors)
 
 
@@ -210,7 +210,7 @@ def test_engine_with_old_weights_is_reported_with_the_tensors_that_are_old(
         errors = found["errors"]
         assert set(errors["all"].old) == everything
         assert 0 < len(errors["half"].old) < len(everything)
-        assert len(errors["rows"].old) == 1
+        assert len(errors["rows"].tensors) == 1
         if model == "tied":
             assert errors["packed"].old == ["model.embed_tokens.weight"]
             assert len(errors["packed"].tensors["model.embed_tokens.weight"][1]) == 2  # the tensor, and its copy
