@@ -143,6 +143,7 @@ def outcomes(
         optim=TINY_STEPS,
         ppo_epochs=1,
         ppo_mini_batch_size=16,
+        ppo_micro_batch_size=8,
         rollout={"parallel": rollout, "verify_weights": "fingerprints"},
     )
     engine = worker.rollout
@@ -251,9 +252,12 @@ def correct_updates(updates: int) -> tuple[int, set[bool]]:
         "actor_rollout",
         model=MODELS["tied"] | {"dtype": "bfloat16"},
         optim=TINY_STEPS,
-        rollout={"parallel": {}, "verify_weights": "fingerprints"},
+        ppo_epochs=1,
+        ppo_mini_batch_size=16,
+        ppo_micro_batch_size=8,
+        rollout={"parallel": {}, "verify_weights": "fingerprints", "response_length": 2},
     )
-    batch = own_shard(prompts(4, SAMPLED), worker)
+    batch = own_shard(prompts(2, SAMPLED), worker)
     generated = worker.generate_sequences(batch)
     assert "rollout/verify_seconds" in generated.meta_info["metrics"]
     changes = set()
@@ -269,8 +273,8 @@ def correct_updates(updates: int) -> tuple[int, set[bool]]:
 
 
 def test_correct_updates_are_accepted_also_if_they_change_nothing() -> None:
-    for accepted, changes in run_ranks(correct_updates, 2, 12):
-        assert accepted == 12 and changes == {True, False}
+    for accepted, changes in run_ranks(correct_updates, 2, 6):
+        assert accepted == 6 and changes == {True, False}
 
 
 class Unreadable:
