@@ -3,7 +3,8 @@
     python benchmarks/refit.py [--hidden 512] [--rounds 3]
 
 The bytes sent are compared with the least possible: what ranks need in the new layout and do not have in the old one.
-The seconds are compared with those of one plain all-to-all of as many bytes, evenly between the same ranks.
+The seconds are compared with those of one plain all-to-all of as many bytes, evenly between the same ranks, and with
+those of verifying that the weights have arrived (``rollout.verify_weights``).
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import torch.multiprocessing
 
 from parallel_state import ParallelLayout
 from parallel_state.megatron import MegatronContext, initialize_distributed
-from workers.config import ModelConfig, ParallelConfig
+from workers.config import ModelConfig, ParallelConfig, RolloutConfig
+from workers.generate.arrival import ArrivalCheck
+from workers.generate.rollout_protocol import HeldWeights, PolicyWeights
 from workers.model.build import build_model
+from workers.weights.fingerprints import model_fingerprints
 from workers.weights.refit import Refit, RefitReport
 from workers.weights.shards import named_shards
 
@@ -49,6 +53,19 @@ class Row(NamedTuple):
     plan_seconds: float
     report: RefitReport
     all_to_all_seconds: float
+    verify_seconds: float
+
+
+class Copy:
+    """The copy of the weights that a refit fills, as far as it is verified."""
+
+    holds_weights = True
+
+    def __init__(self, chunks: Any, context: MegatronContext) -> None:
+        self.chunks, self.context = chunks, context
+
+    def fingerprints(self) -> HeldWeights:
+        return HeldWeights("megatron", model_fingerprints(self.chunks, self.context))
 
 
 def size_of(hidden: int) -> ModelConfig:
@@ -85,14 +102,16 @@ def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], ro
     start = time.perf_counter()
     refit = Refit(*sides)
     plan_seconds = time.perf_counter() - start
-    reports = []
-    for _ in range(rounds):
+    copy: Any = Copy(*sides[2:])
+    check, policy = ArrivalCheck(RolloutConfig(), copy), PolicyWeights(*sides[:2])
+    reports, verified = [], []
+    for update in range(rounds + 1):  # the first makes the plan of the check
         dist.barrier()
         reports.append(refit.run())
+        verified.append(check.verify(copy, policy, update)["verify_seconds"])
     fastest = min(reports, key=lambda report: report.seconds)
-    return Row(
-        named(here), named(there), model_bytes, plan_seconds, fastest, all_to_all_seconds(fastest.bytes_sent, rounds)
-    )
+    exchange_seconds = all_to_all_seconds(fastest.bytes_sent, rounds)
+    return Row(named(here), named(there), model_bytes, plan_seconds, fastest, exchange_seconds, min(verified))
 
 
 def bytes_of_model(chunks: Any, context: MegatronContext) -> int:
@@ -124,13 +143,14 @@ def all_to_all_seconds(nbytes: int, rounds: int) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "exchange s"]
+    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "exchange s", "verify s"]
     lines = [f"{'from':<14}{'to':<14}" + "".join(f"{column:>11}" for column in columns)]
     for row in rows:
         report = row.report
         sizes = [row.model_bytes, report.bytes_sent, report.least_bytes, report.most_sent_by_a_rank]
         figures = [f"{size / 1e6:.1f}" for size in sizes]
-        figures += [f"{seconds:.2f}" for seconds in (row.plan_seconds, report.seconds, row.all_to_all_seconds)]
+        seconds = (row.plan_seconds, report.seconds, row.all_to_all_seconds, row.verify_seconds)
+        figures += [f"{each:.2f}" for each in seconds]
         lines.append(f"{row.here:<14}{row.there:<14}" + "".join(f"{figure:>11}" for figure in figures))
     return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from parallel_state.megatron import MegatronContext
 from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
+from workers.generate.arrival import ArrivalCheck
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
@@ -193,6 +194,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
         if "rollout" in self.roles:
             self.rollout = self.build_rollout()
+            self.arrival = ArrivalCheck(self.config.rollout, self.rollout)
         if "ref" in self.roles:
             self.reference = self.build_model()
             for chunk in self.reference:
@@ -489,7 +491,9 @@ class ActorRolloutRefWorker(TransferringWorker):
         metrics: Mapping[str, float] = {}
         if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
             was_offloaded = "params" in self.offloaded.parts
-            metrics = self.rollout.update_weights(self.rollout_weights())
+            weights = self.rollout_weights()
+            metrics = self.rollout.update_weights(weights)
+            metrics = {**metrics, **self.arrival.verify(self.rollout, weights, self.weights_version)}
             self.rollout_version = self.weights_version
             if was_offloaded and self.rollout.holds_weights:
                 self.offloaded.offload(self.parts(), ("params",))

@@ -1,11 +1,12 @@
-"""Values that a model's configuration can take by name."""
+"""Values that a configuration can take by name."""
 
 from __future__ import annotations
 
-__all__ = ["ACTIVATIONS", "DTYPES", "IMPLEMENTATIONS", "NORMALIZATIONS", "POSITION_EMBEDDINGS"]
+__all__ = ["ACTIVATIONS", "DTYPES", "IMPLEMENTATIONS", "NORMALIZATIONS", "POSITION_EMBEDDINGS", "VERIFY_WEIGHTS"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu")
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
 IMPLEMENTATIONS = ("auto", "transformer_engine", "local")
+VERIFY_WEIGHTS = ("auto", "fingerprints", "off")

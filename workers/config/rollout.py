@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcontroller.config.checks import check_above, check_at_least, check_between
+from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields
+from mcontroller.errors import ConfigError
+from workers.config.choices import VERIFY_WEIGHTS
 from workers.config.parallel import ParallelConfig
 from workers.config.vllm import VllmConfig
 
@@ -54,6 +56,15 @@ class RolloutConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """Settings of the engine vllm."""
 
+    verify_weights: str = "auto"
+    """Compare the engine's weights with the policy's after every update: auto, fingerprints or off.
+
+    fingerprints: compare one number per tensor, and reject an engine that cannot report them. auto: compare if the
+    engine reports them, and log a warning if it does not.
+    """
+    verify_weights_off_reason: str = ""
+    """Why the weights of the engine are not verified; required if verify_weights is off."""
+
     def __post_init__(self) -> None:
         for name in ("prompt_length", "response_length", "n"):
             check_at_least(f"rollout.{name}", getattr(self, name), 1)
@@ -66,3 +77,16 @@ class RolloutConfig:
         check_above("rollout.repetition_penalty", self.repetition_penalty, 0.0)
         check_above("rollout.memory_fraction", self.memory_fraction, 0.0)
         check_between("rollout.memory_fraction", self.memory_fraction, 0.0, 1.0)
+        self._check_verify_weights()
+
+    def _check_verify_weights(self) -> None:
+        check_one_of("rollout.verify_weights", self.verify_weights, VERIFY_WEIGHTS)
+        off, reason = self.verify_weights == "off", self.verify_weights_off_reason
+        if off != bool(reason.strip()):
+            expected = "the reason why the check is off" if off else "no reason unless rollout.verify_weights is 'off'"
+            raise ConfigError(
+                f"rollout.verify_weights_off_reason is {reason!r}, and rollout.verify_weights {self.verify_weights!r}; "
+                f"expected {expected}",
+                key="rollout.verify_weights_off_reason",
+                value=reason,
+            )

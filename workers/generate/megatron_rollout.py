@@ -13,10 +13,11 @@ from torch import nn
 from parallel_state.megatron import MegatronContext
 from workers.generate.decoding import generate
 from workers.generate.prompt_exchange import PromptExchange, consecutive, even_shares
-from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
+from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.row_limit import RowLimit, row_bytes
 from workers.generate.sampling import Sampling
 from workers.train.pipeline import releasing_inputs, scoring
+from workers.weights.fingerprints import model_fingerprints
 from workers.weights.offload import Offload, buffer_tensors, model_tensors
 from workers.weights.refit import Refit, RefitReport
 
@@ -63,6 +64,10 @@ class MegatronRollout:
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         """Do nothing and report nothing: the weights are those of the model."""
         return {}
+
+    def fingerprints(self) -> HeldWeights:
+        """Return the fingerprints of the model that generates."""
+        return HeldWeights("megatron", model_fingerprints(self.chunks, self.context))
 
     def sleep(self) -> int:
         """Free nothing: the memory is that of the model."""
@@ -153,6 +158,10 @@ class RefitRollout:
             "refit_bytes_sent": float(report.bytes_sent),
             "refit_least_bytes": float(report.least_bytes),
         }
+
+    def fingerprints(self) -> HeldWeights:
+        """Return the fingerprints of the copy."""
+        return self.rollout.fingerprints()
 
     def sleep(self) -> int:
         """Free the device memory of the copy, and return how many bytes; the weights are discarded."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from parallel_state.megatron import MegatronContext
 from workers.generate.sampling import Sampling
+from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.model import hf_tensors
 
-__all__ = ["Generated", "LogProbBasis", "PolicyWeights", "Prompts", "Rollout"]
+__all__ = ["Generated", "HeldWeights", "LogProbBasis", "PolicyWeights", "Prompts", "ReadableRollout", "Rollout"]
 
 
 class Prompts(NamedTuple):
@@ -131,4 +132,30 @@ class Rollout(Protocol):
 
     def wake_up(self) -> None:
         """Allocate the device memory again."""
+        ...
+
+
+class HeldWeights(NamedTuple):
+    """The fingerprints of the weights that an engine holds.
+
+    Attributes:
+        naming: whose names they have: ``hugging_face``, or ``megatron``.
+        fingerprints: those of the tensors that this rank's engine holds, in the engine's dtypes; none on a rank
+            without an engine. An engine that holds several copies of a tensor reports each, under the tensor's name.
+    """
+
+    naming: str
+    fingerprints: Sequence[Fingerprint]
+
+
+@runtime_checkable
+class ReadableRollout(Protocol):
+    """The optional method of a ``Rollout`` whose weights can be read, so that they are verified after every update."""
+
+    def fingerprints(self) -> HeldWeights:
+        """Return the fingerprints of the weights that the engine holds now, read from where it computes with them.
+
+        Called on every rank. An engine with whole tensors in this process returns
+        ``HeldWeights("hugging_face", tensor_fingerprints(model.named_parameters()))``.
+        """
         ...

@@ -18,13 +18,15 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
+from workers.weights.fingerprints import TensorPart
 from workers.weights.hf.config import ModelDescription, family_at, family_of, hf_config_of
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
 from workers.weights.hf.names import Counterpart, counterpart, names_of
+from workers.weights.refit_plan import spans_of
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
-__all__ = ["export_hf", "hf_tensors", "load_hf"]
+__all__ = ["export_hf", "hf_parts", "hf_tensors", "load_hf"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,21 @@ def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> I
             if len(entry.holders) < dist.get_world_size():
                 dist.broadcast(whole, src=entry.holders[0])
             yield name, whole
+
+
+@torch.no_grad()
+def hf_parts(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[TensorPart]:
+    """Iterate over this rank's parts of the tensors of ``hf_tensors``; nothing is exchanged after the first step.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or not.
+        context: the layout of the chunks.
+
+    Raises:
+        DataError: on every rank, at the first step: the family has no counterpart of a tensor.
+    """
+    for each in raise_on_every_rank(lambda: _all_mapped(chunks, context, _family_of(chunks))):
+        yield from each.parts()
 
 
 @torch.no_grad()
@@ -182,6 +199,17 @@ class _MappedShard:
         if shard.rows is not None and len(tensor) < len(shard.param):
             tensor = torch.cat([tensor, tensor.new_zeros(len(shard.param) - len(tensor), *tensor.shape[1:])])
         return tensor
+
+    def parts(self) -> Iterator[TensorPart]:
+        """Iterate over this rank's parts of the Hugging Face tensors."""
+        shard, tensors = self.shard, self.counterpart.split(self.shard.param.detach())
+        for name, tensor, shape in zip(self.counterpart.names, tensors, self.shapes, strict=True):
+            part = TensorPart(name, tensor, shape)
+            if shard.dim is not None:
+                size, rank = shard.group.size(), shard.group.rank()
+                spans = spans_of(tensor.size(shard.dim), 1, size, rank, shape[shard.dim])
+                part = part._replace(dim=shard.dim, spans=spans, group=shard.group, expert=shard.expert)
+            yield part
 
     def whole(self) -> list[torch.Tensor]:
         """Return the whole Hugging Face tensors, on every rank of the shard's group (a collective over it)."""

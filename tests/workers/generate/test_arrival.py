@@ -1,0 +1,308 @@
+"""After one bfloat16 update at a learning rate of 1e-6, an engine with old or half-old weights is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError
+from tests.ranks import run_ranks
+from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
+from workers.actor import ActorRolloutRefWorker
+from workers.config import RolloutConfig
+from workers.generate.arrival import ArrivalCheck, WeightsNotArrived
+from workers.generate.megatron_rollout import RefitRollout
+from workers.generate.rollout_protocol import HeldWeights, PolicyWeights
+from workers.weights.fingerprints import tensor_fingerprints
+from workers.weights.shards import named_buffers, named_shards
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"num_query_groups": 4},
+    "tied": {"num_query_groups": 4, "tie_embeddings": True},
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 32,
+        "transformer": {"moe_router_load_balancing_type": "none"},
+    },
+}
+TINY_STEPS = {"lr": 1e-6, "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0}
+Tensors = dict[str, torch.Tensor]
+Fault = Callable[[Tensors, Tensors], None]  # gets the tensors that the engine holds, and the old ones
+
+
+class FaultyRefit(RefitRollout):
+    """A copy of the weights of which a fault restores old ones after every update."""
+
+    fault: Fault | None = None
+
+    def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
+        held = self.held()
+        old = {name: tensor.clone() for name, tensor in held.items()}
+        metrics = super().update_weights(weights)
+        if self.fault is not None:
+            self.fault(held, old)
+        return metrics
+
+    def held(self) -> Tensors:
+        model = (self.rollout.chunks, self.rollout.context)
+        return {shard.name: shard.param.data for shard in named_shards(*model)} | dict(named_buffers(*model))
+
+
+class FaultyCopies:
+    """An engine with whole tensors in float32 and Hugging Face names; it has a packed copy of the output layer."""
+
+    holds_weights = True
+    fault: Fault | None = None
+
+    def __init__(self) -> None:
+        self.tensors: Tensors = {}
+
+    def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
+        old = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.tensors = {name: tensor.float() for name, tensor in weights}
+        if "lm_head.weight" not in self.tensors:
+            self.tensors["packed"] = self.tensors["model.embed_tokens.weight"].clone()
+        if self.fault is not None:
+            self.fault(self.tensors, old)
+        return {}
+
+    def held(self) -> Tensors:
+        return self.tensors
+
+    def fingerprints(self) -> HeldWeights:
+        named = {"packed": "model.embed_tokens.weight"}
+        tensors = ((named.get(name, name), tensor) for name, tensor in self.tensors.items())
+        return HeldWeights("hugging_face", tensor_fingerprints(tensors))
+
+    def sleep(self) -> int:
+        return 0
+
+    def wake_up(self) -> None:
+        pass
+
+
+class FaultyEngineWorker(ActorRolloutRefWorker):
+    def build_rollout(self) -> Any:
+        if self.config.rollout.parallel is None:
+            return FaultyCopies()
+        refit = super().build_rollout()
+        return FaultyRefit(refit.rollout, self.context)
+
+
+def all_old(held: Tensors, old: Tensors) -> None:
+    for name, tensor in held.items():
+        tensor.copy_(old[name])
+
+
+def half_of_the_tensors(held: Tensors, old: Tensors) -> None:
+    for name in sorted(held)[::2]:
+        held[name].copy_(old[name])
+
+
+def half_of_the_rows(held: Tensors, old: Tensors) -> None:
+    """Old rows in one tensor: the half with the changed rows of the tensor that has the most."""
+    name = max(sorted(held), key=lambda name: int((held[name] != old[name]).sum()))
+    half = len(held[name]) // 2
+    for rows in (slice(0, half), slice(half, None)):
+        if not torch.equal(held[name][rows], old[name][rows]):
+            held[name][rows].copy_(old[name][rows])
+            return
+
+
+def last_expert(held: Tensors, old: Tensors) -> None:
+    for name in held:
+        if ".experts." in name and not torch.equal(held[name], old[name]):
+            held[name].copy_(old[name])
+            return
+
+
+def packed_copy(held: Tensors, old: Tensors) -> None:
+    held["packed"].copy_(old["packed"])
+
+
+def exchanged_tensors(held: Tensors, old: Tensors) -> None:
+    """Two tensors of one shape in each other's place, the same on all ranks."""
+    some, other = (
+        sorted(name for name in held if name.endswith(part))[0] for part in ("q_proj.weight", "o_proj.weight")
+    )
+    held[some], held[other] = held[other], held[some]
+
+
+def outcomes(
+    parallel: dict[str, Any], rollout: dict[str, Any] | None, model: str, faults: Mapping[str, Fault]
+) -> dict[str, Any]:
+    """Update the engine once for every fault after one tiny step of the policy; return the errors, and the changes."""
+    worker = actor(
+        parallel,
+        "actor_rollout",
+        FaultyEngineWorker,
+        model=MODELS[model] | {"dtype": "bfloat16"},
+        optim=TINY_STEPS,
+        ppo_epochs=1,
+        ppo_mini_batch_size=16,
+        ppo_micro_batch_size=8,
+        rollout={"parallel": rollout, "verify_weights": "fingerprints"},
+    )
+    engine = worker.rollout
+    worker._current_rollout()
+    before = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
+    worker.update_actor(own_shard(experience(16), worker))
+    after = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
+    copies = {
+        name: tensor.clone() for name, tensor in (engine.held() if rollout is not None else engine.tensors).items()
+    }
+    errors: dict[str, Any] = {}
+    for name, fault in faults.items():
+        held = engine.held() if rollout is not None else engine.tensors
+        for each, tensor in copies.items():  # what the engine held before the update
+            held[each].copy_(tensor)
+        engine.fault = fault
+        try:
+            worker._current_rollout()
+        except WeightsNotArrived as error:
+            errors[name] = error
+    engine.fault = None
+    metrics = worker._current_rollout()[1]  # the engine gets the weights again after an error
+    changed = {name: int((before[name] != after[name]).sum()) for name in before}
+    return {
+        "errors": errors,
+        "metrics": metrics,
+        "version": (worker.rollout_version, worker.weights_version),
+        "changed": changed,
+        "share": sum(changed.values()) / sum(tensor.numel() for tensor in before.values()),
+    }
+
+
+ANY_MODEL: dict[str, Fault] = {"all": all_old, "half": half_of_the_tensors, "rows": half_of_the_rows}
+COPIES: dict[str, dict[str, Fault]] = {
+    "dense": ANY_MODEL | {"exchanged": exchanged_tensors},
+    "tied": ANY_MODEL | {"packed": packed_copy},
+    "experts": ANY_MODEL | {"expert": last_expert},
+}
+
+
+def check(found: Mapping[str, Any], faults: Mapping[str, Fault]) -> None:
+    assert 0 < found["share"] < 0.02  # one step changes few elements, and of some tensors none
+    assert 0 in found["changed"].values()
+    assert found["errors"].keys() == faults.keys()
+    assert found["version"][0] == found["version"][1]
+    assert found["metrics"]["verify_seconds"] > 0
+    for name, error in found["errors"].items():
+        assert error.update == found["version"][1]
+        assert error.tensors and not error.missing and not error.unknown
+        if name not in ("exchanged", "rows"):  # a tensor with some old rows has neither the old value nor the new one
+            assert error.old == sorted(error.tensors)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [("dense", {"tp": 2, "pp": 2}), ("tied", {"tp": 2, "pp": 2}), ("experts", {"ep": 2, "pp": 2})],
+    ids=["dense", "tied", "experts"],
+)
+def test_engine_with_old_weights_is_reported_with_the_tensors_that_are_old(
+    model: str, parallel: dict[str, Any]
+) -> None:
+    for found in run_ranks(outcomes, 4, parallel, None, model, COPIES[model]):
+        check(found, COPIES[model])
+        everything = {name for name, count in found["changed"].items() if count}
+        errors = found["errors"]
+        assert set(errors["all"].old) == everything
+        assert 0 < len(errors["half"].old) < len(everything)
+        assert len(errors["rows"].tensors) == 1
+        if model == "tied":
+            assert errors["packed"].old == ["model.embed_tokens.weight"]
+            assert len(errors["packed"].tensors["model.embed_tokens.weight"][1]) == 2  # the tensor, and its copy
+        if model == "experts":
+            assert len(errors["expert"].old) == 1 and ".experts." in errors["expert"].old[0]
+
+
+def old_output_layer(held: Tensors, old: Tensors) -> None:
+    """Old tied weights on the last stage only; the first has the new ones."""
+    if "decoder.layers.0.self_attention.linear_qkv.weight" not in held:
+        held["embedding.word_embeddings.weight"].copy_(old["embedding.word_embeddings.weight"])
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "rollout", "special"),
+    [
+        ("dense", {"tp": 2, "pp": 2}, {"tp": 4}, {}),
+        ("tied", {"tp": 2}, {"tp": 2, "pp": 2}, {"packed": old_output_layer}),
+        ("experts", {"ep": 4}, {"ep": 2}, {"expert": last_expert}),
+    ],
+    ids=["dense", "tied", "experts"],
+)
+def test_copy_in_another_layout_with_old_weights_is_reported(
+    model: str, parallel: dict[str, Any], rollout: dict[str, Any], special: dict[str, Fault]
+) -> None:
+    faults = ANY_MODEL | special
+    for found in run_ranks(outcomes, 4, parallel, rollout, model, faults):
+        check(found, faults)
+        if model == "tied":
+            assert found["errors"]["packed"].old == ["embedding.word_embeddings.weight"]
+            assert set(found["errors"]["packed"].ranks) < {0, 1, 2, 3}
+
+
+def correct_updates(updates: int) -> tuple[int, set[bool]]:
+    """Return how many updates were accepted, some of which change no weight at all."""
+    worker = actor(
+        {"tp": 2},
+        "actor_rollout",
+        model=MODELS["tied"] | {"dtype": "bfloat16"},
+        optim=TINY_STEPS,
+        ppo_epochs=1,
+        ppo_mini_batch_size=16,
+        ppo_micro_batch_size=8,
+        rollout={"parallel": {}, "verify_weights": "fingerprints", "response_length": 2},
+    )
+    batch = own_shard(prompts(2, SAMPLED), worker)
+    generated = worker.generate_sequences(batch)
+    assert "rollout/verify_seconds" in generated.meta_info["metrics"]
+    changes = set()
+    for number in range(updates):
+        before = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
+        if number % 2:
+            worker.weights_version += 1  # an update that changes nothing
+        else:
+            worker.update_actor(own_shard(experience(16), worker))
+        changes.add(all(torch.equal(before[name], tensor) for name, tensor in worker.rollout_weights()))
+        worker._current_rollout()
+    return updates, changes
+
+
+def test_correct_updates_are_accepted_also_if_they_change_nothing() -> None:
+    for accepted, changes in run_ranks(correct_updates, 2, 6):
+        assert accepted == 6 and changes == {True, False}
+
+
+class Unreadable:
+    holds_weights = True
+
+
+class Shared(Unreadable):
+    holds_weights = False
+
+
+def test_engine_without_fingerprints_is_rejected_if_they_are_required(caplog: pytest.LogCaptureFixture) -> None:
+    required = RolloutConfig(verify_weights="fingerprints")
+    with pytest.raises(ConfigError, match="Unreadable has no method fingerprints"):
+        ArrivalCheck(required, Unreadable())  # type: ignore[arg-type]
+    ArrivalCheck(required, Shared())  # type: ignore[arg-type]
+    assert not caplog.records
+    ArrivalCheck(RolloutConfig(), Unreadable())  # type: ignore[arg-type]
+    assert "not verified after an update" in caplog.text
+
+
+def test_the_check_is_turned_off_with_a_reason_only(caplog: pytest.LogCaptureFixture) -> None:
+    for changes in (
+        {"verify_weights": "off"},
+        {"verify_weights": "off", "verify_weights_off_reason": " "},
+        {"verify_weights_off_reason": "slow"},
+        {"verify_weights": "canary"},
+    ):
+        with pytest.raises(ConfigError, match=r"rollout\.verify_weights"):
+            RolloutConfig(**changes)
+    ArrivalCheck(RolloutConfig(verify_weights="off", verify_weights_off_reason="a known engine"), Unreadable())  # type: ignore[arg-type]
+    assert "a known engine" in caplog.text

@@ -1,0 +1,109 @@
+"""Fingerprints are the same in every layout, and change with every element."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.workers.weights.test_refit import EXPERTS, MODEL, TIED, built
+from workers.config import ModelConfig
+from workers.weights.fingerprints import Fingerprint, TensorPart, model_fingerprints, tensor_fingerprints
+from workers.weights.fingerprints import part_fingerprints as fingerprints_of
+from workers.weights.hf.model import hf_parts, hf_tensors
+from workers.weights.refit_plan import Span
+
+Axes = dict[str, Any]
+PLAIN_EXPERTS = dataclasses.replace(EXPERTS, transformer={})
+
+
+def value_of(tensor: torch.Tensor, dtype: str | None = None) -> int:
+    part = TensorPart("weight", tensor, tuple(tensor.shape))
+    return fingerprints_of([part], {"weight": [dtype]} if dtype else None)[0].value
+
+
+def reference(tensor: torch.Tensor) -> int:
+    """The definition, with Python's integers: bits of a float32 as a signed number."""
+    total, mask = 0, (1 << 64) - 1
+    for index, bits in enumerate(tensor.flatten().view(torch.int32).tolist()):
+        mixed = (index * 0x9E3779B97F4A7C15 + bits * 0xC2B2AE3D27D4EB4F) & mask
+        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & mask
+        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & mask
+        total += mixed ^ mixed >> 31
+    return total & mask
+
+
+def test_value_is_the_sum_of_the_hashes_of_all_elements() -> None:
+    tensor = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    assert value_of(tensor) % (1 << 64) == reference(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_every_changed_and_every_exchanged_element_changes_the_value_and_the_tensor_stays(dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-2, 2, 30).view(5, 6).to(dtype)
+    before, whole = tensor.clone(), value_of(tensor)
+    assert torch.equal(tensor.view(torch.int8), before.view(torch.int8))
+    flat = tensor.view(-1)
+    for index in range(30):
+        changed = tensor.clone()
+        one = changed.view(-1)[index : index + 1].view(torch.uint8)
+        one[0] ^= 1  # the lowest bit
+        assert value_of(changed) != whole
+        for other in range(index):
+            if flat[index] != flat[other]:
+                exchanged = tensor.clone()
+                exchanged.view(-1)[index], exchanged.view(-1)[other] = flat[other], flat[index]
+                assert value_of(exchanged) != whole
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_sums_of_the_parts_are_the_value_of_the_whole_tensor(dim: int) -> None:
+    whole = torch.randn(8, 12, 4, generator=torch.Generator().manual_seed(2))
+    size, total = whole.size(dim), 0
+    for start, stop in ((0, 1), (1, size - 1), (size - 1, size)):
+        tensor = torch.cat([torch.zeros_like(whole), whole], dim).narrow(dim, size + start - 1, stop - start + 1)
+        spans = (Span(start, stop, 1),)  # the first index of the part is padding
+        total += fingerprints_of([TensorPart("weight", tensor, (8, 12, 4), dim, spans)])[0].value
+    assert total % (1 << 64) == value_of(whole) % (1 << 64)
+
+
+def test_blocks_of_a_large_tensor_add_up_and_do_not_depend_on_its_shape() -> None:
+    flat = torch.randn(300_000, generator=torch.Generator().manual_seed(3))
+    assert value_of(flat) == value_of(flat.view(3, 100_000)) == value_of(flat.view(100_000, 3))
+    assert value_of(flat) == value_of(flat.view(100_000, 3).t().contiguous().t())
+
+
+def test_values_are_converted_to_the_dtype_of_the_receiver_first() -> None:
+    master = torch.randn(64, generator=torch.Generator().manual_seed(4))
+    assert value_of(master, "bfloat16") == value_of(master.bfloat16()) != value_of(master)
+
+
+def of_layout(model: ModelConfig, axes: Axes) -> tuple[list[Fingerprint], list[Fingerprint], list[Fingerprint]]:
+    """Fingerprints under Megatron's names; under Hugging Face names, from the parts and from the whole tensors."""
+    chunks, context = built(model, axes)
+    if model.transformer:  # buffers that a checkpoint of Hugging Face does not have
+        return model_fingerprints(chunks, context), [], []
+    parts = fingerprints_of(hf_parts(chunks, context))
+    return model_fingerprints(chunks, context), parts, tensor_fingerprints(hf_tensors(chunks, context))
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        (MODEL, [{"tp": 2, "pp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}]),
+        (dataclasses.replace(TIED, dtype="bfloat16"), [{"pp": 4}, {"tp": 2}]),
+        (EXPERTS, [{"ep": 4}, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}]),
+        (PLAIN_EXPERTS, [{"ep": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}]),
+    ],
+    ids=["dense", "tied", "experts-buffers", "experts"],
+)
+def test_fingerprints_are_those_of_one_process_in_every_layout(model: ModelConfig, layouts: list[Axes]) -> None:
+    alone = run_ranks(of_layout, 1, model, {})[0]
+    assert alone[1] == alone[2]
+    for axes in layouts:
+        by_rank = run_ranks(of_layout, 4, model, axes)
+        for expected, *found in zip(alone, *by_rank, strict=True):
+            assert set().union(*found) == set(expected)
