@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.scoring.reward import FunctionRewards as FunctionRewards
     from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig as FilterGroupsConfig
     from mcontroller.ppo.selection.overlong import OverlongConfig as OverlongConfig
-    from mcontroller.ppo.stages import Stages as Stages
+    from mcontroller.ppo.stages.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

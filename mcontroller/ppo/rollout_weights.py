@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig
-from mcontroller.ppo.stages import Stages
+from mcontroller.ppo.stages.stages import Stages
 
 __all__ = ["RolloutWeights", "check_transfer"]
 

@@ -27,13 +27,11 @@ from mcontroller.ppo.data import (
     tokens_of,
     with_tokens,
 )
-from mcontroller.ppo.devices import SharedDevices
 from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
-from mcontroller.ppo.overlap import OverlappingStages, StageCall
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers
 from mcontroller.ppo.rollout_weights import RolloutWeights
@@ -42,7 +40,9 @@ from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
 from mcontroller.ppo.selection.overlong import penalized, truncated_rows
-from mcontroller.ppo.stages import Stages
+from mcontroller.ppo.stages.devices import SharedDevices
+from mcontroller.ppo.stages.overlap import OverlappingStages, StageCall
+from mcontroller.ppo.stages.stages import Stages
 from mcontroller.ppo.summary import (
     experience_metrics,
     group_metrics,

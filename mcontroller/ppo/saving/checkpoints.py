@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from mcontroller.errors import DataError, MControllerError
 from mcontroller.files import delete_with_links, sync_directory
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.devices import SharedDevices
 from mcontroller.ppo.saving.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
+from mcontroller.ppo.stages.devices import SharedDevices
 
 __all__ = ["RunCheckpoints", "RunState", "Stateful", "load_run"]
 

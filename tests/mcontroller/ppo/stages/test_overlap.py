@@ -16,8 +16,8 @@ from mcontroller.errors import GroupError, WorkerError
 from mcontroller.local.executor import LocalCall, LocalExecutor
 from mcontroller.local.group import LocalWorkerGroup
 from mcontroller.ppo import AlgorithmConfig, KLControlConfig, weighted_sum
-from mcontroller.ppo.devices import SharedDevices
-from mcontroller.ppo.stages import Stages
+from mcontroller.ppo.stages.devices import SharedDevices
+from mcontroller.ppo.stages.stages import Stages
 from mcontroller.ray import ResourcePoolManager, Role
 from mcontroller.transport import Arguments
 from mcontroller.worker import Worker

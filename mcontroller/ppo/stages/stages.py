@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mcontroller.group import GroupMethod, WorkerGroup
-from mcontroller.ppo.devices import SharedDevices
-from mcontroller.ppo.overlap import OverlappingStages
+from mcontroller.ppo.stages.devices import SharedDevices
+from mcontroller.ppo.stages.overlap import OverlappingStages
 
 __all__ = ["Stages"]
 
