@@ -255,7 +255,7 @@ def correct_updates(updates: int) -> tuple[int, set[bool]]:
         ppo_epochs=1,
         ppo_mini_batch_size=16,
         ppo_micro_batch_size=8,
-        rollout={"parallel": {}, "verify_weights": "fingerprints", "response_length": 2},
+        rollout={"parallel": {}, "verify_weights": "fingerprints"},
     )
     batch = own_shard(prompts(2, SAMPLED), worker)
     generated = worker.generate_sequences(batch)
