@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import ray
 import torch
 
 from mcontroller.data.protocol import DataProto
@@ -31,6 +31,17 @@ MAY_DIFFER = (
     *("dtype", "transformer_impl", "seed", "hf_path", "family", "transformer"),
 )
 """Fields of ModelConfig that two groups with the same weights may differ in."""
+
+OF_AN_ENGINE = (
+    "parallel",
+    "max_rows",
+    "memory_fraction",
+    "engine",
+    "vllm",
+    "verify_weights",
+    "verify_weights_off_reason",
+)
+"""Fields of RolloutConfig that only the group that generates reads."""
 
 
 class TransferringWorker(TrainedWorker):
@@ -73,7 +84,7 @@ class TransferringWorker(TrainedWorker):
         if transport != "auto":
             TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
         _check_equal("model", source.model, target.model, MAY_DIFFER)
-        _check_equal("rollout", source.rollout, target.rollout, ("parallel", "max_rows", "memory_fraction"))
+        _check_equal("rollout", source.rollout, target.rollout, OF_AN_ENGINE)
 
     @property
     def policy_version(self) -> int:
@@ -105,14 +116,13 @@ class TransferringWorker(TrainedWorker):
         tensors, local, unknown = described_tensors(self.model, self.context)
         device = tensors[0].device
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
-        return Holdings(tuple(local), tuple(unknown), node, os.getpid(), gpu)
+        return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def listen_for_weights(self, opening: Opening) -> Any:
         """Open this rank's side of a transfer, and return what other ranks need to reach it."""
-        address = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-        self._endpoints[opening.transfer] = endpoint = TransferEndpoint(opening, self.model, self.context, address)
+        endpoint = TransferEndpoint(opening, self.model, self.context, _node()[1])
+        self._endpoints[opening.transfer] = endpoint
         return endpoint.listen()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -146,6 +156,14 @@ class TransferringWorker(TrainedWorker):
         endpoint = self._endpoints.pop(transfer, None)
         if endpoint is not None:
             endpoint.close()
+
+
+def _node() -> tuple[str, str]:
+    """Return the id of this node, and its address for other nodes."""
+    ray = sys.modules.get("ray")  # not imported here: the smallest part of gpucheck runs without it
+    if ray is None or not ray.is_initialized():
+        return socket.gethostname(), "127.0.0.1"
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 
 def _check_equal(section: str, of_actor: Any, of_rollout: Any, may_differ: tuple[str, ...]) -> None:

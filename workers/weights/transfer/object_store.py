@@ -1,24 +1,27 @@
 """Weights through Ray's object store: the fallback, between any two groups on Ray.
 
 A sender puts each parcel into the store, and sends the reference. It keeps the reference until the parcel was read.
+Ray is imported when it is used: workers also run without it.
 """
 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import ray
 import torch
 from torch import Tensor
 
-from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.links import Link, Listener, ListenerAddress, connected
 from workers.weights.transfer.plan import Holdings, Parcel
 from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
+
+if TYPE_CHECKING:
+    import numpy as np
+    import ray
 
 __all__ = ["TRANSPORT"]
 
@@ -45,6 +48,10 @@ class _Sender:
         return self._memory
 
     def send(self, index: int, deadline: Deadline) -> None:
+        import ray
+
+        from mcontroller.ray.values.references import write_reference
+
         for parcel in self._traffic.buckets[index]:
             reference = ray.put(self._memory[parcel.start : parcel.start + parcel.nbytes].numpy())
             self._unread.setdefault(index, []).append((parcel.peer, reference))
@@ -92,6 +99,10 @@ class _Receiver:
 
 
 def _read(link: Link, deadline: Deadline) -> Tensor:
+    import ray
+
+    from mcontroller.ray.values.references import WrittenReference, read_reference
+
     reference = read_reference(WrittenReference(*pickle.loads(link.receive(deadline)[0])))
     try:
         array: np.ndarray[Any, Any] = ray.get(reference, timeout=deadline.left(link.peer))
@@ -106,7 +117,8 @@ def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
         return "the weights are on GPUs: a copy to the host and back is not implemented"
     if len({(each.node, each.pid) for each in everyone}) < len(everyone):
         return "ranks of the groups share a process"
-    return "" if ray.is_initialized() else "Ray is not running"
+    ray = sys.modules.get("ray")
+    return "" if ray is not None and ray.is_initialized() else "Ray is not running"
 
 
 TRANSPORT = Transport(_Sender, _Receiver, _why_not)
