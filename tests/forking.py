@@ -10,13 +10,13 @@ import contextlib
 import io
 import os
 import pickle
-import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import torch
@@ -137,7 +137,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
     by_pipe = {rank.results: rank for rank in ranks}
     values: dict[int, Any] = {}
     while by_pipe:
-        readable, _, _ = select.select(list(by_pipe), [], [], max(0.0, deadline - time.monotonic()))
+        readable = wait(list(by_pipe), max(0.0, deadline - time.monotonic()))
         if not readable:
             late = sorted(rank.rank for rank in by_pipe.values())
             raise RankFailure(f"ranks {late} of {len(ranks)} did not finish in time")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 
 import pytest
 import torch
@@ -139,4 +139,4 @@ def test_the_engine_ends_with_its_group(ray_cluster: None) -> None:
             assert os.path.exists(f"/proc/{pid}")
         ended = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
         if ended is not None:
-            assert select.select([ended], [], [], 30)[0], "the engine runs on without its worker"
+            assert wait([ended], 30), "the engine runs on without its worker"

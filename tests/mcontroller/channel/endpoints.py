@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,10 +60,10 @@ def open_connection(url: str) -> socket.socket:
 class Controller:
     """Sends calls to endpoints and keeps the answers by call and rank."""
 
-    def __init__(self, addresses: list[Address], name: bytes = b"controller") -> None:
+    def __init__(self, addresses: list[Address], name: bytes | None = None) -> None:
         self.answers: dict[int, dict[int, list[bytes]]] = {}
         self.changes: list[tuple[int, bool]] = []
-        self.hub = Hub(name, self._deliver, lambda *change: self.changes.append(change))
+        self.hub = Hub(name or uuid.uuid4().hex.encode(), self._deliver, lambda *change: self.changes.append(change))
         self.hub.connect(addresses)
         self.ranks = range(len(addresses))
 

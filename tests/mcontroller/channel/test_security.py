@@ -30,10 +30,15 @@ def keys() -> ChannelKeys:
     return ChannelKeys.generate()
 
 
+@pytest.fixture(scope="module")
+def shared_address() -> Address:
+    """The address of one endpoint of all tests: an endpoint keeps its descriptors as long as its process lives."""
+    return start_endpoint(ChannelKeys.generate())
+
+
 @pytest.fixture(params=["tcp", "unix"])
-def address(keys: ChannelKeys, request: pytest.FixtureRequest) -> Address:
-    address = start_endpoint(keys)
-    return without_unix_socket(address) if request.param == "tcp" else address
+def address(shared_address: Address, request: pytest.FixtureRequest) -> Address:
+    return without_unix_socket(shared_address) if request.param == "tcp" else shared_address
 
 
 def test_a_client_with_another_key_gets_no_answer(address: Address) -> None:
@@ -54,7 +59,7 @@ def test_a_call_with_another_key_does_not_run(keys: ChannelKeys, seen_as: Callab
     stranger = Controller([replace(address, client=KeyPair.generate())], b"controller")
     stranger.send(0, b"harm")
     assert stranger.hub.wait(lambda: (0, False) in stranger.changes, SECONDS)
-    assert Controller([address]).call(0, b"work") == {0: [b"work"]}
+    assert Controller([address], b"controller").call(0, b"work") == {0: [b"work"]}
     assert runs == [[b"work"]]
 
 
@@ -74,7 +79,7 @@ def test_garbage_delays_nobody_and_leaves_no_trace(
             with suppress(ConnectionError):
                 stranger.sendall(sent)
         assert controller.call(0, b"x") == {0: [b"x"]}
-        assert Controller([address], b"new").call(0, b"x") == {0: [b"x"]}
+        assert Controller([address]).call(0, b"x") == {0: [b"x"]}
         assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
     assert capfd.readouterr().err == ""
 

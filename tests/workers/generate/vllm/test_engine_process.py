@@ -6,8 +6,8 @@ The program of the process is a small one, without vLLM.
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -65,7 +65,7 @@ def engine(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EnginePro
 def has_ended(pid: int) -> bool:
     if not os.path.exists(f"/proc/{pid}"):
         return True
-    return bool(select.select([os.pidfd_open(pid)], [], [], 60)[0])
+    return bool(wait([os.pidfd_open(pid)], 60))
 
 
 def test_calls_return_their_results_and_the_environment_is_the_engine_s(engine: EngineProcess) -> None:
