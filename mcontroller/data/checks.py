@@ -137,7 +137,8 @@ def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> Batch:
     Raises:
         DataError: If a column is not a tensor, or its batch dims are not those of the first; names the column.
     """
-    first_key, batch_size = "", torch.Size()
+    first_key: str | None = None
+    batch_size = torch.Size()
     for key, value in tensors.items():
         if not (isinstance(value, Tensor) or is_tensordict_base(value)):
             raise _not_a_tensor(key, value)
@@ -147,7 +148,7 @@ def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> Batch:
                 column=key,
             )
         found = value.shape[:batch_dims]
-        if not first_key:
+        if first_key is None:
             first_key, batch_size = key, found
         elif found != batch_size:
             raise DataError(

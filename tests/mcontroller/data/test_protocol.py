@@ -83,6 +83,7 @@ def test_the_number_of_rows_is_that_of_the_columns() -> None:
             lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}),
             r"tensors\['b'\] has 3 rows, tensors\['a'\] has 2 rows",
         ),
+        (lambda: DataProto.from_dict({"": torch.zeros(2), "b": torch.zeros(3)}), "'b'. has 3 rows, tensors.''. has 2"),
         (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"u": ["x"]}), r"'u'\] has 1 rows, the batch has 2"),
         (lambda: DataProto.from_dict({"a": torch.zeros(())}), "'a'.* 0 dims: expected at least 1"),
         (lambda: DataProto.from_dict({"a": ["x", "y"]}), r"'a'\] is a list of str: .*non_tensors=\{'a': \.\.\.\}"),
