@@ -14,6 +14,7 @@ NOT_ON_A_GPU = {
     ),
     "tests/workers/communication/test_estimate.py::test_the_bytes_on_paper": "simulated ranks compute on the CPU",
     "tests/workers/test_mistakes.py": "simulated ranks compute on the CPU",
+    "tests/workers/weights/transfer/test_equal_generation.py": "simulated ranks compute on the CPU",
     "tests/workers/test_simulated_roles.py": "simulated ranks compute on the CPU, and reject tensors of other devices",
 }
 """File or test -> why it must fail on a GPU. With ``--all`` it runs, and an entry that passes is an error."""
