@@ -39,7 +39,7 @@ OF_AN_ENGINE = (
     "engine",
     "vllm",
     "verify_weights",
-    "verify_weights_off_reason",
+    "unverified_reason",
 )
 """Fields of RolloutConfig that only the group that generates reads."""
 

@@ -57,13 +57,13 @@ class RolloutConfig:
     """Settings of the engine vllm."""
 
     verify_weights: str = "auto"
-    """Compare the engine's weights with the policy's after every update: auto, fingerprints or off.
+    """Compare the engine's weights with the policy's after every update: auto, fingerprints or never.
 
     fingerprints: compare one number per tensor, and reject an engine that cannot report them. auto: compare if the
     engine reports them, and log a warning if it does not.
     """
-    verify_weights_off_reason: str = ""
-    """Why the weights of the engine are not verified; required if verify_weights is off."""
+    unverified_reason: str = ""
+    """Why the weights of the engine are not verified; required if verify_weights is never."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_length", "response_length", "n"):
@@ -81,12 +81,12 @@ class RolloutConfig:
 
     def _check_verify_weights(self) -> None:
         check_one_of("rollout.verify_weights", self.verify_weights, VERIFY_WEIGHTS)
-        off, reason = self.verify_weights == "off", self.verify_weights_off_reason
-        if off != bool(reason.strip()):
-            expected = "the reason why the check is off" if off else "no reason unless rollout.verify_weights is 'off'"
+        never, reason = self.verify_weights == "never", self.unverified_reason
+        if never != bool(reason.strip()):
+            expected = "a reason" if never else "no reason unless rollout.verify_weights is 'never'"
             raise ConfigError(
-                f"rollout.verify_weights_off_reason is {reason!r}, and rollout.verify_weights {self.verify_weights!r}; "
+                f"rollout.unverified_reason is {reason!r}, and rollout.verify_weights {self.verify_weights!r}; "
                 f"expected {expected}",
-                key="rollout.verify_weights_off_reason",
+                key="rollout.unverified_reason",
                 value=reason,
             )

@@ -78,14 +78,14 @@ class ArrivalCheck:
     """
 
     def __init__(self, config: RolloutConfig, rollout: Rollout) -> None:
-        self._on = config.verify_weights != "off"
+        self._on = config.verify_weights != "never"
         self._plan: _Plan | None = None
         self._before: list[int] = []
         if not rollout.holds_weights:
             return
         engine = type(rollout).__name__
         if not self._on:
-            logger.warning("the weights of %s are not verified: %s", engine, config.verify_weights_off_reason)
+            logger.warning("the weights of %s are not verified: %s", engine, config.unverified_reason)
         elif not isinstance(rollout, ReadableRollout):
             text = f"{engine} has no method fingerprints (see workers.generate.rollout_protocol.ReadableRollout)"
             if config.verify_weights == "fingerprints":

@@ -297,12 +297,12 @@ def test_engine_without_fingerprints_is_rejected_if_they_are_required(caplog: py
 
 def test_the_check_is_turned_off_with_a_reason_only(caplog: pytest.LogCaptureFixture) -> None:
     for changes in (
-        {"verify_weights": "off"},
-        {"verify_weights": "off", "verify_weights_off_reason": " "},
-        {"verify_weights_off_reason": "slow"},
+        {"verify_weights": "never"},
+        {"verify_weights": "never", "unverified_reason": " "},
+        {"unverified_reason": "slow"},
         {"verify_weights": "canary"},
     ):
         with pytest.raises(ConfigError, match=r"rollout\.verify_weights"):
             RolloutConfig(**changes)
-    ArrivalCheck(RolloutConfig(verify_weights="off", verify_weights_off_reason="a known engine"), Unreadable())  # type: ignore[arg-type]
+    ArrivalCheck(RolloutConfig(verify_weights="never", unverified_reason="a known engine"), Unreadable())  # type: ignore[arg-type]
     assert "a known engine" in caplog.text
