@@ -26,6 +26,14 @@ def test_one_seed_and_one_model_reach_every_part():
     assert config.model.hidden_size == 32 and config.model.seed == 7
 
 
+def test_every_command_of_the_readme_is_a_valid_configuration():
+    readme = (CONFIG.parents[2] / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r'make demo ARGS="([^"]+)"', readme)
+    assert len(commands) >= 2
+    for command in commands:
+        read_run_config(CONFIG, command.split())
+
+
 def test_the_held_out_questions_come_before_those_to_train_on():
     data = read_run_config(CONFIG, ["data.val.size=100"]).data
     assert (data.val.skip, data.val.size, data.train.skip) == (0, 100, 100)
