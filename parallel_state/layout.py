@@ -27,6 +27,8 @@ from parallel_state.errors import LayoutError
 
 __all__ = ["DEFAULT_ORDER", "ORDER_AXES", "ParallelLayout"]
 
+MOST_RANKS = 2**31 - 1
+
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _EXPERT_NAME = {"tp": "etp", "dp": "edp"}
@@ -230,6 +232,11 @@ def _check_counts(layout: ParallelLayout) -> None:
     for name, value in {**counts, **layout.extra}.items():
         if not is_count(value) and not (name in ("etp", "vpp") and value is None):
             raise LayoutError(f"{name} is {value!r}; expected an int of at least 1", axis=name, value=value)
+    if layout.world_size > MOST_RANKS:
+        raise LayoutError(
+            f"world_size is {layout.world_size}; torch.distributed counts at most {MOST_RANKS} ranks",
+            world_size=layout.world_size,
+        )
     if layout.vpp is not None and layout.pp == 1:
         raise LayoutError(
             f"vpp {layout.vpp} with pp 1: virtual stages interleave a pipeline; leave vpp None or use pp >= 2",

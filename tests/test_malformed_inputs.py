@@ -1,14 +1,8 @@
-"""Malformed files and overrides raise errors of this project only: configurations, saved batches, records, manifests.
-
-The short form is part of the tests. The long form takes a number of examples and prints the seed of a failure:
-
-    FUZZ_EXAMPLES=20000 python -m pytest tests/test_malformed_inputs.py --timeout=3600 --hypothesis-seed=20261122
-"""
+"""Malformed files and overrides raise errors of this project only: configurations, saved batches, records."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -24,55 +18,11 @@ from mcontroller.config.load import load_config
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import MControllerError
 from mcontroller.ppo.saving.run_record import read_record
+from tests.fuzzing import KEYS, VALUES, fuzz, only_errors_of_this_project
 from workers.checkpoint.directories import find_checkpoint
 from workers.checkpoint.manifest import read_manifest
 from workers.weights.hf.config import model_fields_from_hf
 from workers.weights.hf.files import WeightFiles
-
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
-fuzz = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
-KEYS = st.sampled_from(
-    [
-        "batch",
-        "non_tensor_batch",
-        "meta_info",
-        "format",
-        "version",
-        "$tensor",
-        "$array",
-        "$objects",
-        "$tensordict",
-        "$tuple",
-        "$dict",
-        "$number",
-        "$jagged",
-        "global_steps",
-        "kl_coef",
-        "groups",
-        "earlier",
-        "staged",
-        "obsolete",
-        "step",
-        "layout",
-        "parts",
-        "weights",
-        "counters",
-        "files",
-        "sha256",
-        "weight_map",
-        "model_type",
-        "a",
-    ]
-)
-LEAVES = st.none() | st.booleans() | st.integers(-3, 10**30) | st.floats() | st.text(max_size=8) | KEYS
-VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
-)
 
 
 @dataclass
@@ -86,13 +36,6 @@ class Outer:
     name: str = ""
     count: int = 1
     inner: Inner = field(default_factory=Inner)
-
-
-def only_errors_of_this_project(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except MControllerError as error:
-        assert str(error)
 
 
 @fuzz

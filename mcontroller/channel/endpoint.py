@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import logging
 import os
-import pickle
 import secrets
 import socket
 import threading
@@ -23,11 +23,14 @@ from zmq.utils.monitor import recv_monitor_message
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, network_namespace
 from mcontroller.channel.cancellation import Cancellation
 from mcontroller.channel.links import configure, monitor, send_frames
-from mcontroller.channel.messages import pack_answer, unpack_call
+from mcontroller.channel.messages import pack_answer, pack_reply, unpack_call, unpack_query
 from mcontroller.channel.order import MISSING_SECONDS, CallOrder, CallQueue
 from mcontroller.channel.ports import reserve_port
+from mcontroller.errors import DataError
 
 __all__ = ["CONNECTIONS", "Endpoint", "ReceivedCall", "Reply"]
+
+_logger = logging.getLogger(__name__)
 
 CONNECTIONS = 4096
 """Open connections of one socket. More are closed at once, so that strangers cannot use up the descriptors."""
@@ -122,7 +125,10 @@ class Endpoint:
         return self._calls, self._queries
 
     def receive(self) -> ReceivedCall:
-        """Wait for the next call in order and return it. Called by the main thread."""
+        """Wait for the next call in order and return it. Called by the main thread.
+
+        A message that is not a call is dropped and logged.
+        """
         while True:
             call = self._queue.next()
             if call is not None:
@@ -131,7 +137,11 @@ class Endpoint:
                 continue
             caller = self._calls.recv()
             first, *frames = self._calls.recv_multipart(copy=False)
-            (number, settled, after), body = unpack_call(first)
+            try:
+                (number, settled, after), body = unpack_call(first)
+            except DataError as error:
+                _logger.warning("dropped a message of controller %r: %s", caller, error)
+                continue
             if caller not in self._answers:
                 self._look_for_unreachable()
             if self._unreachable:
@@ -211,7 +221,8 @@ class _QueryServer:
         while True:
             for ready, _ in poller.poll():
                 if ready is self._socket:
-                    self._handle(*self._socket.recv_multipart())
+                    client, *frames = self._socket.recv_multipart()
+                    self._handle(client, b"".join(frames))
                 elif ready is self._authenticator.socket:
                     self._authenticator.answer()
                 elif ready == self._wake:
@@ -220,14 +231,24 @@ class _QueryServer:
                     self._connections[ready].note(recv_monitor_message(ready))
 
     def _handle(self, client: bytes, query: bytes) -> None:
-        number, name, arguments = pickle.loads(query)
+        """Answer a query; a malformed one gets a `DataError`, or is dropped and logged if it has no number."""
+        try:
+            number, name, arguments = unpack_query(query)
+        except DataError as error:
+            _logger.warning("dropped a query of %r: %s", client, error)
+            return
 
         def reply(value: Any, frames: Sequence[Any] = ()) -> None:
             if number:
-                self._replies.put((client, pickle.dumps((number, value)), frames))
+                self._replies.put((client, pack_reply(number, value), frames))
                 os.eventfd_write(self._wake, 1)
 
-        self._handlers[name](reply, *arguments)
+        try:
+            self._handlers[name](reply, *arguments)
+        except Exception as error:
+            failed = DataError(f"the query {name!r} with {arguments!r} failed: {type(error).__name__}: {error}")
+            _logger.warning("%s", failed)
+            reply(failed)
 
     def _send_replies(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,17 +1,33 @@
-"""The first frame of calls and of answers: a fixed head in front of the sender's bytes.
+"""The first frame of calls, answers and queries.
 
-One frame instead of two, because CURVE encrypts each frame by itself.
+A call and an answer have a fixed head in front of the sender's bytes: one frame instead of two, because CURVE encrypts
+each frame by itself. Messages contain pickles, which run code when they are read: only those who have the key of the
+group can send them. A message that cannot be read is a `DataError`.
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
+from typing import Any
 
 import zmq
 
 from mcontroller.channel.order import Place
+from mcontroller.errors import DataError
 
-__all__ = ["CallHead", "pack_answer", "pack_call", "unpack_answer", "unpack_call"]
+__all__ = [
+    "CallHead",
+    "load",
+    "pack_answer",
+    "pack_call",
+    "pack_query",
+    "pack_reply",
+    "unpack_answer",
+    "unpack_call",
+    "unpack_query",
+    "unpack_reply",
+]
 
 _CALL = struct.Struct("<QQ?32sQ")
 _ANSWER = struct.Struct("<Q")
@@ -29,8 +45,12 @@ def pack_call(head: CallHead, body: bytes) -> bytes:
 
 
 def unpack_call(frame: zmq.Frame) -> tuple[CallHead, memoryview]:
-    """Return the head of a call, and its body."""
-    number, settled, follows, caller, after = _CALL.unpack_from(frame.buffer)
+    """Return the head of a call, and its body.
+
+    Raises:
+        DataError: If the frame is shorter than the head.
+    """
+    number, settled, follows, caller, after = _unpack(_CALL, "call", frame)
     return (number, settled, (caller, after) if follows else None), frame.buffer[_CALL.size :]
 
 
@@ -40,6 +60,75 @@ def pack_answer(number: int, body: bytes) -> bytes:
 
 
 def unpack_answer(frame: zmq.Frame) -> tuple[int, memoryview]:
-    """Return the number of the call that is answered, and the body of the answer."""
-    [number] = _ANSWER.unpack_from(frame.buffer)
+    """Return the number of the call that is answered, and the body of the answer.
+
+    Raises:
+        DataError: If the frame is shorter than the head.
+    """
+    [number] = _unpack(_ANSWER, "answer", frame)
     return number, frame.buffer[_ANSWER.size :]
+
+
+def pack_query(number: int, name: str, arguments: tuple[Any, ...]) -> bytes:
+    """Return the message of a query; its number is 0 if no reply is wanted."""
+    return pickle.dumps((number, name, arguments))
+
+
+def unpack_query(message: Any) -> tuple[int, str, tuple[Any, ...]]:
+    """Return the number, the name and the arguments of a query.
+
+    Raises:
+        DataError: If the message is not a query.
+    """
+    query = load(message, "query")
+    match query:
+        case (int(number), str(name), tuple(arguments)):
+            return number, name, arguments
+    raise DataError(f"a query is {query!r}: expected (number, name, arguments)", query=query)
+
+
+def pack_reply(number: int, value: Any) -> bytes:
+    """Return the first frame of the reply to a query."""
+    return pickle.dumps((number, value))
+
+
+def unpack_reply(frame: zmq.Frame) -> tuple[int, Any]:
+    """Return the number of the query, and the value of the reply.
+
+    Raises:
+        DataError: If the frame is not a reply.
+    """
+    reply = load(frame.buffer, "reply")
+    match reply:
+        case (int(number), value):
+            return number, value
+    raise DataError(f"a reply is {reply!r}: expected (number, value)", reply=reply)
+
+
+def load(message: Any, kind: str) -> Any:
+    """Return the pickled value of a message.
+
+    Args:
+        message: Buffer that contains a pickle.
+        kind: Kind of the message in the error's text.
+
+    Raises:
+        DataError: If it cannot be read.
+    """
+    try:
+        return pickle.loads(message)
+    except Exception as error:
+        size = memoryview(message).nbytes
+        raise DataError(f"a {kind} of {size} bytes cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _unpack(head: struct.Struct, kind: str, frame: zmq.Frame) -> tuple[Any, ...]:
+    try:
+        return head.unpack_from(frame.buffer)
+    except struct.error:
+        size = len(frame.buffer)
+        raise DataError(
+            f"the first frame of a message has {size} bytes: the head of a {kind} has {head.size}",
+            found=size,
+            expected=head.size,
+        ) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import select
 import sys
 import threading
@@ -17,6 +16,8 @@ from typing import Any
 
 from mcontroller.channel.address import Address
 from mcontroller.channel.links import Links
+from mcontroller.channel.messages import pack_query, unpack_reply
+from mcontroller.errors import DataError
 
 __all__ = ["ask", "ask_each", "notify", "notify_from_finalizer"]
 
@@ -27,12 +28,19 @@ def ask(
     """Return the answer of each process, and the frames that came with it.
 
     None for an unknown address, a process that has ended or cannot be reached, or no answer in ``timeout`` seconds.
+
+    Raises:
+        DataError: If a process does not know the query, or cannot answer it with these arguments.
     """
     return _client().ask(addresses, [(name, arguments)] * len(addresses), timeout)
 
 
 def ask_each(addresses: Sequence[Address], queries: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-    """Ask each process its own query, a name with arguments; wait until all have answered, or are known to be gone."""
+    """Ask each process its own query, a name with arguments; wait until all have answered, or are known to be gone.
+
+    Raises:
+        DataError: As ``ask``.
+    """
     return _client().ask(addresses, queries, None)
 
 
@@ -110,7 +118,7 @@ class _Client:
                 if address is not None:
                     link = self._link(address)
                     number = next(self._requests) if wanted else 0
-                    self._links.send(link, [pickle.dumps((number, name, arguments))])
+                    self._links.send(link, [pack_query(number, name, arguments)])
                     waiting[number] = position, link
         self.send_postponed()
         return waiting
@@ -135,8 +143,10 @@ class _Client:
 
     def _received(self, waiting: dict[int, tuple[int, bytes]]) -> Iterator[tuple[int, Any, list[Any]]]:
         for _, frames in self._links.receive():
-            number, value = pickle.loads(frames[0].buffer)
+            number, value = unpack_reply(frames[0])
             if number in waiting:  # else it came after its timeout
+                if isinstance(value, DataError):
+                    raise value
                 yield number, value, frames[1:]
         for lost in self._drop_lost():
             for number in [number for number, (_, link) in waiting.items() if link == lost]:

@@ -127,10 +127,13 @@ class BatchData(OutOfBand):
         """
         for name, value in (("tensors", tensors), ("non_tensors", non_tensors), ("meta_info", meta_info)):
             checks.check_mapping(name, value)
-        if num_batch_dims < 1 or (num_batch_dims > 1 and non_tensors):
+        checks.check_names("tensors", () if tensors is None else tensors.keys())
+        checks.check_names("non_tensors", () if non_tensors is None else non_tensors.keys())
+        num_batch_dims = checks.count("num_batch_dims", num_batch_dims, 1)
+        if num_batch_dims > 1 and non_tensors:
             raise DataError(
                 f"num_batch_dims is {num_batch_dims}, with {len(non_tensors or {})} non-tensor columns: "
-                "expected at least 1, and exactly 1 if there are non-tensor columns",
+                "expected 1 if there are non-tensor columns",
                 num_batch_dims=num_batch_dims,
             )
         batch = checks.make_batch(tensors, num_batch_dims) if tensors else None
@@ -259,6 +262,7 @@ class BatchData(OutOfBand):
             DataError: If there is no such tensor.
         """
         tensors = self.tensors()
+        checks.check_names("key", [key])
         checks.check_keys("tensor column", [key], tensors)
         column = tensors[key]
         if is_jagged(column):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+import sys
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +28,11 @@ __all__ = [
     "check_columns",
     "check_keys",
     "check_mapping",
+    "check_names",
     "check_permutation",
     "check_same_columns",
+    "count",
+    "integers",
     "make_batch",
     "row_index",
 ]
@@ -51,6 +56,21 @@ def check_mapping(argument: str, value: object) -> None:
     """
     if not (value is None or isinstance(value, Mapping) or is_tensordict_base(value)):
         raise DataError(f"{argument} is {type(value).__name__}: expected a dict of name -> value", argument=argument)
+
+
+def count(argument: str, value: Any, least: int) -> int:
+    """Return an argument that counts something as an int.
+
+    Raises:
+        DataError: If it is not an integer, or less than ``least``; names the argument.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= sys.maxsize:
+        raise DataError(f"{argument} is {value!r}: expected an integer of at least {least}", **{argument: value})
+    return number
 
 
 def check_columns(batch: Batch | None, arrays: Mapping[str, Any]) -> None:
@@ -187,6 +207,17 @@ def _not_a_tensor(key: str, value: Any) -> DataError:
     return DataError(f"tensors[{key!r}] is {kind}: expected a torch.Tensor; {fix}", column=key)
 
 
+def check_names(argument: str, names: Iterable[Any]) -> None:
+    """Check that all names of columns are strings.
+
+    Raises:
+        DataError: If one is not; names the argument and the value.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise DataError(f"{argument} has {name!r}: names of columns are strings", argument=argument, name=name)
+
+
 def as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
     """Return an array unchanged, and a list as a 1-D object array of its entries, whatever they are.
 
@@ -211,10 +242,20 @@ def as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
 
 
 def as_keys(keys: Keys | None, default: Iterable[str] = ()) -> list[str]:
-    """Return names as a list: one name, several, or ``default`` for None."""
+    """Return names as a list: one name, several, or ``default`` for None.
+
+    Raises:
+        DataError: If they are neither a string nor several names.
+    """
     if keys is None:
         return list(default)
-    return [keys] if isinstance(keys, str) else list(keys)
+    if isinstance(keys, str):
+        return [keys]
+    if isinstance(keys, np.ndarray | Tensor) or not isinstance(keys, Iterable):
+        raise DataError(f"{type(keys).__name__} in place of names: expected a string or a list of strings")
+    names = list(keys)
+    check_names("the list of names", [name for name in names if not isinstance(name, Hashable)])
+    return names
 
 
 def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None:
@@ -254,7 +295,7 @@ def row_index(idxs: Any, rows: int) -> np.ndarray:
             f"batch.non_tensor_batch[{idxs!r}]",
             column=idxs,
         )
-    index = np.asarray(idxs.detach().cpu() if isinstance(idxs, Tensor) else idxs)
+    index = integers(idxs)
     if index.dtype == bool:
         if index.shape != (rows,):
             raise DataError(
@@ -273,6 +314,14 @@ def row_index(idxs: Any, rows: int) -> np.ndarray:
         wrong = int(index[(index < -rows) | (index >= rows)][0])
         raise RowIndexError(f"row {wrong} does not exist in a batch of {rows} rows", index=wrong, rows=rows)
     return np.where(index < 0, index + rows, index)
+
+
+def integers(values: Any) -> np.ndarray:
+    """Return a list, array or tensor as an array on the CPU; one of objects if its entries are not numbers."""
+    try:
+        return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    except (ValueError, TypeError):  # rows of different lengths, or a sparse tensor
+        return np.array([None], dtype=object)
 
 
 def check_permutation(index: np.ndarray, rows: int) -> None:

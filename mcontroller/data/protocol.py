@@ -156,7 +156,8 @@ class DataProto(BatchData):
         Raises:
             DataError: If ``chunks`` is less than 1.
         """
-        return self._split([len(shard) for shard in contiguous(len(self), chunks).shards])
+        parts = contiguous(len(self), checks.count("chunks", chunks, 1))
+        return self._split([len(shard) for shard in parts.shards])
 
     def split(self, split_size: int) -> list[Self]:
         """Split the batch into consecutive parts of ``split_size`` rows, as views; the last part may have fewer.
@@ -164,8 +165,7 @@ class DataProto(BatchData):
         Raises:
             DataError: If ``split_size`` is less than 1.
         """
-        if split_size < 1:
-            raise DataError(f"split_size is {split_size}: expected at least 1 row", split_size=split_size)
+        split_size = checks.count("split_size", split_size, 1)
         return self._split([min(split_size, len(self) - start) for start in range(0, len(self), split_size)])
 
     def _split(self, sizes: Sequence[int]) -> list[Self]:
@@ -210,8 +210,7 @@ class DataProto(BatchData):
         Raises:
             DataError: If ``repeat_times`` is negative.
         """
-        if repeat_times < 0:
-            raise DataError(f"repeat_times is {repeat_times}: expected at least 0", repeat_times=repeat_times)
+        repeat_times = checks.count("repeat_times", repeat_times, 0)
         index = np.arange(len(self))
         return self.select_idxs(index.repeat(repeat_times) if interleave else np.tile(index, repeat_times))
 
@@ -224,15 +223,15 @@ class DataProto(BatchData):
         Raises:
             DataError: If their number is not that of the rows, or one is negative.
         """
-        times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, Tensor) else repeat_times, dtype=np.int64)
-        if times.shape != (len(self),) or (times < 0).any():
+        times = checks.integers(repeat_times)
+        if times.shape != (len(self),) or (times.size and times.dtype.kind not in "iub") or (times < 0).any():
             raise DataError(
-                f"repeat_times has shape {times.shape} for {len(self)} rows: "
-                "expected one number per row, each at least 0",
+                f"repeat_times has shape {times.shape} and dtype {times.dtype} for {len(self)} rows: "
+                "expected one integer per row, each at least 0",
                 shape=times.shape,
                 rows=len(self),
             )
-        return self.select_idxs(np.arange(len(self)).repeat(times))
+        return self.select_idxs(np.arange(len(self)).repeat(times.astype(np.int64)))
 
     def reorder(self, indices: Index) -> None:
         """Reorder the rows of this batch, in place.
@@ -257,12 +256,12 @@ class DataProto(BatchData):
         Raises:
             DataError: If an argument is out of range, or the batch has no row to repeat.
         """
-        if padding_candidate not in ("first", "last"):
+        if not isinstance(padding_candidate, str) or padding_candidate not in ("first", "last"):
             raise DataError(f"padding_candidate is {padding_candidate!r}: expected 'first' or 'last'")
-        if padding_size < 0 or (padding_size > 0 and len(self) == 0):
+        padding_size = checks.count("padding_size", padding_size, 0)
+        if padding_size > 0 and len(self) == 0:
             raise DataError(
-                f"padding_size is {padding_size} for a batch of {len(self)} rows: "
-                "expected at least 0, and 0 for a batch without rows",
+                f"padding_size is {padding_size} for a batch of {len(self)} rows: expected 0",
                 rows=len(self),
             )
         row = 0 if padding_candidate == "first" else len(self) - 1
@@ -277,7 +276,8 @@ class DataProto(BatchData):
         Raises:
             DataError: If the batch has fewer rows.
         """
-        if not 0 <= pad_size <= len(self):
+        pad_size = checks.count("pad_size", pad_size, 0)
+        if pad_size > len(self):
             raise DataError(
                 f"pad_size is {pad_size} for a batch of {len(self)} rows: expected 0 to {len(self)}", rows=len(self)
             )
@@ -289,7 +289,8 @@ class DataProto(BatchData):
         Raises:
             DataError: If ``new_batch_size`` does not divide the rows, or a column is jagged.
         """
-        if new_batch_size < 1 or len(self) % new_batch_size:
+        new_batch_size = checks.count("new_batch_size", new_batch_size, 1)
+        if len(self) % new_batch_size:
             raise DataError(
                 f"new_batch_size is {new_batch_size} for a batch of {len(self)} rows: expected a divisor of the rows",
                 rows=len(self),
@@ -308,9 +309,10 @@ class DataProto(BatchData):
         Raises:
             DataError: If the columns do not agree in these dims, or one is jagged.
         """
+        batch_dims = checks.count("batch_dims", batch_dims, 1)
         columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.stored_batch)]
         leading = [tuple(column.shape[:batch_dims]) for column in columns]
-        if batch_dims < 1 or any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
+        if any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
             raise DataError(
                 f"cannot flatten the first {batch_dims} dims: columns {self.column_names()} begin with {leading}, and "
                 "they must be equal",
@@ -333,11 +335,12 @@ class DataProto(BatchData):
         Raises:
             DataError: If a column does not exist, or ``n_split`` does not divide its dim 1.
         """
+        n_split = checks.count("n_split", n_split, 1)
         names = [] if split_keys is None else checks.as_keys(split_keys)
         checks.check_keys("column", names, self.column_names())
         columns: dict[str, Any] = {key: {**self.tensors(), **self.non_tensor_batch}[key] for key in names}
         for key, column in columns.items():
-            if n_split < 1 or column.ndim < 2 or column.shape[1] % n_split:
+            if column.ndim < 2 or column.shape[1] % n_split:
                 raise DataError(
                     f"column {key!r} of shape {list(column.shape)} cannot be split into {n_split} along dim 1: "
                     "expected a divisor of its size",
@@ -448,6 +451,8 @@ class DataProto(BatchData):
         Raises:
             DataError: If the numbers of rows differ, or a column or key of both has different values.
         """
+        if not isinstance(other, DataProto):
+            raise DataError(f"union with {type(other).__name__}: expected a DataProto")
         if len(self) != len(other) and self.has_columns() and other.has_columns():
             raise DataError(
                 f"union of {len(self)} rows with {len(other)} rows: both batches must have the same number of rows",
@@ -516,10 +521,8 @@ class DataProto(BatchData):
         Raises:
             DataError: If ``mini_batch_size`` is less than 1, or ``epochs`` is negative.
         """
-        if mini_batch_size < 1 or epochs < 0:
-            raise DataError(
-                f"mini_batch_size is {mini_batch_size}, epochs is {epochs}: expected at least 1 row and 0 epochs"
-            )
+        mini_batch_size = checks.count("mini_batch_size", mini_batch_size, 1)
+        epochs = checks.count("epochs", epochs, 0)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         options: dict[str, Any] = {"generator": generator, "collate_fn": _identity, **(dataloader_kwargs or {})}
         loader: Any = torch.utils.data.DataLoader(self, batch_size=mini_batch_size, **options)  # type: ignore[arg-type]
@@ -555,6 +558,8 @@ def _check_parts(data: Any) -> None:
     """Check that the argument of ``concat`` is a list of at least one batch."""
     if isinstance(data, DataProto):
         raise DataError("concat of a DataProto: expected a list of DataProtos")
+    if not isinstance(data, Sequence):
+        raise DataError(f"concat of {type(data).__name__}: expected a list of DataProtos")
     others = [part for part in data if not isinstance(part, DataProto)]
     if others or not data:
         found = f"a list that contains a {type(others[0]).__name__}" if others else "an empty list"

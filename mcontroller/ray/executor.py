@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,7 +12,7 @@ import zmq
 
 from mcontroller.channel.queries import notify_from_finalizer
 from mcontroller.errors import GroupError
-from mcontroller.ray.process import CallHeader
+from mcontroller.ray.call_messages import CallHeader, write_call
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.supervision import GroupProcesses, SentCall
 from mcontroller.ray.values.handles import (
@@ -98,7 +97,7 @@ class RayExecutor:
                 key = id(each)
                 if key not in messages:
                     header = CallHeader(self.role, method, readers[key], measure)
-                    messages[key] = self._message(call, tuple(header), each)
+                    messages[key] = self._message(call, header, each)
             try:
                 ordered = [messages[id(each)] for each in arguments.values()]
                 processes.hub.send(call.outgoing(zip(processes.heads(call), ordered, strict=True)))
@@ -107,13 +106,13 @@ class RayExecutor:
                 raise
         return call
 
-    def _message(self, call: RayCall, header: tuple[Any, ...], arguments: Arguments) -> tuple[bytes, list[zmq.Frame]]:
+    def _message(self, call: RayCall, header: CallHeader, arguments: Arguments) -> tuple[bytes, list[zmq.Frame]]:
         """Return the body and the frames of a message, and keep what it refers to until the call is complete."""
         arguments = _with_objects(arguments)
         encoded = encode(arguments, self.processes.handles.options.inline_bytes)
         deferred = (value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, Deferred))
         call.held += [encoded.stored, *(value.handles() for value in deferred)]
-        return pickle.dumps((header, encoded.content)), encoded.frames
+        return write_call(header, encoded.content), encoded.frames
 
     def fetch(self, handles: Sequence[Any]) -> list[Any]:
         """Return the values of handles; raise the error of the call that failed to produce one."""

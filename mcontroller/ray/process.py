@@ -8,12 +8,11 @@ with Ray's cause. Queries are answered on another thread while a call is running
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.ports import reserve_port
 from mcontroller.devices import check_torch_without_gpu, device_of_rank
-from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
+from mcontroller.errors import CallRejected, DataError, GroupError, WorkerError, is_before_changes
+from mcontroller.ray.call_messages import read_call, write_answer
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.threads import chosen_threads, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
@@ -35,7 +35,6 @@ from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
 
 __all__ = [
-    "CallHeader",
     "Identity",
     "ProcessInfo",
     "ProcessPosition",
@@ -117,22 +116,6 @@ class Rendezvous:
     port: int
 
 
-class CallHeader(NamedTuple):
-    """The header of a call to the ranks that get the same arguments; it is sent in front of the arguments.
-
-    Attributes:
-        role: the role whose worker runs the method; None for a method of the process itself.
-        method: name of the method.
-        returning: the ranks, of those with these arguments, whose values are sent back.
-        keep: whether the value stays in the process, and only its row count is sent back.
-    """
-
-    role: str | None
-    method: str
-    returning: Sequence[int]
-    keep: bool
-
-
 class WorkerProcess:
     """The worker objects of one rank by role, and the calls of their methods. ``launch`` starts it as a Ray actor.
 
@@ -181,10 +164,15 @@ class WorkerProcess:
         """Run the calls that arrive on the channel, one at a time, as long as the process exists."""
         while True:
             call = self._endpoint.receive()
-            (role, method, returning, keep), content = pickle.loads(call.body)
-            keep = keep and self._identity.rank in returning
+            starts = self._endpoint.cancellation.start(call.caller, call.number)
             error, rows, encoded = None, None, _NOTHING
-            if self._endpoint.cancellation.start(call.caller, call.number):
+            try:
+                (role, method, returning, keep), content = read_call(call.body)
+            except DataError as malformed:
+                self._answer(call, False, self._error_of("", "serve", malformed), rows, encoded)
+                continue
+            keep = keep and self._identity.rank in returning
+            if starts:
                 self._running = method
                 self._record_calls()
                 try:
@@ -216,7 +204,7 @@ class WorkerProcess:
             self._kept.put((call.caller, call.number), (error, rows, encoded))
         self._finished[call.caller] = call.number
         sent = _NOTHING if keep else encoded
-        self._endpoint.answer(call, pickle.dumps((error, sent.content)), sent.frames)
+        self._endpoint.answer(call, write_answer(error, sent.content), sent.frames)
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
+import logging
 import threading
 import time
 import uuid
@@ -29,20 +29,23 @@ from mcontroller.errors import (
     CallRejected,
     CallTimeout,
     ConnectionLost,
+    DataError,
     GroupBroken,
     GroupError,
     ResourceError,
     WorkerDied,
 )
+from mcontroller.ray.call_messages import CallHeader, read_answer, write_call
 from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.hangs import look_at_ranks, stopped_ranks
-from mcontroller.ray.process import CallHeader
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import ArgumentLost
 from mcontroller.ray.values.wire import encode
 from mcontroller.transport import Arguments, rejection
 
 __all__ = ["GroupProcesses", "SentCall", "living_groups"]
+
+_logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.25
 """Time to wait for failures that come together with the first one, so that they are counted with it."""
@@ -217,8 +220,8 @@ class GroupProcesses:
             for each in arguments:
                 encoded = encode(each, self.handles.options.inline_bytes)
                 call.held.append(encoded.stored)
-                header = tuple(CallHeader(None, method, (), False))
-                messages.append((pickle.dumps((header, encoded.content)), encoded.frames))
+                header = CallHeader(None, method, (), False)
+                messages.append((write_call(header, encoded.content), encoded.frames))
             self.hub.send(call.outgoing(zip(self.heads(call), messages, strict=True)))
         return call
 
@@ -358,11 +361,19 @@ class GroupProcesses:
     # ---- waiting: the hub calls the first two with its lock held -----------------------------------------------------
 
     def _deliver(self, rank: int, frames: list[Any]) -> None:
-        number, body = unpack_answer(frames[0])
+        try:
+            number, body = unpack_answer(frames[0])
+        except DataError as malformed:
+            _logger.warning("dropped a message of rank %d: %s", rank, malformed)
+            return
         call = self._calls.get(number)
         if call is None or rank not in call.pending:  # the answer was sent again
             return
-        error, content = pickle.loads(body)
+        error: GroupError | None
+        try:
+            error, content = read_answer(body)
+        except DataError as malformed:
+            error, content = GroupError(f"{call.role}.{call.method}: rank {rank} sent {malformed}", rank=rank), ()
         if error is None:
             call.take(rank, content, frames[1:])
         elif isinstance(error, CallRejected) and (error.role, error.method) == (call.role, call.method):

@@ -38,6 +38,7 @@ from ray import cloudpickle
 from ray.actor import ActorHandle
 
 from mcontroller.data.tensordicts import is_tensordict_itself
+from mcontroller.errors import DataError
 from mcontroller.ray.values.references import read_reference, write_reference
 from mcontroller.transport import Arguments
 
@@ -146,10 +147,17 @@ _PLAIN_VALUE, _COPIED, _FRAMES, _STORED = range(4)
 
 
 def decode(messages: Sequence[tuple[tuple[Any, ...], Sequence[zmq.Frame]]], shared: bool = False) -> list[Any]:
-    """Return the values of messages, given as content and frames, in private memory; ``shared`` as in ``unpack``."""
+    """Return the values of messages, given as content and frames, in private memory; ``shared`` as in ``unpack``.
+
+    Raises:
+        DataError: a value cannot be read in this process, such as one of a class that it cannot import.
+    """
     references = [read_reference(content[1]) for content, _ in messages if content[0] == _STORED]
     objects = iter(ray.get(references) if references else ())
-    return [_decoded(content, frames, objects, shared) for content, frames in messages]
+    try:
+        return [_decoded(content, frames, objects, shared) for content, frames in messages]
+    except Exception as error:
+        raise DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}") from error
 
 
 def _decoded(content: tuple[Any, ...], frames: Sequence[zmq.Frame], objects: Iterator[Packed], shared: bool) -> Any:

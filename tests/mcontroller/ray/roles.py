@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,13 @@ class Plain(Worker):
         """As what sets a signal handler must."""
         signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))
         return self.built_on is threading.current_thread() is threading.main_thread()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def of_a_class_of_its_own(self) -> Any:
+        """Return an object whose class is in a module that only the ranks have."""
+        module = sys.modules["only_on_ranks"] = types.ModuleType("only_on_ranks")
+        module.Result = type("Result", (), {"__module__": "only_on_ranks"})
+        return module.Result()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ignore_sigint_natively(self) -> None:

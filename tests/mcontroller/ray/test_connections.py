@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,8 +13,11 @@ from typing import TypeVar
 
 import pytest
 
-from mcontroller.errors import ConnectionLost, GroupBroken
+from mcontroller.channel.links import Links
+from mcontroller.channel.messages import pack_call, unpack_answer
+from mcontroller.errors import ConnectionLost, DataError, GroupBroken, WorkerError
 from mcontroller.ray import RayWorkerGroup, supervision
+from mcontroller.ray.call_messages import read_answer
 from mcontroller.ray.executor import RayCall, RayExecutor
 from mcontroller.ray.supervision import GroupProcesses
 from mcontroller.transport import Arguments
@@ -146,3 +150,27 @@ def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
     assert (lost.value.rank, lost.value.pid, lost.value.method) == (1, pids[1], "wait_for_file")
     with pytest.raises(GroupBroken):
         call(executor, "pid")
+
+
+def test_a_message_that_is_not_a_call_is_answered_with_an_error_and_the_group_goes_on(steady: RayWorkerGroup) -> None:
+    [address, *_] = [info.address for info in steady.executor.processes.handles.infos]
+    links = Links(b"sends anything")
+    links.connect(b"rank", address.calls, address)
+    links.send(b"rank", [b"short"])
+    links.send(b"rank", [pack_call((0, 0, None), b"not a pickle")])
+    links.send(b"rank", [pack_call((1, 0, None), pickle.dumps(("actor", "method")))])
+    answers = []
+    while len(answers) < 2:
+        answers += [frames for _, frames in links.receive()]
+    links.close()
+    for number, frames in enumerate(answers):
+        assert unpack_answer(frames[0])[0] == number
+        error, _ = read_answer(unpack_answer(frames[0])[1])
+        assert isinstance(error, WorkerError) and "DataError: a call" in str(error)
+    assert len(set(steady.pid())) == 4
+
+
+def test_a_result_of_a_class_that_the_controller_cannot_import_is_a_data_error(steady: RayWorkerGroup) -> None:
+    with pytest.raises(DataError, match="cannot be read in this process: ModuleNotFoundError: No module named 'only_"):
+        steady.of_a_class_of_its_own()
+    assert len(set(steady.pid())) == 4

@@ -1,0 +1,67 @@
+"""The bodies of calls and answers between a controller and its worker processes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mcontroller.channel.messages import load
+from mcontroller.errors import DataError, GroupError
+
+__all__ = ["CallHeader", "read_answer", "read_call", "write_answer", "write_call"]
+
+Content = tuple[Any, ...]
+"""A value as plain values for a message's pickle: the content of an ``Encoded``."""
+
+
+class CallHeader(NamedTuple):
+    """The header of a call to the ranks that get the same arguments; it is sent in front of the arguments.
+
+    Attributes:
+        role: the role whose worker runs the method; None for a method of the process itself.
+        method: name of the method.
+        returning: the ranks, of those with these arguments, whose values are sent back.
+        keep: whether the value stays in the process, and only its row count is sent back.
+    """
+
+    role: str | None
+    method: str
+    returning: Sequence[int]
+    keep: bool
+
+
+def write_call(header: CallHeader, arguments: Content) -> bytes:
+    """Return the body of a call."""
+    return pickle.dumps((tuple(header), arguments))
+
+
+def read_call(body: Any) -> tuple[CallHeader, Content]:
+    """Return the header of a call, and the content of its arguments.
+
+    Raises:
+        DataError: If the body of the message is not that of a call.
+    """
+    call = load(body, "call")
+    match call:
+        case (str() | None as role, str(method), list() | tuple() as returning, bool(keep)), (int(), *_) as arguments:
+            return CallHeader(role, method, returning, keep), arguments
+    raise DataError(f"a call is {call!r}: expected ((role, method, ranks, keep), arguments)", call=call)
+
+
+def write_answer(error: GroupError | None, value: Content) -> bytes:
+    """Return the body of the answer of a rank."""
+    return pickle.dumps((error, value))
+
+
+def read_answer(body: Any) -> tuple[GroupError | None, Content]:
+    """Return the error of a rank, if it has failed, and the content of its value.
+
+    Raises:
+        DataError: If the body of the message is not that of an answer.
+    """
+    answer = load(body, "answer")
+    match answer:
+        case (GroupError() | None as error, (int(), *_) as value):
+            return error, value
+    raise DataError(f"an answer is {answer!r}: expected (error, value)", answer=answer)
