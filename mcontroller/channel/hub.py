@@ -35,7 +35,9 @@ class Hub:
         self._changed = changed
         self._links = Links(name)
         self._ids: list[bytes] = []
+        self._ranks: dict[bytes, int] = {}
         self._turn = threading.Condition(threading.Lock())
+        self._sleeping = 0
         self._polling = self._woken = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._poll = select.poll()
@@ -54,6 +56,7 @@ class Hub:
             for rank, address in enumerate(addresses):
                 link = b"rank" + rank.to_bytes(4, "big")
                 self._ids.append(link)
+                self._ranks[link] = rank
                 self._links.connect(link, address.calls, address)
 
     def send(self, messages: Iterable[tuple[int, Sequence[Any]]]) -> None:
@@ -85,7 +88,11 @@ class Hub:
                 if left is not None and left <= 0:
                     return False
                 if self._polling:
-                    self._turn.wait(left)
+                    self._sleeping += 1
+                    try:
+                        self._turn.wait(left)
+                    finally:
+                        self._sleeping -= 1
                     continue
                 self._polling = True
             try:
@@ -96,7 +103,7 @@ class Hub:
                     if self._woken:
                         self._woken = False
                         os.eventfd_read(self._wake)
-                    self._turn.notify_all()
+                    self._wake_sleeping()
 
     def close(self) -> None:
         """Close all connections. Threads that wait return."""
@@ -119,20 +126,20 @@ class Hub:
             return
         received = False
         for link, frames in self._links.receive():
-            self._deliver(_rank_of(link), frames)
+            self._deliver(self._ranks[link], frames)
             received = True
         for link, established in self._links.events():
-            self._changed(_rank_of(link), established)
+            self._changed(self._ranks[link], established)
             received = True
         if received:
             self._notify()
 
     def _notify(self) -> None:
-        self._turn.notify_all()
+        self._wake_sleeping()
         if self._polling:
             self._woken = True
             os.eventfd_write(self._wake, 1)
 
-
-def _rank_of(link: bytes) -> int:
-    return int.from_bytes(link[4:], "big")
+    def _wake_sleeping(self) -> None:
+        if self._sleeping:
+            self._turn.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import uuid
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -57,6 +58,9 @@ class Links:
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
         self.socket.connect_timeout = CONNECT_MS
         self._monitor = monitor(self.socket, _MONITORED)
+        self._monitor_poll = select.poll()
+        self._monitor_poll.register(self._monitor.fileno(), select.POLLIN)
+        _get(self._monitor, _EVENTS)  # from now on, the descriptor announces events
         self._ids: dict[str, bytes] = {}
 
     @property
@@ -94,6 +98,8 @@ class Links:
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
+        if not self._monitor_poll.poll(0):  # costs less than asking ZeroMQ
+            return
         while _get(self._monitor, _EVENTS) & _POLLIN:
             event = recv_monitor_message(self._monitor)
             link = self._ids.get(event["endpoint"].decode())

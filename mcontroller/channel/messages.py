@@ -50,8 +50,12 @@ def unpack_call(frame: zmq.Frame) -> tuple[CallHead, memoryview]:
     Raises:
         DataError: If the frame is shorter than the head.
     """
-    number, settled, follows, caller, after = _unpack(_CALL, "call", frame)
-    return (number, settled, (caller, after) if follows else None), frame.buffer[_CALL.size :]
+    buffer = frame.buffer
+    try:
+        number, settled, follows, caller, after = _CALL.unpack_from(buffer)
+    except struct.error:
+        raise _too_short("call", len(buffer), _CALL.size) from None
+    return (number, settled, (caller, after) if follows else None), buffer[_CALL.size :]
 
 
 def pack_answer(number: int, body: bytes) -> bytes:
@@ -65,8 +69,12 @@ def unpack_answer(frame: zmq.Frame) -> tuple[int, memoryview]:
     Raises:
         DataError: If the frame is shorter than the head.
     """
-    [number] = _unpack(_ANSWER, "answer", frame)
-    return number, frame.buffer[_ANSWER.size :]
+    buffer = frame.buffer
+    try:
+        [number] = _ANSWER.unpack_from(buffer)
+    except struct.error:
+        raise _too_short("answer", len(buffer), _ANSWER.size) from None
+    return number, buffer[_ANSWER.size :]
 
 
 def pack_query(number: int, name: str, arguments: tuple[Any, ...]) -> bytes:
@@ -122,13 +130,9 @@ def load(message: Any, kind: str) -> Any:
         raise DataError(f"a {kind} of {size} bytes cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _unpack(head: struct.Struct, kind: str, frame: zmq.Frame) -> tuple[Any, ...]:
-    try:
-        return head.unpack_from(frame.buffer)
-    except struct.error:
-        size = len(frame.buffer)
-        raise DataError(
-            f"the first frame of a message has {size} bytes: the head of a {kind} has {head.size}",
-            found=size,
-            expected=head.size,
-        ) from None
+def _too_short(kind: str, found: int, expected: int) -> DataError:
+    return DataError(
+        f"the first frame of a message has {found} bytes: the head of a {kind} has {expected}",
+        found=found,
+        expected=expected,
+    )

@@ -76,10 +76,11 @@ class RayExecutor:
     ) -> RayCall:
         """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
         processes, expected = self.processes, frozenset(returning)
-        readers: dict[int, list[int]] = {id(each): [] for each in arguments.values()}
+        readers: dict[int, list[int]] = {}
         for rank, each in arguments.items():
+            returning_ranks = readers.setdefault(id(each), [])
             if rank in expected:
-                readers[id(each)].append(rank)
+                returning_ranks.append(rank)
         with processes.sending:
             processes.check(self.role)
             call = RayCall(
@@ -93,13 +94,15 @@ class RayExecutor:
                 keep=measure,
             )
             messages: dict[int, tuple[bytes, list[zmq.Frame]]] = {}
+            ordered = []
             for each in arguments.values():
                 key = id(each)
-                if key not in messages:
+                message = messages.get(key)
+                if message is None:
                     header = CallHeader(self.role, method, readers[key], measure)
-                    messages[key] = self._message(call, header, each)
+                    message = messages[key] = self._message(call, header, each)
+                ordered.append(message)
             try:
-                ordered = [messages[id(each)] for each in arguments.values()]
                 processes.hub.send(call.outgoing(zip(processes.heads(call), ordered, strict=True)))
             except BaseException as error:
                 processes.break_while_sending(call, error)

@@ -257,7 +257,7 @@ class GroupProcesses:
             CallTimeout: the deadline passed.
             GroupBroken: another call failed first.
         """
-        if self.handles.ended and (call.pending or call.failed):
+        if self.handles.killed and (call.pending or call.failed):
             self.raise_ended(call)
         try:
             if not self._await(call, call.remaining(timeout)):
@@ -423,7 +423,7 @@ class GroupProcesses:
                 return True
             if self._are_rejections_late(call):
                 self._fail_rejected(call)
-            if self._errors or self.hub.closed or self._look_for_deaths():
+            if self._errors or self.hub.closed or self.handles.ended or self._look_for_deaths():
                 raise _Failed
             if end is not None and time.monotonic() >= end:
                 return False
