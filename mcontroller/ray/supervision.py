@@ -257,7 +257,7 @@ class GroupProcesses:
             CallTimeout: the deadline passed.
             GroupBroken: another call failed first.
         """
-        if self.handles.killed and (call.pending or call.failed):
+        if self.handles.ended and (call.pending or call.failed):
             self.raise_ended(call)
         try:
             if not self._await(call, call.remaining(timeout)):
