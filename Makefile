@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-fake-cuda test-newest test-slurm test-manifests test-port test-vllm lint types bench clean
+.PHONY: demo test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-port test-vllm lint types bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -19,6 +19,10 @@ test: $(STAMP)
 # Style, types, and every test that starts neither Ray nor a second process. CONTRIBUTING.md lists the tiers.
 test-fast: lint types
 	$(BIN)/python -m pytest -m "not processes" $(ARGS)
+
+# Tests that take minutes: training of real weights from the command line.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # The GPU path with real values on a CPU. ARGS=--all runs every case of the tests of many layouts.
 test-fake-cuda: $(STAMP)

@@ -19,9 +19,9 @@ def main(arguments: list[str]) -> int:
     if arguments:
         return subprocess.run([*PYTEST, *arguments]).returncode
     with tempfile.TemporaryFile() as output:
-        command = [*PYTEST, "-m", "simulated"]
+        command = [*PYTEST, "-m", "simulated and not slow"]
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as simulated:
-            others = subprocess.run([*PYTEST, "-m", "not simulated"]).returncode
+            others = subprocess.run([*PYTEST, "-m", "not simulated and not slow"]).returncode
         output.seek(0)
         sys.stdout.write(f"\n\n{' '.join(command)}\n{output.read().decode(errors='replace')}")
     nothing = simulated.returncode == ExitCode.NO_TESTS_COLLECTED  # with a torch for CUDA, no rank is simulated

@@ -110,7 +110,11 @@ class RunConfig(PPOConfig):
 
     def within(self, directory: Path) -> RunConfig:
         """Return a copy with the checkpoints inside the run's directory, and all paths absolute."""
-        trainer = dataclasses.replace(self.trainer, default_local_dir=str(directory / self.trainer.default_local_dir))
+        trainer = dataclasses.replace(
+            self.trainer,
+            default_local_dir=str(directory / self.trainer.default_local_dir),
+            export_hf=_absolute(self.trainer.export_hf),
+        )
         data = dataclasses.replace(
             self.data,
             train=_with_absolute_path(self.data.train),

@@ -27,6 +27,7 @@ from workers.critic import CriticWorker
 from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from workers.run.config import ROLES, RunConfig
+from workers.run.conversion import check_new_directory
 
 __all__ = ["RunParts", "make_parts", "role_layouts", "roles_of"]
 
@@ -71,7 +72,7 @@ def make_parts(config: RunConfig) -> RunParts:
     Raises:
         ConfigError: the configuration does not fit the data, the tokenizer or the reward functions.
         LayoutError: the axes of a role do not divide the pool.
-        DataError: a file cannot be used; with the file and the line or row.
+        DataError: a file cannot be used, with the file and the line or row; the directory of the export is not empty.
     """
     problems = Problems()
     attempt = problems.attempt
@@ -80,6 +81,8 @@ def make_parts(config: RunConfig) -> RunParts:
     roles = roles_of(config)
     attempt(lambda: check_roles(config, roles))
     attempt(lambda: role_workers(config, roles))
+    if config.trainer.export_hf is not None:
+        attempt(partial(check_new_directory, config.trainer.export_hf))
     for name in config.trackers:
         attempt(partial(TRACKERS.get_or_raise, name))
     for name, function in config.rewards.functions.items():

@@ -88,13 +88,14 @@ def test_all_errors_of_the_parts_are_reported_together(config_file):
             "rewards.functions.exact.function=mcontroller.ppo.scoring.functions:exact_macth",
             "data.val.path=missing.jsonl",
             "data.train_batch_size=50",
+            f"trainer.export_hf={config_file.parent}",
         ],
     )
     with pytest.raises(ConfigError) as raised:
         make_parts(config)
     text = str(raised.value)
     for part in (
-        "the configuration has 7 errors:",
+        "the configuration has 8 errors:",
         "trackers is 'jsonlines', and there is no such tracker: did you mean jsonl?",
         "LayoutError: actor_rollout_ref on a pool of 3 bundles",
         "actor_rollout_ref.rollout.n is 1 with algorithm.adv_estimator=grpo",
@@ -102,6 +103,7 @@ def test_all_errors_of_the_parts_are_reported_together(config_file):
         "has no 'exact_macth'; did you mean exact_match?",
         "there is no file or directory 'missing.jsonl'",
         "data.train has 2 rows, less than one batch of 50",
+        "exists already and is not empty: choose another directory",
     ):
         assert part in text, text
 
