@@ -236,7 +236,7 @@ class TrainerConfig:
     ref_sync_mix: float = 1.0
     """Share of the policy in the new reference, above 0, at most 1: ``mix * policy + (1 - mix) * reference``."""
     export_hf: str | None = None
-    """New or empty directory for the trained policy as a Hugging Face model, written after the last step. None: none."""
+    """New or empty directory for the trained policy as a Hugging Face model, after the last step. None: none."""
     offload: str = "auto"
     """Hand over memory around stages: auto (groups that share GPUs), always (all groups, on CPUs too), or never.
 

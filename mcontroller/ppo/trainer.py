@@ -29,6 +29,7 @@ from mcontroller.ppo.data import (
 )
 from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
+from mcontroller.ppo.generation import RolloutFunction, generate_responses
 from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
@@ -81,6 +82,7 @@ class RayPPOTrainer:
             ``loss_mask`` ``[seq]``.
         combine_rewards: makes one score of those of ``reward_fn`` and of the reward model, if there are both, such as
             ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
+        rollout_fn: your program's own rollout loop, such as ``MultiTurnRollout`` with tools. None: one call.
         stateful: objects of your program by name, such as a data loader of your own: their ``state_dict()`` is saved
             with every checkpoint, and passed to ``load_state_dict`` by a run that resumes.
         trackers: the trackers that log the metrics.
@@ -112,6 +114,7 @@ class RayPPOTrainer:
         *,
         warm_up_dataset: Dataset | None = None,
         combine_rewards: CombineRewards | None = None,
+        rollout_fn: RolloutFunction | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         trackers: Sequence[Tracker] = (),
         callbacks: Sequence[Callback] = (),
@@ -135,6 +138,7 @@ class RayPPOTrainer:
         self.ray_worker_group_cls = ray_worker_group_cls
         self.val_dataset = val_dataset
         self.warm_up_dataset = warm_up_dataset
+        self.rollout_fn = rollout_fn
         self.stateful = dict(stateful or {})
         self.trackers = trackers
         self.callbacks = callbacks
@@ -366,16 +370,8 @@ class RayPPOTrainer:
             read: the columns of the responses to read here; the others stay on the workers. None: all.
             sampling: fields of the rollout's configuration for this call.
         """
-        prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
-        prompts.meta_info = {
-            "eos_token_id": self.tokenizer.eos_token_id,
-            "pad_token_id": self.tokenizer.pad_token_id,
-            **sampling,
-        }
-        generated = self.rollout.generate_sequences.options(blocking=False)(prompts)
-        responses = ReferencedBatch.of(generated, read)
-        others = problems.select([], non_tensor_batch_keys=None)
-        return responses, others.repeat(len(responses) // len(problems))
+        tokens = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
+        return generate_responses(self.rollout, problems, tokens | sampling, read, self.rollout_fn)
 
     def scored(
         self, batch: ReferencedBatch, problems: DataProto, start: OverlappingStages, held_out: bool = False

@@ -60,7 +60,8 @@ def generate_batch(
             )
         if max(all_gather_values(rows, dp_group)) > 0 and rows == 0:
             columns = _placeholder_prompt(columns)
-        limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length}
+        spare = config.response_length - sampling.response_length  # a later turn continues a response
+        limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length + spare}
         raise_on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
     ids, attention = columns["input_ids"], columns["attention_mask"]
     seeds = _seeds(ids, attention, rows, sampling, call, dp_group)

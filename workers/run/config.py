@@ -19,6 +19,7 @@ from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.datasets.config import DatasetConfig, ProblemsConfig
 from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
 from mcontroller.ppo.scoring.config import RewardsConfig
+from mcontroller.ppo.turns.environment import MultiTurnConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, RewardConfig
 
 __all__ = ["ClusterConfig", "PoolConfig", "RunConfig", "read_run_config"]
@@ -91,6 +92,8 @@ class RunConfig(PPOConfig):
     """The tokenizer."""
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     """The reward functions."""
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    """Responses of several turns, such as with tools."""
     model: ModelConfig | None = None
     """A model that the roles can refer to as ``${model}``."""
     pool: PoolConfig = field(default_factory=PoolConfig)

@@ -19,6 +19,8 @@ from mcontroller.ppo.rewards import CombineRewards, weighted_sum
 from mcontroller.ppo.roles import check_roles, role_workers
 from mcontroller.ppo.scoring.reward import FunctionRewards, check_functions
 from mcontroller.ppo.scoring.server import LoadedFunction
+from mcontroller.ppo.turns.environment import Demonstrating, make_environment
+from mcontroller.ppo.turns.rollout import MultiTurnRollout
 from mcontroller.ray.resource_pool import Role
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
@@ -42,6 +44,7 @@ class RunParts:
         val: held-out problems, if there are any.
         warm_up: demonstrations, if there is a supervised phase.
         rewards: the reward functions, if there are any.
+        rollout_fn: generates responses of several turns, if there is an environment.
         combine: makes one score of those of the functions and of the reward model, if there are both.
         roles: the worker class of every role.
     """
@@ -51,6 +54,7 @@ class RunParts:
     val: PromptRows | None
     warm_up: Demonstrations | None
     rewards: FunctionRewards | None
+    rollout_fn: MultiTurnRollout | None
     combine: CombineRewards | None
     roles: dict[Role, Any]
 
@@ -98,8 +102,10 @@ def make_parts(config: RunConfig) -> RunParts:
         return attempt(lambda: PromptRows(records, config.data, tokenizer, rollout.prompt_length))
 
     problem_rows, held_out = prompts(train), prompts(val)
+    environment = None
     if tokenizer is not None:
         attempt(partial(check_vocabulary, config, tokenizer))
+        environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
     if problem_rows is not None:
         attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, "data.train"))
     if config.reward_model is None:
@@ -107,9 +113,13 @@ def make_parts(config: RunConfig) -> RunParts:
     problems.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
-    demonstrations = Demonstrations(problem_rows, rollout.response_length) if config.warm_up.steps else None
+    rollout_fn = None if environment is None else MultiTurnRollout(environment, config.multi_turn.max_turns)
+    demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
+    demonstrations = None
+    if config.warm_up.steps:
+        demonstrations = Demonstrations(problem_rows, rollout.response_length, demonstrate)
     combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
-    return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, combine, roles)
+    return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, rollout_fn, combine, roles)
 
 
 def roles_of(config: RunConfig) -> dict[Role, Any]:

@@ -91,6 +91,7 @@ def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: C
         val_dataset=parts.val,
         warm_up_dataset=parts.warm_up,
         combine_rewards=parts.combine,
+        rollout_fn=parts.rollout_fn,
         trackers=make_trackers(config.trackers, _run_of_trackers(config, directory)),
         display=ProgressDisplay(console),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from mcontroller.ppo.datasets.config import ProblemsConfig
 from mcontroller.ppo.datasets.records import Records
 from mcontroller.ppo.datasets.tokenizers import Message, TextTokenizer
 
-__all__ = ["Demonstrations", "PromptRows", "prompt_text"]
+__all__ = ["Demonstration", "Demonstrations", "PromptRows", "prompt_text"]
 
 
 class PromptRows:
@@ -68,44 +69,72 @@ class PromptRows:
         return {"input_ids": row, "attention_mask": mask, "prompt": text, "answer": answer, "record": record}
 
 
+@dataclass(frozen=True)
+class Demonstration:
+    """A right response to a problem, without the token that ends it.
+
+    Attributes:
+        tokens: its token ids.
+        own: for each token, 1 if the policy is trained on it, 0 if it is not the policy's, such as a tool's.
+    """
+
+    tokens: Sequence[int]
+    own: Sequence[int]
+
+
 class Demonstrations:
     """Rows for the supervised phase: each prompt and its answer; ``loss_mask`` is 1 for the answer.
 
     Args:
         prompts: the prompts.
         response_length: [tokens] longest answer, with the token that ends it.
+        demonstrate: returns the response to a row of ``prompts`` instead of its answer, such as one of several turns;
+            ``loss_mask`` is 1 for its own tokens.
     """
 
-    def __init__(self, prompts: PromptRows, response_length: int) -> None:
+    def __init__(
+        self,
+        prompts: PromptRows,
+        response_length: int,
+        demonstrate: Callable[[Mapping[str, Any]], Demonstration] | None = None,
+    ) -> None:
         self.prompts = prompts
         self.response_length = response_length
+        self.demonstrate = demonstrate or self._answer
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        prompt = self.prompts[index]
-        tokenizer, answer = self.prompts.tokenizer, prompt["answer"]
+        prompt, tokenizer = self.prompts[index], self.prompts.tokenizer
+        response = self.demonstrate(prompt)
+        stop = tokenizer.eos_token_id
+        ids, own = [*response.tokens, stop if isinstance(stop, int) else stop[0]], [*response.own, 1]
+        if len(ids) > self.response_length:
+            raise DataError(
+                f"the answer {tokenizer.decode(response.tokens)!r} is {len(ids)} tokens; rollout.response_length is "
+                f"{self.response_length}",
+                length=len(ids),
+                most=self.response_length,
+            )
+        row, mask = _padded(torch.tensor(ids), self.response_length, tokenizer.pad_token_id, left=False)
+        trained, _ = _padded(torch.tensor(own), self.response_length, 0, left=False)
+        return {
+            "input_ids": torch.cat((prompt["input_ids"], row)),
+            "attention_mask": torch.cat((prompt["attention_mask"], mask)),
+            "loss_mask": torch.cat((torch.zeros_like(prompt["input_ids"]), trained)),
+        }
+
+    def _answer(self, prompt: Mapping[str, Any]) -> Demonstration:
+        answer = prompt["answer"]
         if not isinstance(answer, str):
             raise DataError(
                 f"the warm-up needs answers that are texts; that of the prompt {prompt['prompt'][:60]!r} is "
                 f"{answer!r}: set warm_up.steps=0, or data.answer_key",
                 prompt=prompt["prompt"],
             )
-        stop = tokenizer.eos_token_id
-        ids = [*tokenizer.encode(answer), stop if isinstance(stop, int) else stop[0]]
-        if len(ids) > self.response_length:
-            raise DataError(
-                f"the answer {answer!r} is {len(ids)} tokens; rollout.response_length is {self.response_length}",
-                length=len(ids),
-                most=self.response_length,
-            )
-        row, mask = _padded(torch.tensor(ids), self.response_length, tokenizer.pad_token_id, left=False)
-        return {
-            "input_ids": torch.cat((prompt["input_ids"], row)),
-            "attention_mask": torch.cat((prompt["attention_mask"], mask)),
-            "loss_mask": torch.cat((torch.zeros_like(prompt["input_ids"]), mask)),
-        }
+        tokens = self.prompts.tokenizer.encode(answer)
+        return Demonstration(tokens, [1] * len(tokens))
 
 
 def _check_prompt_column(records: Records, config: ProblemsConfig) -> None:

@@ -1,0 +1,175 @@
+"""MultiTurnRollout: responses of several turns, from several calls of the rollout with the exact token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from mcontroller.ppo.generation import GenerateSequences
+from mcontroller.ppo.turns.environment import Conversation, Environment
+
+__all__ = ["MultiTurnRollout"]
+
+LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
+"""The columns with a log-probability for each token; a rollout returns one of them."""
+
+
+class MultiTurnRollout:
+    """A rollout function: the policy writes a turn, an environment replies, until the response ends.
+
+    A response ends at a stop token of the batch, if the environment says so, after ``max_turns``, or when the next turn
+    has no room in ``response_length``. All turns and replies of a response together have that length. Every turn is
+    generated from the prompt and the token ids so far; nothing is encoded or decoded in between.
+
+    Args:
+        environment: replies to the turns that end with one of its ``stop_token_ids``.
+        max_turns: [turns] most turns of the policy in one response.
+    """
+
+    def __init__(self, environment: Environment, max_turns: int) -> None:
+        self.environment = environment
+        self.max_turns = max_turns
+
+    def __call__(self, problems: DataProto, generate: GenerateSequences) -> DataProto:
+        """Return the responses to problems.
+
+        Args:
+            problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]`` and further columns, which the
+                environment can read; ``meta_info`` of ``generate_sequences``.
+            generate: ``generate_sequences``.
+
+        Returns:
+            The columns of ``generate_sequences``. ``response_mask`` is 0 for the environment's tokens, which are in
+            ``attention_mask``; their log-probabilities are 0. ``meta_info["metrics"]`` has numbers of turns.
+
+        Raises:
+            DataError: the environment returned another number of replies than there are responses.
+        """
+        ends = set(_token_ids(problems.meta_info["eos_token_id"]))
+        prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
+        prompts.meta_info = {
+            **problems.meta_info,
+            "eos_token_id": sorted(ends.union(self.environment.stop_token_ids)),
+        }
+        first = generate(prompts)
+        longest = first.batch["responses"].shape[1]
+        conversations = _begun(first, problems)
+        _record(conversations, first, longest)
+        going, calls = self._continued(conversations, ends, longest), 1
+        width = first.batch["prompts"].shape[1] + longest
+        while going:
+            _record(going, generate(_contexts(going, prompts.meta_info, longest, width)), longest)
+            going, calls = self._continued(going, ends, longest), calls + 1
+        first.meta_info["eos_token_id"] = problems.meta_info["eos_token_id"]
+        return _batch(first, conversations, _metrics(conversations, calls))
+
+    def _continued(
+        self, conversations: Sequence[Conversation], ends: Collection[int], longest: int
+    ) -> list[Conversation]:
+        """Return the responses that go on, after the environment has replied to those that ask it."""
+        asks = self.environment.stop_token_ids
+        open_ones = [each for each in conversations if len(each.tokens) < longest]
+        asking = [each for each in open_ones if each.tokens[-1] in asks and each.turns < self.max_turns]
+        cut = [each for each in open_ones if each.tokens[-1] not in asks and each.tokens[-1] not in ends]
+        replies = self.environment.reply(asking) if asking else []
+        if len(replies) != len(asking):
+            raise DataError(
+                f"{type(self.environment).__name__}.reply returned {len(replies)} replies to {len(asking)} responses",
+                replies=len(replies),
+                responses=len(asking),
+            )
+        answered = []
+        for conversation, reply in zip(asking, replies, strict=True):
+            if reply is not None and len(conversation.tokens) + len(reply) < longest:
+                conversation.replied(list(reply))
+                answered.append(conversation)
+        return cut + answered
+
+
+def _begun(first: DataProto, problems: DataProto) -> list[Conversation]:
+    """Return an empty response for every row of the first turn."""
+    repeats = len(first) // len(problems)
+    width = first.batch["prompts"].shape[1]
+    kept = first.batch["attention_mask"][:, :width].bool()
+    others = problems.non_tensor_batch
+    return [
+        Conversation(ids[inside].tolist(), {name: column[row // repeats] for name, column in others.items()})
+        for row, (ids, inside) in enumerate(zip(first.batch["prompts"], kept, strict=True))
+    ]
+
+
+def _record(conversations: Sequence[Conversation], turn: DataProto, longest: int) -> None:
+    """Append the tokens of a turn to each response, as far as there is room."""
+    tokens, kept = turn.batch["responses"].tolist(), turn.batch["response_mask"].sum(1).tolist()
+    name = _log_probs_of(turn)
+    log_probs = [[]] * len(kept) if name is None else turn.batch[name].tolist()
+    for row, conversation in enumerate(conversations):
+        count = min(int(kept[row]), longest - len(conversation.tokens))
+        conversation.sampled(tokens[row][:count], log_probs[row][:count] or [0.0] * count)
+
+
+def _contexts(going: Sequence[Conversation], meta_info: dict[str, Any], longest: int, width: int) -> DataProto:
+    """Return prompts and responses so far as prompts, padded on the left, for at most ``width`` tokens in all."""
+    contexts = [each.prompt + each.tokens for each in going]
+    widest = max(map(len, contexts))
+    ids = torch.full((len(going), widest), int(meta_info["pad_token_id"]), dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    for row, context in enumerate(contexts):
+        ids[row, widest - len(context) :] = torch.tensor(context)
+        attention[row, widest - len(context) :] = 1
+    room = max(longest - len(each.tokens) for each in going)
+    meta_info = {**meta_info, "n": 1, "response_length": min(room, width - widest)}
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": attention}, meta_info=meta_info)
+
+
+def _batch(first: DataProto, conversations: Sequence[Conversation], metrics: dict[str, float]) -> DataProto:
+    """Return the batch of the first turn with the whole responses."""
+    longest = first.batch["responses"].shape[1]
+    width = first.batch["prompts"].shape[1]
+    responses = torch.full((len(conversations), longest), int(first.meta_info["pad_token_id"]), dtype=torch.long)
+    mask, attended = torch.zeros_like(responses), torch.zeros_like(responses)
+    log_probs = torch.zeros(responses.shape)
+    for row, each in enumerate(conversations):
+        length = len(each.tokens)
+        responses[row, :length] = torch.tensor(each.tokens)
+        mask[row, :length] = torch.tensor(each.own)
+        log_probs[row, :length] = torch.tensor(each.log_probs)
+        attended[row, :length] = 1
+    attention = torch.cat((first.batch["attention_mask"][:, :width], attended), 1)
+    whole: dict[str, Tensor] = {
+        "responses": responses,
+        "response_mask": mask,
+        "input_ids": torch.cat((first.batch["prompts"], responses), 1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+    }
+    name = _log_probs_of(first)
+    if name is not None:
+        whole[name] = log_probs
+    columns = {name: column for name, column in first.tensors().items() if name not in whole}
+    meta_info = {**first.meta_info, "metrics": {**first.meta_info.get("metrics", {}), **metrics}}
+    return DataProto.from_dict({**columns, **whole}, first.non_tensor_batch, meta_info)
+
+
+def _metrics(conversations: Sequence[Conversation], calls: int) -> dict[str, float]:
+    turns = [each.turns for each in conversations]
+    replies = sum(len(each.own) - sum(each.own) for each in conversations)
+    return {
+        "multi_turn/turns_mean": sum(turns) / len(turns),
+        "multi_turn/turns_max": float(max(turns)),
+        "multi_turn/reply_tokens_mean": replies / len(turns),
+        "multi_turn/generate_calls": float(calls),
+    }
+
+
+def _log_probs_of(turn: DataProto) -> str | None:
+    return next((name for name in LOG_PROBS if name in turn.tensors()), None)
+
+
+def _token_ids(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
