@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.datasets.config import DatasetConfig as DatasetConfig
     from mcontroller.ppo.datasets.config import ProblemsConfig as ProblemsConfig
     from mcontroller.ppo.datasets.loading import load_records as load_records
+    from mcontroller.ppo.datasets.prompts import Demonstration as Demonstration
     from mcontroller.ppo.datasets.prompts import Demonstrations as Demonstrations
     from mcontroller.ppo.datasets.prompts import PromptRows as PromptRows
     from mcontroller.ppo.datasets.records import DATASET_SOURCES as DATASET_SOURCES
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         ReinforcePlusPlusBaselineOptions as ReinforcePlusPlusBaselineOptions,
     )
     from mcontroller.ppo.estimators.reinforce import ReinforcePlusPlusOptions as ReinforcePlusPlusOptions
+    from mcontroller.ppo.generation import RolloutFunction as RolloutFunction
     from mcontroller.ppo.kl import KL_ESTIMATORS as KL_ESTIMATORS
     from mcontroller.ppo.kl import apply_kl_penalty as apply_kl_penalty
     from mcontroller.ppo.kl import estimate_kl as estimate_kl
@@ -66,5 +68,10 @@ if TYPE_CHECKING:
     from mcontroller.ppo.selection.overlong import OverlongConfig as OverlongConfig
     from mcontroller.ppo.stages.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
+    from mcontroller.ppo.turns.environment import ENVIRONMENTS as ENVIRONMENTS
+    from mcontroller.ppo.turns.environment import Conversation as Conversation
+    from mcontroller.ppo.turns.environment import Environment as Environment
+    from mcontroller.ppo.turns.environment import MultiTurnConfig as MultiTurnConfig
+    from mcontroller.ppo.turns.rollout import MultiTurnRollout as MultiTurnRollout
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)
