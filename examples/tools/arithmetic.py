@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from fractions import Fraction
 
 LONGEST = 100
 """Characters of the longest expression."""
+ALLOWED = re.compile(r"[0-9\s.()+*/-]+")
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
@@ -27,6 +29,8 @@ def calculate(expression: str) -> Fraction:
     text = expression.strip()
     if len(text) > LONGEST:
         raise CalculationError(f"the expression has {len(text)} characters, more than {LONGEST}")
+    if not ALLOWED.fullmatch(text):
+        raise CalculationError(f"{text!r} has other characters than digits, points, parentheses and + - * /")
     try:
         return _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the parser, or of _value

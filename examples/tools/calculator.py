@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from examples.ppo.tokenizer import CharTokenizer
 from examples.tools.arithmetic import CalculationError, calculate
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import ENVIRONMENTS, TOKENIZERS, Conversation, Demonstration, TokenizerSource
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 from mcontroller.ppo.scoring.functions import reasoning_gym
@@ -42,24 +43,22 @@ class Calculator:
 
     def reply(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Return the output of the calculator for the last turn of each response, as tokens."""
-        return [self.tokenizer.encode(self.output(each.last_turn)) for each in conversations]
+        return [self.output(each.last_turn) for each in conversations]
 
-    def output(self, turn: Sequence[int]) -> str:
+    def output(self, turn: Sequence[int]) -> list[int]:
         """Return the output for a turn that ends with a call."""
         call = list(turn[:-1])
-        if self.start not in call:
-            return FAILED + AFTER
-        begin = len(call) - call[::-1].index(self.start)
-        try:
-            return f"{calculate(self.tokenizer.decode(call[begin:]))}{AFTER}"
-        except CalculationError:
-            return FAILED + AFTER
+        if self.start in call:
+            begin = len(call) - call[::-1].index(self.start)
+            with suppress(CalculationError, DataError):  # DataError: the tokenizer has no token for a part of the value
+                return self.tokenizer.encode(f"{calculate(self.tokenizer.decode(call[begin:]))}{AFTER}")
+        return self.tokenizer.encode(FAILED + AFTER)
 
     def demonstrate(self, problem: Mapping[str, Any]) -> Demonstration:
         """Return a call with the expression of the problem, its output, and the answer."""
         expression = re.findall(r"[\d(][\d\s.()+*/-]*", problem["prompt"])[-1].strip()
         call = self.tokenizer.encode(f"{START}{expression}{END}")
-        output, answer = (self.tokenizer.encode(text) for text in (self.output(call), problem["answer"]))
+        output, answer = self.output(call), self.tokenizer.encode(problem["answer"])
         return Demonstration([*call, *output, *answer], [1] * len(call) + [0] * len(output) + [1] * len(answer))
 
     def _one_token(self, mark: str) -> int:

@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
     from mcontroller.ppo.turns.environment import ENVIRONMENTS as ENVIRONMENTS
     from mcontroller.ppo.turns.environment import Conversation as Conversation
-    from mcontroller.ppo.turns.environment import Environment as Environment
     from mcontroller.ppo.turns.environment import MultiTurnConfig as MultiTurnConfig
+    from mcontroller.ppo.turns.environment import TurnEnvironment as TurnEnvironment
     from mcontroller.ppo.turns.rollout import MultiTurnRollout as MultiTurnRollout
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

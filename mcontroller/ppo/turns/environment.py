@@ -14,7 +14,7 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.datasets.prompts import Demonstration
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
-__all__ = ["ENVIRONMENTS", "Conversation", "Demonstrating", "Environment", "MultiTurnConfig", "make_environment"]
+__all__ = ["ENVIRONMENTS", "Conversation", "Demonstrating", "MultiTurnConfig", "TurnEnvironment", "make_environment"]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Conversation:
         self.turn, self.turns = len(self.tokens), self.turns + 1
 
 
-class Environment(Protocol):
+class TurnEnvironment(Protocol):
     """The other side of responses of several turns: tools, a simulated world or a user."""
 
     @property
@@ -88,7 +88,7 @@ class Demonstrating(Protocol):
         """
 
 
-ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment", key="multi_turn.environment")
+ENVIRONMENTS: Registry[Callable[..., TurnEnvironment]] = Registry("environment", key="multi_turn.environment")
 """Functions from the tokenizer and the options of ``multi_turn`` to an environment, by name."""
 
 
@@ -108,7 +108,7 @@ class MultiTurnConfig:
         check_at_least("multi_turn.max_turns", self.max_turns, 1)
 
 
-def make_environment(config: MultiTurnConfig, tokenizer: TextTokenizer) -> Environment | None:
+def make_environment(config: MultiTurnConfig, tokenizer: TextTokenizer) -> TurnEnvironment | None:
     """Return the environment of a configuration, if it names one.
 
     Raises:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
+from mcontroller.ppo.data import columns
 from mcontroller.ppo.generation import GenerateSequences
-from mcontroller.ppo.turns.environment import Conversation, Environment
+from mcontroller.ppo.turns.environment import Conversation, TurnEnvironment
 
 __all__ = ["MultiTurnRollout"]
 
@@ -31,7 +32,7 @@ class MultiTurnRollout:
         max_turns: [turns] most turns of the policy in one response.
     """
 
-    def __init__(self, environment: Environment, max_turns: int) -> None:
+    def __init__(self, environment: TurnEnvironment, max_turns: int) -> None:
         self.environment = environment
         self.max_turns = max_turns
 
@@ -57,13 +58,12 @@ class MultiTurnRollout:
             "eos_token_id": sorted(ends.union(self.environment.stop_token_ids)),
         }
         first = generate(prompts)
-        longest = first.batch["responses"].shape[1]
+        longest, width = _widths(first)
         conversations = _begun(first, problems)
         _record(conversations, first, longest)
         going, calls = self._continued(conversations, ends, longest), 1
-        width = first.batch["prompts"].shape[1] + longest
         while going:
-            _record(going, generate(_contexts(going, prompts.meta_info, longest, width)), longest)
+            _record(going, generate(_contexts(going, prompts.meta_info, longest, width + longest)), longest)
             going, calls = self._continued(going, ends, longest), calls + 1
         first.meta_info["eos_token_id"] = problems.meta_info["eos_token_id"]
         return _batch(first, conversations, _metrics(conversations, calls))
@@ -94,23 +94,23 @@ class MultiTurnRollout:
 def _begun(first: DataProto, problems: DataProto) -> list[Conversation]:
     """Return an empty response for every row of the first turn."""
     repeats = len(first) // len(problems)
-    width = first.batch["prompts"].shape[1]
-    kept = first.batch["attention_mask"][:, :width].bool()
+    prompts, attention = columns(first, "prompts", "attention_mask")
+    kept = attention[:, : prompts.shape[1]].bool()
     others = problems.non_tensor_batch
     return [
         Conversation(ids[inside].tolist(), {name: column[row // repeats] for name, column in others.items()})
-        for row, (ids, inside) in enumerate(zip(first.batch["prompts"], kept, strict=True))
+        for row, (ids, inside) in enumerate(zip(prompts, kept, strict=True))
     ]
 
 
 def _record(conversations: Sequence[Conversation], turn: DataProto, longest: int) -> None:
     """Append the tokens of a turn to each response, as far as there is room."""
-    tokens, kept = turn.batch["responses"].tolist(), turn.batch["response_mask"].sum(1).tolist()
-    name = _log_probs_of(turn)
-    log_probs = [[]] * len(kept) if name is None else turn.batch[name].tolist()
+    responses, mask = columns(turn, "responses", "response_mask")
+    tokens, kept, name = responses.tolist(), mask.sum(1).tolist(), _log_probs_of(turn)
+    log_probs = [[0.0] * len(row) for row in tokens] if name is None else columns(turn, name)[0].tolist()
     for row, conversation in enumerate(conversations):
         count = min(int(kept[row]), longest - len(conversation.tokens))
-        conversation.sampled(tokens[row][:count], log_probs[row][:count] or [0.0] * count)
+        conversation.sampled(tokens[row][:count], log_probs[row][:count])
 
 
 def _contexts(going: Sequence[Conversation], meta_info: dict[str, Any], longest: int, width: int) -> DataProto:
@@ -129,8 +129,8 @@ def _contexts(going: Sequence[Conversation], meta_info: dict[str, Any], longest:
 
 def _batch(first: DataProto, conversations: Sequence[Conversation], metrics: dict[str, float]) -> DataProto:
     """Return the batch of the first turn with the whole responses."""
-    longest = first.batch["responses"].shape[1]
-    width = first.batch["prompts"].shape[1]
+    longest, width = _widths(first)
+    prompts, prompt_mask = columns(first, "prompts", "attention_mask")
     responses = torch.full((len(conversations), longest), int(first.meta_info["pad_token_id"]), dtype=torch.long)
     mask, attended = torch.zeros_like(responses), torch.zeros_like(responses)
     log_probs = torch.zeros(responses.shape)
@@ -140,20 +140,20 @@ def _batch(first: DataProto, conversations: Sequence[Conversation], metrics: dic
         mask[row, :length] = torch.tensor(each.own)
         log_probs[row, :length] = torch.tensor(each.log_probs)
         attended[row, :length] = 1
-    attention = torch.cat((first.batch["attention_mask"][:, :width], attended), 1)
+    attention = torch.cat((prompt_mask[:, :width], attended), 1)
     whole: dict[str, Tensor] = {
         "responses": responses,
         "response_mask": mask,
-        "input_ids": torch.cat((first.batch["prompts"], responses), 1),
+        "input_ids": torch.cat((prompts, responses), 1),
         "attention_mask": attention,
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
     }
     name = _log_probs_of(first)
     if name is not None:
         whole[name] = log_probs
-    columns = {name: column for name, column in first.tensors().items() if name not in whole}
+    others = {name: column for name, column in first.tensors().items() if name not in whole}
     meta_info = {**first.meta_info, "metrics": {**first.meta_info.get("metrics", {}), **metrics}}
-    return DataProto.from_dict({**columns, **whole}, first.non_tensor_batch, meta_info)
+    return DataProto.from_dict({**others, **whole}, first.non_tensor_batch, meta_info)
 
 
 def _metrics(conversations: Sequence[Conversation], calls: int) -> dict[str, float]:
@@ -165,6 +165,12 @@ def _metrics(conversations: Sequence[Conversation], calls: int) -> dict[str, flo
         "multi_turn/reply_tokens_mean": replies / len(turns),
         "multi_turn/generate_calls": float(calls),
     }
+
+
+def _widths(first: DataProto) -> tuple[int, int]:
+    """Return the tokens of the longest response, and of a padded prompt."""
+    responses, prompts = columns(first, "responses", "prompts")
+    return responses.shape[1], prompts.shape[1]
 
 
 def _log_probs_of(turn: DataProto) -> str | None:
