@@ -196,6 +196,7 @@ class TrackioTracker:
 
     def __init__(self, run: Run) -> None:
         self._trackio = _import_extra("trackio", "trackio")
+        self._pandas = _import_extra("pandas", "trackio")
         resume = "never" if run.resumed_at is None else "allow"
         self._trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
 
@@ -205,7 +206,7 @@ class TrackioTracker:
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Record a table."""
-        frame = _import_extra("pandas", "trackio").DataFrame(list(samples))
+        frame = self._pandas.DataFrame(list(samples))
         self._trackio.log({"samples": self._trackio.Table(dataframe=frame)}, step=step)
 
     def close(self) -> None:

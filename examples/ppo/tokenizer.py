@@ -34,7 +34,13 @@ class CharTokenizer:
 
     @classmethod
     def of(cls, questions: Sequence[str], answers: Iterable[str]) -> CharTokenizer:
-        """Return a tokenizer with the pieces of these texts and the common start of all questions."""
+        """Return a tokenizer with the pieces of these texts and the common start of all questions.
+
+        Raises:
+            DataError: there are no questions, such as if the prompts are chat messages.
+        """
+        if not questions:
+            raise DataError("CharTokenizer is made from the texts of the prompts, and no prompt is a text")
         first, last = min(questions), max(questions)
         shared = first
         while not last.startswith(shared):

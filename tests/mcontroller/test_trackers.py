@@ -82,6 +82,7 @@ def test_a_resumed_run_continues_the_run_of_its_service(tmp_path, monkeypatch):
         log_params=lambda params: None,
     )
     monkeypatch.setitem(sys.modules, "mlflow", service)
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace())  # for the tables of trackio
     for resumed_at in (None, 5):
         make_trackers(["wandb", "trackio", "mlflow"], Run(tmp_path, name="r", resumed_at=resumed_at))
     assert started[0]["id"] == started[3]["id"] and started[3]["resume"] == "allow"
@@ -94,6 +95,10 @@ def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(t
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=rf"pip install 'mcontroller\[{name}\]'"):
             make_trackers([name], Run(tmp_path))
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match=r"'trackio' needs the module 'pandas': pip install 'mcontroller\[trackio\]'"):
+        make_trackers(["trackio"], Run(tmp_path))
 
 
 def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch):

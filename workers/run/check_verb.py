@@ -80,7 +80,11 @@ def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig
 
 def _problems(config: Any) -> list[str]:
     """Return a line for each data set of a run, after everything that a run reads has been read and checked."""
-    return make_parts(config).problem_lines() if isinstance(config, RunConfig) else []
+    if not isinstance(config, RunConfig):
+        return []
+    parts = make_parts(config)
+    parts.try_rewards(here=True)
+    return parts.problem_lines()
 
 
 def pool_size(config: Any) -> int:

@@ -42,7 +42,7 @@ class HuggingFaceTokenizer:
             )
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"transformers cannot load the tokenizer in {source.path!r}: {str(error).splitlines()[0]}",
+                f"transformers cannot load the tokenizer in {source.path!r}: {' '.join(str(error).split())[:400]}",
                 key="tokenizer.path",
                 value=source.path,
             ) from error

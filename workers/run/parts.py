@@ -19,6 +19,7 @@ from mcontroller.ppo.rewards import CombineRewards, weighted_sum
 from mcontroller.ppo.roles import check_roles, role_workers
 from mcontroller.ppo.scoring.reward import FunctionRewards, check_functions
 from mcontroller.ppo.scoring.server import LoadedFunction
+from mcontroller.ppo.scoring.trial import TRIED
 from mcontroller.ppo.turns.environment import Demonstrating, make_environment
 from mcontroller.ppo.turns.rollout import MultiTurnRollout
 from mcontroller.ray.resource_pool import Role
@@ -66,6 +67,24 @@ class RunParts:
                 dropped = f", {prompts.dropped} dropped: longer than {prompts.prompt_length} tokens"
                 lines.append(f"{name}: {len(prompts)} prompts{dropped if prompts.dropped else ''}")
         return lines
+
+    def try_rewards(self, *, here: bool = False) -> None:
+        """Call every reward function with the first problems and their right answers as responses.
+
+        Args:
+            here: in this process, without a deadline, instead of in processes.
+
+        Raises:
+            DataError: a function fails, or none applies and there is no reward model; with the problem.
+        """
+        if self.rewards is None:
+            return
+        samples = []
+        for row in map(self.train.__getitem__, range(min(len(self.train), TRIED))):
+            answer = row["answer"]
+            response = answer if isinstance(answer, str) else ""
+            samples.append({**row["record"], "prompt": row["prompt"], "answer": answer, "response": response})
+        self.rewards.check(samples, must_apply=self.combine is None, here=here)
 
 
 def make_parts(config: RunConfig) -> RunParts:

@@ -49,10 +49,9 @@ def train(config: RunConfig, console: Console) -> Path:
     parts = make_parts(config)
     for line in parts.problem_lines():
         console.print(line, highlight=False, soft_wrap=True)
-    directory.mkdir(parents=True, exist_ok=True)
     try:
-        if parts.rewards is not None:
-            parts.rewards.check(trial_sample(parts))
+        parts.try_rewards()
+        directory.mkdir(parents=True, exist_ok=True)
         trainer = make_trainer(config, parts, directory, console)
         if not config.trainer.resume:
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
@@ -95,14 +94,6 @@ def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: C
         trackers=make_trackers(config.trackers, _run_of_trackers(config, directory)),
         display=ProgressDisplay(console),
     )
-
-
-def trial_sample(parts: RunParts) -> dict[str, object]:
-    """Return the first problem with its right answer as the response, for the trial of reward functions."""
-    row = parts.train[0]
-    answer = row["answer"]
-    response = answer if isinstance(answer, str) else ""
-    return {**row["record"], "prompt": row["prompt"], "answer": answer, "response": response}
 
 
 def start_ray(config: RunConfig) -> None:

@@ -125,6 +125,6 @@ def _check_exists(path: Path) -> None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8: byte {error.start}: {error.reason}", path=str(path)) from error

@@ -18,6 +18,7 @@ from mcontroller.ppo.rewards import Reward, outcome_scores
 from mcontroller.ppo.scoring.config import RewardsConfig
 from mcontroller.ppo.scoring.processes import ScoringProcesses, Task
 from mcontroller.ppo.scoring.server import LoadedFunction, Sample, ScoreOutcome
+from mcontroller.ppo.scoring.trial import SHOWN, description_of, try_functions
 
 __all__ = ["FunctionRewards", "check_functions"]
 
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 SHOWN_FAILURES = 3
 """Failures of a function that are reported with their sample, for each batch."""
-SHOWN_CHARACTERS = 200
-SHOWN = ("prompt", "response", "answer")
-"""Columns of a sample in messages and tables."""
 ASYNC_MARGIN_S = 5.0
 """Time after the deadline in which a process returns the outcomes of async functions that it cancelled."""
 
@@ -102,21 +100,29 @@ class FunctionRewards:
             samples.append({**others["record"][row], **known})
         return samples
 
-    def check(self, sample: Sample) -> None:
-        """Call every function with one sample, such as the first problem with the right answer as its response.
+    def check(self, samples: Sequence[Sample], *, must_apply: bool = True, here: bool = False) -> None:
+        """Call every function with the first problems and their right answers as responses; see ``try_functions``.
+
+        Args:
+            samples: problems, the right answer of each as its response.
+            must_apply: reject functions that apply to none of them.
+            here: call the functions in this process, without a deadline, instead of starting processes.
 
         Raises:
             ConfigError: a function cannot be imported.
-            DataError: a function fails; the message has the reason and the sample.
+            DataError: a function needs an argument that there is not, fails, or none applies.
         """
-        for name in self.functions:
-            [[outcome]] = self.pool.run([Task(name, [sample], [0])])
-            if outcome.error is not None:
-                raise DataError(
-                    f"the reward function {name!r} ({self.config.functions[name].function}) failed in a trial before "
-                    f"the start: {outcome.error}. {self._described(name, sample)}",
-                    function=name,
-                )
+
+        def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
+            if here:
+                return self.functions[name].outcomes(tried, self.config.timeout_s)
+            tasks = self._tasks(name, self.functions[name], tried)
+            found = dict[int, ScoreOutcome]()
+            for task, outcomes in zip(tasks, self.pool.run(tasks), strict=True):
+                found.update(zip(task.indices, outcomes, strict=True))
+            return [found[row] for row in range(len(tried))]
+
+        try_functions(self.functions, samples, call, must_apply=must_apply)
 
     def close(self) -> None:
         """End the processes."""
@@ -172,19 +178,15 @@ class FunctionRewards:
         if rows and len(rows) == len(samples):
             raise DataError(
                 f"the reward function {name!r} failed for all {len(rows)} samples of a batch: "
-                f"{outcomes[0].error}. {self._described(name, samples[0])}",
+                f"{outcomes[0].error}. {description_of(samples[0])}",
                 function=name,
             )
         gets = "it does not apply to them" if self.config.failed_score is None else f"score {self.config.failed_score}"
         for row in rows[:SHOWN_FAILURES]:
             logger.warning(
                 "reward function %r failed for %d of %d samples (%s). Sample %d: %s. %s",
-                *(name, len(rows), len(samples), gets, row, outcomes[row].error, self._described(name, samples[row])),
+                *(name, len(rows), len(samples), gets, row, outcomes[row].error, description_of(samples[row])),
             )
-
-    def _described(self, name: str, sample: Sample) -> str:
-        shown = {key: sample.get(key) for key in SHOWN}
-        return ", ".join(f"{key} {repr(value)[:SHOWN_CHARACTERS]}" for key, value in shown.items())
 
 
 def check_functions(config: RewardsConfig) -> None:

@@ -60,6 +60,8 @@ class LoadedFunction:
         parameters = inspect.signature(self.function).parameters.values()
         self.takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         self.names = {each.name for each in parameters}
+        named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self.required = tuple(each.name for each in named if each.default is each.empty)
         called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
         self.is_async = inspect.iscoroutinefunction(called)
 
@@ -79,7 +81,7 @@ class LoadedFunction:
     def _of_sample(self, sample: Sample) -> ScoreOutcome:
         try:
             return _checked(self.function(**self.arguments(sample)))
-        except Exception as error:  # a user's function can raise anything; the error is reported with its sample
+        except (Exception, SystemExit) as error:  # a user's function can raise anything; it is reported with its sample
             return _failed(error)
 
     async def _concurrent(self, samples: Sequence[Sample], timeout_s: float) -> list[ScoreOutcome]:
@@ -105,7 +107,7 @@ class LoadedFunction:
             values = result.tolist() if hasattr(result, "tolist") else list(result)
             if len(values) != len(samples):
                 raise ValueError(f"it returned {len(values)} scores for {len(samples)} samples")
-        except Exception as error:  # as in _of_sample
+        except (Exception, SystemExit) as error:  # as in _of_sample
             return [_failed(error)] * len(samples)
         return [_outcome_or_error(value) for value in values]
 
@@ -164,7 +166,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _failed(error: Exception) -> ScoreOutcome:
+def _failed(error: BaseException) -> ScoreOutcome:
     frames = traceback.extract_tb(error.__traceback__)
     line = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
     return ScoreOutcome(error=f"{type(error).__name__}: {error}{line}")

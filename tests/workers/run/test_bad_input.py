@@ -1,0 +1,137 @@
+"""Bad data and bad reward functions, as a user meets them: one error with the file and line or the problem."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcontroller.cli.main import main
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.datasets.tokenizers import TokenizerSource
+from workers.run.hf_tokenizer import HuggingFaceTokenizer
+
+RUN = """
+imports: [examples.ppo.tokenizer]
+tokenizer: {kind: characters}
+data: {train: {path: rows.jsonl}, train_batch_size: 2}
+rewards: {functions: {mine: {function: "rewards.py:right"}}}
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  model: {vocab_size: 32, max_sequence_length: 16, num_layers: 2, hidden_size: 64, num_attention_heads: 4}
+  rollout: {prompt_length: 8, response_length: 4, n: 2}
+"""
+REWARDS = """
+def right(response, answer):
+    return float(response == answer)
+def text(response):
+    return "good"
+def several(response):
+    return [1.0]
+def without_return(response):
+    float(response == "1")
+def for_other_problems(response, answer):
+    return 1.0 if answer == "4" else None
+def few(response):
+    return [1.0]
+def solution(response, solution):
+    return 1.0
+def ends(response):
+    raise SystemExit(3)
+def reads_answer(response, answer):
+    return float(response.endswith(answer))
+"""
+GOOD = ['{"prompt": "Add: 1 + 2 =", "answer": "3"}', '{"prompt": "Add: 2 + 2 =", "answer": "4"}']
+CHAT = [{"role": "user", "content": "1 + 1 ="}]
+FUNCTION = "rewards.functions.mine.function=rewards.py:{}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text("\n".join(GOOD) + "\n")
+    return tmp_path
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    assert main(["check", "run.yaml", *overrides]) == 1
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1 and "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*GOOD, '{"question": "1"}'], "rows.jsonl, line 3 has no column 'prompt'; it has question"),
+        ([], "rows.jsonl is empty: it has no rows"),
+        ([GOOD[0], '{"prompt": "1", "ans'], "rows.jsonl, line 2 is not JSON"),
+        ([GOOD[0], '"Add: 1 + 1 ="'], "rows.jsonl, line 2 is 'Add: 1 + 1 =' of type str; expected named columns"),
+        ([GOOD[0], '{"prompt": null}'], "rows.jsonl, line 2: the prompt is None of type NoneType; expected a text"),
+        ([GOOD[0], '{"prompt": ""}'], "rows.jsonl, line 2: the prompt is empty"),
+        (
+            [json.dumps({"prompt": CHAT, "answer": "2"})],
+            "CharTokenizer is made from the texts of the prompts, and no prompt is a text",
+        ),
+    ],
+)
+def test_bad_rows_are_reported_with_their_line(folder, capsys, lines, message):
+    (folder / "rows.jsonl").write_text("".join(line + "\n" for line in lines))
+    assert message in error_of(capsys)
+
+
+def test_a_file_with_the_mark_of_utf8_at_its_start_is_read(folder, capsys):
+    (folder / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(GOOD).encode())
+    assert main(["check", "run.yaml"]) == 0
+    assert "data.train: 2 prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("text", "it returned 'good' of type str; expected a number or None. prompt 'Add: 1 + 2 =', response '3'"),
+        ("several", "it returned [1.0] of type list; expected a number or None. prompt 'Add: 1 + 2 ='"),
+        ("without_return", "no reward function applies to the first 2 problems: mine returned None for each"),
+        ("solution", "needs 'solution', which is neither a column of the problems nor one of its options"),
+        ("ends", "SystemExit: 3"),
+    ],
+)
+def test_a_bad_reward_function_is_reported_with_a_problem_before_anything_starts(folder, capsys, function, message):
+    assert message in error_of(capsys, FUNCTION.format(function))
+
+
+def test_a_function_of_batches_that_returns_too_few_scores_is_reported(folder, capsys):
+    error = error_of(capsys, FUNCTION.format("few"), "rewards.functions.mine.batch=true")
+    assert "it returned 1 scores for 2 samples. prompt 'Add: 1 + 2 ='" in error
+
+
+def test_a_function_that_applies_to_a_later_problem_is_accepted(folder):
+    assert main(["check", "run.yaml", FUNCTION.format("for_other_problems")]) == 0
+
+
+def test_a_problem_without_the_answer_that_the_function_reads_is_reported_with_the_column_to_set(folder, capsys):
+    rows = [json.loads(line) for line in GOOD]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    error = error_of(capsys, FUNCTION.format("reads_answer"))
+    assert "answer None. The problem has no answer: set data.answer_key to the column of the right answers" in error
+
+
+def test_a_directory_without_a_tokenizer_is_reported_with_the_reason(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer in '.*': .*[^:]$"):
+        HuggingFaceTokenizer(TokenizerSource(str(tmp_path), lambda: ([], [])))
+
+
+def test_chat_messages_for_a_tokenizer_without_a_chat_template_are_reported_with_its_directory(folder, capsys):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder / "plain")
+    row = json.dumps({"prompt": CHAT, "answer": "2"})
+    (folder / "rows.jsonl").write_text(f"{row}\n{row}\n")
+    error = error_of(capsys, "tokenizer.kind=huggingface", "tokenizer.path=plain")
+    assert "the tokenizer in 'plain' has no chat template" in error and "data.chat_template=false" in error
