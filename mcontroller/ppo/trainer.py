@@ -272,7 +272,7 @@ class RayPPOTrainer:
             batch, of_advantages = self.advantages(batch)
         metrics |= of_advantages | experience_metrics(batch.columns, self._stop_tokens())
         batch = self.seen_by_callbacks(batch)
-        metrics |= self.update(batch)
+        metrics = self.update(batch) | metrics  # the mismatch before the update, if it is known
         self.num_tokens += tokens_of(batch)
         metrics |= self._progress(batch, len(problems)) | self.rollout_weights.take_metrics()
         return metrics | self._timing(batch, started) | stage.take_memory()

@@ -11,7 +11,7 @@ import pytest
 from examples.tools.arithmetic import CalculationError, calculate
 from examples.tools.calculator import Calculator, characters_with_calls, score
 from mcontroller.errors import ConfigError
-from mcontroller.ppo import Conversation, RayPPOTrainer, TokenizerSource
+from mcontroller.ppo import Callback, Conversation, RayPPOTrainer, TokenizerSource
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.testing import SimulatedGroupMaker
 from workers.run.config import read_run_config
@@ -108,15 +108,20 @@ def test_the_answer_is_what_follows_the_last_output():
 
 def test_the_example_trains_on_its_own_tokens_alone(simulated_group: SimulatedGroupMaker, tmp_path) -> None:
     """The configuration of the example with fewer steps, on one simulated rank."""
-    changes = ["trainer.total_training_steps=2", "warm_up.steps=2", "trainer.test_freq=-1", "warm_up.batch_size=64"]
+    changes = ["actor_rollout_ref.ppo_mini_batch_size=16", "actor_rollout_ref.optim.lr=1e-2"]
+    changes += ["trainer.total_training_steps=2", "warm_up.steps=2", "trainer.test_freq=-1", "warm_up.batch_size=64"]
     config = read_run_config("examples/tools/config.yaml", [*changes, "data.train_batch_size=8"]).within(tmp_path)
-    parts, batches, metrics = make_parts(config), [], []
+    parts, batches, updates, steps = make_parts(config), [], [], []
 
     class Watched(RayPPOTrainer):
         def update(self, batch: Any) -> dict[str, float]:
             batches.append(batch.here())
-            metrics.append(super().update(batch))
-            return metrics[-1]
+            updates.append(super().update(batch))
+            return updates[-1]
+
+    class Steps(Callback):
+        def step_ended(self, trainer: Any, metrics: dict[str, float]) -> None:
+            steps.append(metrics)
 
     def lengths(batch: Any) -> list[float]:
         return [float(len(sample["response"])) for sample in parts.rewards.samples(batch)]
@@ -131,11 +136,14 @@ def test_the_example_trains_on_its_own_tokens_alone(simulated_group: SimulatedGr
         train_dataset=parts.train,
         warm_up_dataset=parts.warm_up,
         rollout_fn=parts.rollout_fn,
+        callbacks=[Steps()],
     )
     with trainer:
         trainer.init_workers()
         trainer.fit()
-    assert len(batches) == 2 and all(step["actor/grad_norm"] > 0 for step in metrics)
+    assert len(batches) == len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
+    mismatch = "training/rollout_probs_diff_max"  # of the policy before the update, which makes four optimizer steps
+    assert all(step[mismatch] < 1e-4 < update[mismatch] for step, update in zip(steps, updates, strict=True))
     calculator = Calculator(parts.tokenizer)
     calls = 0
     for batch in batches:
