@@ -65,14 +65,14 @@ def read_parquet(config: DatasetConfig) -> Records:
     """Return the rows of a Parquet file. Needs the extra ``data``.
 
     Raises:
-        DataError: the file is not Parquet, or has no rows.
+        DataError: the file is not Parquet, is damaged, or has no rows.
     """
     path = _path(config)
     pyarrow, parquet = (import_extra(name, "data", "source") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         rows = parquet.read_table(str(path)).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file: {error}", path=str(path)) from error
+    except (OSError, pyarrow.ArrowException) as error:  # OSError: what is compressed in it is damaged
+        raise DataError(f"{path} cannot be read as a Parquet file: {error}", path=str(path)) from error
     return _not_empty(_numbered(str(path), rows))
 
 
@@ -90,8 +90,9 @@ def read_hf(config: DatasetConfig) -> Records:
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     try:
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"{path} is not a directory of Hugging Face datasets: {error}", path=str(path)) from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:400]
+        raise DataError(f"{path} cannot be read as a data set of Hugging Face: {reason}", path=str(path)) from error
     if isinstance(loaded, datasets.DatasetDict):
         if config.split not in loaded:
             raise DataError(f"{path} has no split {config.split!r}; it has {', '.join(loaded)}", split=config.split)

@@ -80,10 +80,17 @@ def test_a_parquet_file_has_the_rows_of_its_table(tmp_path):
 
 
 @needs_pyarrow
-def test_a_file_that_is_not_parquet_is_rejected_with_its_name(tmp_path):
-    (tmp_path / "rows.parquet").write_text("text")
-    with pytest.raises(DataError, match=r"rows.parquet is not a Parquet file"):
-        load_records(DatasetConfig(str(tmp_path / "rows.parquet")), "data.train")
+def test_a_file_that_is_not_parquet_or_is_damaged_is_rejected_with_its_name(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS * 50), path)
+    whole = path.read_bytes()
+    for content in (b"text", whole[:100], whole[:8] + b"\xff" * 60 + whole[68:]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"rows.parquet cannot be read as a Parquet file"):
+            load_records(DatasetConfig(str(path)), "data.train")
 
 
 @needs_datasets
@@ -103,6 +110,13 @@ def test_a_saved_dataset_is_read_by_split(tmp_path):
 def test_a_directory_of_files_is_loaded_by_datasets(tmp_path):
     jsonl(tmp_path, *map(json.dumps, ROWS))
     assert load_records(DatasetConfig(str(tmp_path)), "data.train").rows == ROWS
+
+
+@needs_datasets
+def test_a_directory_with_a_broken_file_is_rejected_with_the_reason(tmp_path):
+    jsonl(tmp_path, json.dumps(ROWS[0]), '{"prompt": "1 +')
+    with pytest.raises(DataError, match=r"cannot be read as a data set of Hugging Face: .*JSON"):
+        load_records(DatasetConfig(str(tmp_path)), "data.train")
 
 
 @pytest.mark.parametrize("seed", [0, 1])
