@@ -39,6 +39,7 @@ OF_AN_ENGINE = (
     "engine",
     "vllm",
     "verify_weights",
+    "canary_prompts",
     "unverified_reason",
 )
 """Fields of RolloutConfig that only the group that generates reads."""
