@@ -195,9 +195,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
         if "rollout" in self.roles:
             self.rollout = self.build_rollout()
-            canaries = CanaryCheck(
-                self.config.rollout, self.config.model.vocab_size, self.context, self._response_scores
-            )
+            canaries = CanaryCheck(self.config, self.context, self._response_scores)
             self.arrival = ArrivalCheck(self.config.rollout, self.rollout, canaries)
         if "ref" in self.roles:
             self.reference = self.build_model()

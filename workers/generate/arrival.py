@@ -18,10 +18,10 @@ from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
 from workers.config.rollout import RolloutConfig
 from workers.generate.canary_check import CanaryCheck
-from workers.generate.not_arrived import WeightsNotArrived
 from workers.generate.rollout_protocol import HeldWeights, PolicyWeights, ReadableRollout, Rollout
 from workers.weights.fingerprints import Fingerprint, model_fingerprints, part_fingerprints
 from workers.weights.hf.model import hf_parts
+from workers.weights.not_arrived import WeightsNotArrived
 
 __all__ = ["ArrivalCheck", "WeightsNotArrived"]
 
@@ -162,9 +162,9 @@ class ArrivalCheck:
         if differing or missing or unknown:
             mine = any(each.value not in differing.get(each.name, ([each.value],))[0] for each in held.fingerprints)
             ranks = [rank for rank, differs in enumerate(all_gather_values(mine)) if differs]
-            raise WeightsNotArrived(
-                _text(update, len(plan.slots), differing, old, missing, unknown, ranks),
-                update=update,
+            raise WeightsNotArrived.of_tensors(
+                update,
+                len(plan.slots),
                 tensors=differing,
                 old=sorted(old),
                 missing=missing,
@@ -237,35 +237,3 @@ def _exchanged(
         return (_ABSENT, _ABSENT) if highest == lowest == _ABSENT else (~lowest, highest)
 
     return [(bounds(*each[:2]), bounds(*each[2:])) for each in zip(*parts, strict=True)], slowest
-
-
-def _text(
-    update: int,
-    count: int,
-    differing: Mapping[str, tuple[list[int], list[int]]],
-    old: Collection[str],
-    missing: Sequence[str],
-    unknown: Sequence[str],
-    ranks: Sequence[int],
-) -> str:
-    parts = []
-    others = [name for name in differing if name not in old]
-    if old:
-        parts.append(f"it holds values from before the update in {len(old)} of {count} tensors ({_some(sorted(old))})")
-    if others:
-        name = others[0]
-        policy, engine = ("/".join(f"{value & (1 << 64) - 1:016x}" for value in side) for side in differing[name])
-        parts.append(
-            f"other values than the policy in {len(others)} of {count} tensors ({_some(others)}; {name} has the "
-            f"fingerprint {engine}, the policy's is {policy})"
-        )
-    if missing:
-        parts.append(f"no rank's engine reports {_some(missing)}")
-    if unknown:
-        parts.append(f"it reports {_some(unknown)}, which the policy does not have under this name")
-    on = f" (ranks {', '.join(map(str, ranks[:16]))}{' and more' if len(ranks) > 16 else ''})" if ranks else ""
-    return f"update {update} of the weights did not arrive in the engine{on}: {'; '.join(parts)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-__all__ = ["SIGMAS", "CanaryScores", "Verdict", "judge"]
+__all__ = ["SIGMAS", "CanaryScores", "CanaryVerdict", "judge"]
 
 SIGMAS = 5.0
 """Standard errors by which a share of the change must be missing before it is reported."""
@@ -43,7 +42,7 @@ class CanaryScores(NamedTuple):
     policy: Tensor
 
 
-class Verdict(NamedTuple):
+class CanaryVerdict(NamedTuple):
     """The result of a comparison.
 
     Attributes:
@@ -65,7 +64,7 @@ class Verdict(NamedTuple):
     prompts: list[int]
 
 
-def judge(before: CanaryScores | None, after: CanaryScores) -> Verdict:
+def judge(before: CanaryScores | None, after: CanaryScores) -> CanaryVerdict:
     """Compare the engine's change with the policy's.
 
     Only tokens up to the first one that the engine sampled differently are compared: they follow the same tokens.
@@ -102,14 +101,14 @@ def judge(before: CanaryScores | None, after: CanaryScores) -> Verdict:
     elif SIGMAS * error > VISIBLE:
         arrived = None
     worst = same.any(1).nonzero().flatten()[grown.argsort(descending=True)[:4]].tolist()
-    return Verdict(arrived, lost, error, moved, mismatch, int(same.sum()), worst)
+    return CanaryVerdict(arrived, lost, error, moved, mismatch, int(same.sum()), worst)
 
 
-def _judge_levels(scores: CanaryScores, difference: Tensor) -> Verdict:
+def _judge_levels(scores: CanaryScores, difference: Tensor) -> CanaryVerdict:
     """Report weights that were never compared only if they are others altogether."""
     spread = float(scores.policy.var())
     by_prompt = (difference**2).mean(1)
     far = float(by_prompt.mean()) > _FAR * spread
     worst = by_prompt.argsort(descending=True)[:4].tolist()
     mismatch = math.nan, float(difference.abs().mean())
-    return Verdict(False if far else None, math.nan, math.inf, math.nan, mismatch, difference.numel(), worst)
+    return CanaryVerdict(False if far else None, math.nan, math.inf, math.nan, mismatch, difference.numel(), worst)

@@ -13,11 +13,11 @@ from torch import Tensor
 from mcontroller.data.protocol import DataProto
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
-from workers.config.rollout import RolloutConfig
-from workers.generate.canaries import CanaryScores, Verdict, judge
-from workers.generate.not_arrived import CanariesNotFollowed
+from workers.config import ActorConfig
+from workers.generate.canaries import CanaryScores, CanaryVerdict, judge
 from workers.generate.rollout_protocol import Generated, Prompts, Rollout
 from workers.generate.sampling import Sampling
+from workers.weights.not_arrived import CanariesNotFollowed
 
 __all__ = ["CanaryCheck"]
 
@@ -38,21 +38,21 @@ class CanaryCheck:
     data-parallel shard, whose engine may be a process of its own, is judged by itself.
 
     Args:
-        config: of the rollout.
-        vocab_size: of the policy.
+        config: of the policy and its rollout.
         context: the layout of the policy.
         scores: returns the policy's log-probabilities and entropies ``[2, rows, response]`` for a batch as
             ``compute_log_prob`` gets and the name of the method that needs them; None off the last stage. It is called
             on every rank.
     """
 
-    def __init__(self, config: RolloutConfig, vocab_size: int, context: MegatronContext, scores: _Scores) -> None:
+    def __init__(self, config: ActorConfig, context: MegatronContext, scores: _Scores) -> None:
+        rollout, vocab_size = config.rollout, config.model.vocab_size
         generator = torch.Generator().manual_seed(_SEED)
-        length = min(config.prompt_length, _PROMPT_LENGTH)
-        ids = torch.randint(0, vocab_size, (config.canary_prompts, length), generator=generator)
-        seeds = torch.randint(1 << 62, (config.canary_prompts, 1), generator=generator)
+        length = min(rollout.prompt_length, _PROMPT_LENGTH)
+        ids = torch.randint(0, vocab_size, (rollout.canary_prompts, length), generator=generator)
+        seeds = torch.randint(1 << 62, (rollout.canary_prompts, 1), generator=generator)
         self._prompts = Prompts(ids, torch.ones_like(ids), seeds)
-        self._length = min(config.response_length, _RESPONSE_LENGTH)
+        self._length = min(rollout.response_length, _RESPONSE_LENGTH)
         self._context = context
         self._policy_scores = scores
         self._last: CanaryScores | None = None
@@ -71,8 +71,8 @@ class CanaryCheck:
 
         Returns:
             ``canary_judged``: 1 if the weights are known to have arrived, 0 if the change was too small to say;
-            ``canary_lost``, ``canary_error`` and ``canary_mismatch``: see ``canaries.Verdict``; those of the shard
-            that is known least. ``verify_seconds``: of the slowest rank.
+            ``canary_lost``, ``canary_error`` and ``canary_mismatch``: see ``CanaryVerdict``; those of the shard that is
+            known least. ``verify_seconds``: of the slowest rank.
 
         Raises:
             CanariesNotFollowed: on every rank.
@@ -95,14 +95,14 @@ class CanaryCheck:
             metrics |= {"canary_lost": worst.lost, "canary_error": worst.error}
         return metrics | {"verify_seconds": max(seconds for _, _, seconds in gathered)}
 
-    def _verdict(self, scores: CanaryScores) -> Verdict:
+    def _verdict(self, scores: CanaryScores) -> CanaryVerdict:
         """An engine that missed one update is seen in the last change, and a small missing part in the sum of many."""
         last, since = judge(self._last, scores), judge(self._reference, scores)
         if last.arrived is False:
             return last
         return last if last.arrived and since.arrived is None else since
 
-    def _is_next_reference(self, scores: CanaryScores, verdict: Verdict | None) -> bool:
+    def _is_next_reference(self, scores: CanaryScores, verdict: CanaryVerdict | None) -> bool:
         """Whether later changes are counted from here: what was not judged adds up until it can be."""
         assert verdict is not None
         if self._reference is None or verdict.arrived:
@@ -152,7 +152,7 @@ def _on_cpu(generated: Generated | None) -> Sequence[Tensor]:
     return [column.cpu() for column in generated[:3]]
 
 
-def _raise_if_lost(update: int, verdicts: Mapping[int, Verdict]) -> None:
+def _raise_if_lost(update: int, verdicts: Mapping[int, CanaryVerdict]) -> None:
     shards = sorted(shard for shard, found in verdicts.items() if found.arrived is False)
     if not shards:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.generate.canaries import CanaryScores, Verdict, judge
+from workers.generate.canaries import CanaryScores, CanaryVerdict, judge
 
 PROMPTS, LENGTH = 64, 16
 EVERYTHING = {"new": 1.0, "old": 0.0, "half": 0.5}
@@ -30,7 +30,7 @@ class Case:
         noise = self.rounding * self.normal(), self.rounding * self.normal()
         return CanaryScores(self.tokens, engine + noise[0], policy + noise[1])
 
-    def verdict(self, kind: str) -> Verdict:
+    def verdict(self, kind: str) -> CanaryVerdict:
         arrived = {"new": sum(self.parts), "half": self.parts[0], "old": 0 * self.parts[0]}[kind]
         after = self.scores(self.level + sum(self.parts), self.level + arrived)
         if kind == "old":

@@ -20,10 +20,10 @@ from tests.workers.generate.test_arrival import (
 )
 from tests.workers.roles import actor, experience, own_shard
 from workers.actor import ActorRolloutRefWorker
-from workers.generate.not_arrived import CanariesNotFollowed
 from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.weights.hf.config import hf_config_of
+from workers.weights.not_arrived import CanariesNotFollowed
 
 transformers = pytest.importorskip("transformers")
 
