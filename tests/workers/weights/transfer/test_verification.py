@@ -32,9 +32,8 @@ class LossyReceiver(Base):  # type: ignore[misc]
         for parcel, data in super().receive(index, deadline):
             if index != 1 or not type(self).loses:
                 yield parcel, data
-            elif type(self).loses == "slice":
-                if len(parcel.moves) > 1:
-                    yield parcel._replace(moves=parcel.moves[:-1]), data
+            elif type(self).loses == "slice" and len(parcel.moves) > 1:
+                yield parcel._replace(moves=parcel.moves[:-1]), data
 
 
 @pytest.fixture(scope="module", autouse=True)
