@@ -95,9 +95,9 @@ def half_of_the_changed(held: Tensors, old: Tensors) -> None:
         held[name].copy_(old[name])
 
 
-def one_expert_of_every_layer(held: Tensors, old: Tensors) -> None:
+def two_experts_of_every_layer(held: Tensors, old: Tensors) -> None:
     for name in held:
-        if ".experts." in name and name.endswith("0"):
+        if ".experts." in name and name.endswith(("0", "1")):
             held[name].copy_(old[name])
 
 
@@ -162,7 +162,7 @@ EVERY_ENGINE: dict[str, Fault | str] = {"old": all_old, "half": half_of_the_chan
 CASES: list[tuple[type[ActorRolloutRefWorker], dict[str, Any], str, dict[str, Fault | str]]] = [
     (CachingWorker, {"tp": 2}, "dense", {"cache": "cache"}),
     (CachingWorker, {"pp": 2}, "tied", {"cache": "cache", "packed": packed_output}),
-    (FaultyEngineWorker, {"ep": 2}, "experts", {"expert": one_expert_of_every_layer}),
+    (FaultyEngineWorker, {"ep": 2}, "experts", {"experts": two_experts_of_every_layer}),
 ]
 
 
