@@ -4,7 +4,7 @@
 
 The bytes sent are compared with the least possible: what ranks need in the new layout and do not have in the old one.
 The seconds are compared with those of one plain all-to-all of as many bytes, evenly between the same ranks, and with
-those of verifying that the weights have arrived (``rollout.verify_weights``).
+those of verifying that the weights have arrived (``rollout.verify_weights``), whose share of an update is printed too.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def all_to_all_seconds(nbytes: int, rounds: int) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "exchange s", "verify s"]
+    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "exchange s", "verify s", "share"]
     lines = [f"{'from':<14}{'to':<14}" + "".join(f"{column:>11}" for column in columns)]
     for row in rows:
         report = row.report
@@ -151,6 +151,7 @@ def table(rows: list[Row]) -> str:
         figures = [f"{size / 1e6:.1f}" for size in sizes]
         seconds = (row.plan_seconds, report.seconds, row.all_to_all_seconds, row.verify_seconds)
         figures += [f"{each:.2f}" for each in seconds]
+        figures.append(f"{row.verify_seconds / (row.verify_seconds + report.seconds):.0%}")
         lines.append(f"{row.here:<14}{row.there:<14}" + "".join(f"{figure:>11}" for figure in figures))
     return "\n".join(lines)
 

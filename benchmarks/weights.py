@@ -130,13 +130,20 @@ def measure(pools: tuple[RayResourcePool, RayResourcePool], move: Any, hidden: i
         f"\n{here or 'one rank'} -> {there or 'one rank'}, {nbytes / MIB:.0f} MiB in buckets of {BUCKET / MIB:.0f} MiB"
     )
     print(f"two copies of the bytes {copies:.3f} s, bare gloo send {bare:.3f} s; controller grew {grown / MIB:.1f} MiB")
-    columns = ("transport", "sent/least", "seconds", "/ two copies", "/ bare gloo", "buffers", "peak")
+    columns = ("transport", "sent/least", "seconds", "/ two copies", "/ bare gloo", "buffers", "peak", "verify")
     print(f"{columns[0]:<15}" + "".join(f"{name:>14}" for name in columns[1:]))
     for transport, (report, peak) in rows.items():
         ratios = (report.bytes_sent / report.least_bytes, report.seconds, report.seconds / copies)
         more = (report.seconds / bare, report.buffer_bytes / BUCKET, peak)
-        print(f"{transport:<15}" + "".join(f"{number:>14.3f}" for number in (*ratios, *more)))
-    print("buffers and peak: memory of a rank in addition to its weights, in buckets", flush=True)
+        verified = report.verify_seconds or 0.0
+        print(
+            f"{transport:<15}"
+            + "".join(f"{number:>14.3f}" for number in (*ratios, *more, verified / (verified + report.seconds)))
+        )
+    print(
+        "buffers and peak: memory of a rank in addition to its weights, in buckets; verify: share of an update",
+        flush=True,
+    )
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
 from workers.generate.arrival import ArrivalCheck
+from workers.generate.canary_check import CanaryCheck
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
@@ -194,7 +195,8 @@ class ActorRolloutRefWorker(TransferringWorker):
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
         if "rollout" in self.roles:
             self.rollout = self.build_rollout()
-            self.arrival = ArrivalCheck(self.config.rollout, self.rollout)
+            canaries = CanaryCheck(self.config, self.context, self._response_scores)
+            self.arrival = ArrivalCheck(self.config.rollout, self.rollout, canaries)
         if "ref" in self.roles:
             self.reference = self.build_model()
             for chunk in self.reference:
@@ -282,20 +284,15 @@ class ActorRolloutRefWorker(TransferringWorker):
                 ``rollout.response_length``.
         """
         self._require_role("actor", "compute_log_prob")
-        rows = self._response_rows(data, "compute_log_prob", [])
-        scores = self.score(self.model, rows, self._scoring_size)
-        if scores is None:
-            return None
-        log_probs, entropys = scores * rows.mask
-        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
+        scores = self._response_scores(data, "compute_log_prob")
+        return None if scores is None else DataProto.from_dict({"old_log_probs": scores[0], "entropys": scores[1]})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the reference; arguments, shapes and errors are those of ``compute_log_prob``."""
         self._require_role("ref", "compute_ref_log_prob")
-        rows = self._response_rows(data, "compute_ref_log_prob", [])
-        scores = self.score(self.reference, rows, self._scoring_size)
-        return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0] * rows.mask})
+        scores = self._response_scores(data, "compute_ref_log_prob", self.reference)
+        return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
     def update_actor(self, data: DataProto) -> DataProto:
@@ -492,13 +489,17 @@ class ActorRolloutRefWorker(TransferringWorker):
         metrics: Mapping[str, float] = {}
         if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
             was_offloaded = "params" in self.offloaded.parts
-            weights = self.rollout_weights()
-            metrics = self.rollout.update_weights(weights)
-            metrics = {**metrics, **self.arrival.verify(self.rollout, weights, self.weights_version)}
+            loaded, weights = self.rollout_version is not None, self.rollout_weights()
+            metrics = self.arrival.update(self.rollout, weights, self.weights_version, loaded=loaded)
             self.rollout_version = self.weights_version
             if was_offloaded and self.rollout.holds_weights:
                 self.offloaded.offload(self.parts(), ("params",))
         return self.rollout, metrics
+
+    def _response_scores(self, data: DataProto, method: str, chunks: list[Any] | None = None) -> Tensor | None:
+        rows = self._response_rows(data, method, [])
+        scores = self.score(chunks or self.model, rows, self._scoring_size)
+        return None if scores is None else scores * rows.mask
 
     def _require_role(self, role: str, method: str) -> None:
         if role not in self.roles:

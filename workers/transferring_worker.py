@@ -6,7 +6,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.group import WorkerGroup
 from workers.config import ActorConfig
 from workers.trained_worker import TrainedWorker
+from workers.weights.fingerprints import Fingerprint, model_fingerprints
 from workers.weights.local_tensors import described_tensors
 from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import Holdings
@@ -39,6 +40,7 @@ OF_AN_ENGINE = (
     "engine",
     "vllm",
     "verify_weights",
+    "canary_prompts",
     "unverified_reason",
 )
 """Fields of RolloutConfig that only the group that generates reads."""
@@ -59,10 +61,12 @@ class TransferringWorker(TrainedWorker):
         "connect_weights": (),
         "send_weights": ("params",),
         "receive_weights": ("params",),
+        "weight_fingerprints": ("params",),
         "accept_weights": (),
         "close_weights": (),
     }
 
+    config: ActorConfig
     _received_version: int | None = None
     _incomplete: str = ""
 
@@ -116,7 +120,17 @@ class TransferringWorker(TrainedWorker):
         tensors, local, unknown = described_tensors(self.model, self.context)
         device = tensors[0].device
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-        return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu)
+        verify = self.config.rollout.verify_weights != "never"
+        return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu, verify)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_fingerprints(self, dtypes: Mapping[str, Sequence[str]] | None = None) -> list[Fingerprint]:
+        """Return the fingerprints of the whole tensors that this rank has a part of (a collective).
+
+        Args:
+            dtypes: see ``part_fingerprints``.
+        """
+        return model_fingerprints(self.model, self.context, dtypes)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def listen_for_weights(self, opening: Opening) -> Any:

@@ -21,6 +21,8 @@ from workers import LogProbBasis, RolloutConfig, Sampling
 transformers = pytest.importorskip("transformers")
 
 MODEL = {"num_query_groups": 2, "num_layers": 2}
+FEW_CANARIES = {"canary_prompts": 16}
+NO_CANARIES = {"verify_weights": "never", "unverified_reason": "the test counts requests"}
 ROWS = 4
 
 
@@ -81,7 +83,13 @@ def server(tmp_path: Path) -> Iterator[tuple[Server, list[tuple[str, dict[str, A
 
 def generations(parallel: dict[str, Any], server: Server) -> Any:
     """Generate at temperature 1, update, and generate at temperature 1 and 0.5; on the rank that returns results."""
-    worker = actor(parallel, "actor_rollout", lambda config, role: HttpActor(config, role, server=server), model=MODEL)
+    worker = actor(
+        parallel,
+        "actor_rollout",
+        lambda config, role: HttpActor(config, role, server=server),
+        model=MODEL,
+        rollout=FEW_CANARIES,
+    )
     found: list[DataProto | None] = [worker.generate_sequences(own_shard(prompts(ROWS, GREEDY), worker))]
     worker.update_actor(own_shard(experience(16), worker))
     found.append(worker.generate_sequences(own_shard(prompts(ROWS, GREEDY), worker)))
@@ -115,7 +123,13 @@ def test_one_rank_of_a_shard_sends_the_requests(server: tuple[Server, list[tuple
 
 
 def ranks_that_generate(parallel: dict[str, Any], server: Server) -> bool:
-    worker = actor(parallel, "actor_rollout", lambda config, role: HttpActor(config, role, server=server), model=MODEL)
+    worker = actor(
+        parallel,
+        "actor_rollout",
+        lambda config, role: HttpActor(config, role, server=server),
+        model=MODEL,
+        rollout=NO_CANARIES,
+    )
     return worker.generate_sequences(own_shard(prompts(ROWS, SAMPLED), worker)) is not None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from mcontroller import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
+from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
+from workers.weights.not_arrived import WeightsNotArrived
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache
 EOS, PAD = 2, 0
@@ -45,7 +48,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class Actor(ActorRolloutRefWorker):
-    """An actor whose engine a test can end or stop."""
+    """An actor whose engine a test can end or stop, or update incompletely."""
+
+    old: dict[str, torch.Tensor]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def repeat_sampling(self) -> None:
@@ -63,6 +68,38 @@ class Actor(ActorRolloutRefWorker):
         if pid is not None:
             os.kill(pid, getattr(signal, name))
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_engine(self, fault: str = "") -> Mapping[str, float] | WeightsNotArrived:
+        """Update the engine as a generation does; return the metrics, or the error."""
+        rollout = self.rollout
+        assert isinstance(rollout, VllmRollout)
+        correct, engine = rollout.update_weights, rollout.engine
+        if fault == "old":
+            rollout.update_weights = lambda weights: {}  # type: ignore[method-assign]
+        elif fault == "half":
+            rollout.update_weights = lambda weights: correct(self.half_old(weights))  # type: ignore[method-assign,arg-type]
+        elif fault == "cache" and engine is not None:
+            call = engine.call
+            engine.call = lambda method, **values: None if method == "drop_prefixes" else call(method, **values)  # type: ignore[method-assign]
+        try:
+            metrics = self._current_rollout()[1]
+            if not fault:
+                self.old = {name: tensor.clone() for name, tensor in self.rollout_weights()}
+            return metrics
+        except WeightsNotArrived as error:
+            return error
+        finally:
+            rollout.update_weights = correct  # type: ignore[method-assign]
+            if engine is not None:
+                engine.__dict__.pop("call", None)
+
+    def half_old(self, weights: PolicyWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every second one of the tensors that have changed is old."""
+        changed = 0
+        for name, tensor in weights:
+            changed += not torch.equal(tensor, self.old[name])
+            yield name, self.old[name] if changed % 2 else tensor
+
 
 def actor_config(policy: str, **changes: Any) -> ActorConfig:
     chosen = POLICIES[policy]
@@ -75,6 +112,7 @@ def actor_config(policy: str, **changes: Any) -> ActorConfig:
             "prompt_length": PROMPT,
             "response_length": RESPONSE,
             "seed": 3,
+            "canary_prompts": 16,
             "vllm": {"tp": chosen.get("engine_tp", 1), "kv_cache_bytes": 128 << 20, "bucket_bytes": 1 << 16},
         },
         "ppo_mini_batch_size": 8,

@@ -9,4 +9,4 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu"
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
 IMPLEMENTATIONS = ("auto", "transformer_engine", "local")
-VERIFY_WEIGHTS = ("auto", "fingerprints", "never")
+VERIFY_WEIGHTS = ("auto", "fingerprints", "canaries", "never")

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mcontroller.errors import ConfigError, MControllerError
+from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
 from workers.config.rollout import RolloutConfig
+from workers.generate.canary_check import CanaryCheck
 from workers.generate.rollout_protocol import HeldWeights, PolicyWeights, ReadableRollout, Rollout
 from workers.weights.fingerprints import Fingerprint, model_fingerprints, part_fingerprints
 from workers.weights.hf.model import hf_parts
+from workers.weights.not_arrived import WeightsNotArrived
 
 __all__ = ["ArrivalCheck", "WeightsNotArrived"]
 
@@ -28,26 +30,6 @@ logger = logging.getLogger(__name__)
 _ABSENT = torch.iinfo(torch.int64).min
 _Key = tuple[str, str]  # name and dtype
 _Dtypes = Mapping[str, Collection[str]]
-
-
-class WeightsNotArrived(MControllerError):
-    """After an update, the engine does not hold the weights of the policy; it gets them again before it generates.
-
-    Attributes:
-        update: the number of the update, ``weights_version`` of the worker.
-        tensors: by name, the fingerprints of the policy and of the engine; several if copies differ.
-        old: names of those of ``tensors`` of which the engine holds the values of the update before.
-        missing: names of tensors of the policy that no rank's engine holds.
-        unknown: names of tensors that the engine holds and the policy does not have.
-        ranks: ranks whose engine holds a value of ``tensors`` that is not the policy's.
-    """
-
-    update: int
-    tensors: dict[str, tuple[list[int], list[int]]]
-    old: list[str]
-    missing: list[str]
-    unknown: list[str]
-    ranks: list[int]
 
 
 class _Plan(NamedTuple):
@@ -72,13 +54,16 @@ class ArrivalCheck:
     Args:
         config: ``verify_weights`` decides whether and how.
         rollout: the engine.
+        canaries: what compares engines by their log-probabilities.
 
     Raises:
         ConfigError: ``verify_weights`` is ``fingerprints``, and the engine does not report any.
     """
 
-    def __init__(self, config: RolloutConfig, rollout: Rollout) -> None:
+    def __init__(self, config: RolloutConfig, rollout: Rollout, canaries: CanaryCheck | None = None) -> None:
         self._on = config.verify_weights != "never"
+        wanted = config.verify_weights == "canaries" or not isinstance(rollout, ReadableRollout)
+        self._canaries = canaries if self._on and wanted and config.verify_weights != "fingerprints" else None
         self._plan: _Plan | None = None
         self._before: list[int] = []
         if not rollout.holds_weights:
@@ -86,7 +71,7 @@ class ArrivalCheck:
         engine = type(rollout).__name__
         if not self._on:
             logger.warning("the weights of %s are not verified: %s", engine, config.unverified_reason)
-        elif not isinstance(rollout, ReadableRollout):
+        elif self._canaries is None and not isinstance(rollout, ReadableRollout):
             text = f"{engine} has no method fingerprints (see workers.generate.rollout_protocol.ReadableRollout)"
             if config.verify_weights == "fingerprints":
                 raise ConfigError(
@@ -96,10 +81,30 @@ class ArrivalCheck:
                 )
             logger.warning("the weights of the rollout are not verified after an update: %s", text)
 
-    def verify(self, rollout: Rollout, weights: PolicyWeights, update: int) -> Mapping[str, float]:
-        """Compare the fingerprints of the engine with those of the policy (a collective over all ranks).
+    def update(self, rollout: Rollout, weights: PolicyWeights, update: int, *, loaded: bool) -> Mapping[str, float]:
+        """Update the weights of the engine, and verify that they have arrived (a collective over all ranks).
 
-        An engine without a copy of the weights, or without ``fingerprints``, is not compared.
+        Args:
+            rollout: the engine.
+            weights: the weights that it is to have.
+            update: the number of the update, for the error.
+            loaded: whether the engine has weights of an earlier update.
+
+        Returns:
+            What the update and ``verify`` return.
+
+        Raises:
+            WeightsNotArrived: on every rank.
+        """
+        if loaded and self._canaries is not None and rollout.holds_weights:
+            self._canaries.read_prompts(rollout)
+        metrics = rollout.update_weights(weights)
+        return {**metrics, **self.verify(rollout, weights, update)}
+
+    def verify(self, rollout: Rollout, weights: PolicyWeights, update: int) -> Mapping[str, float]:
+        """Compare the engine with the policy, by fingerprints or canaries (a collective over all ranks).
+
+        An engine without a copy of the weights is not compared.
 
         Args:
             rollout: the engine, after ``update_weights``.
@@ -107,11 +112,14 @@ class ArrivalCheck:
             update: the number of the update, for the error.
 
         Returns:
-            ``verify_seconds``: those of the slowest rank; nothing if nothing was compared.
+            ``verify_seconds``: those of the slowest rank, and those of ``CanaryCheck.verify``; nothing if nothing was
+            compared.
 
         Raises:
             WeightsNotArrived: on every rank.
         """
+        if self._canaries is not None and rollout.holds_weights:
+            return self._canaries.verify(rollout, update)
         if not self._on or not rollout.holds_weights or not isinstance(rollout, ReadableRollout):
             return {}
         start = time.perf_counter()
@@ -154,9 +162,9 @@ class ArrivalCheck:
         if differing or missing or unknown:
             mine = any(each.value not in differing.get(each.name, ([each.value],))[0] for each in held.fingerprints)
             ranks = [rank for rank, differs in enumerate(all_gather_values(mine)) if differs]
-            raise WeightsNotArrived(
-                _text(update, len(plan.slots), differing, old, missing, unknown, ranks),
-                update=update,
+            raise WeightsNotArrived.of_tensors(
+                update,
+                len(plan.slots),
                 tensors=differing,
                 old=sorted(old),
                 missing=missing,
@@ -229,35 +237,3 @@ def _exchanged(
         return (_ABSENT, _ABSENT) if highest == lowest == _ABSENT else (~lowest, highest)
 
     return [(bounds(*each[:2]), bounds(*each[2:])) for each in zip(*parts, strict=True)], slowest
-
-
-def _text(
-    update: int,
-    count: int,
-    differing: Mapping[str, tuple[list[int], list[int]]],
-    old: Collection[str],
-    missing: Sequence[str],
-    unknown: Sequence[str],
-    ranks: Sequence[int],
-) -> str:
-    parts = []
-    others = [name for name in differing if name not in old]
-    if old:
-        parts.append(f"it holds values from before the update in {len(old)} of {count} tensors ({_some(sorted(old))})")
-    if others:
-        name = others[0]
-        policy, engine = ("/".join(f"{value & (1 << 64) - 1:016x}" for value in side) for side in differing[name])
-        parts.append(
-            f"other values than the policy in {len(others)} of {count} tensors ({_some(others)}; {name} has the "
-            f"fingerprint {engine}, the policy's is {policy})"
-        )
-    if missing:
-        parts.append(f"no rank's engine reports {_some(missing)}")
-    if unknown:
-        parts.append(f"it reports {_some(unknown)}, which the policy does not have under this name")
-    on = f" (ranks {', '.join(map(str, ranks[:16]))}{' and more' if len(ranks) > 16 else ''})" if ranks else ""
-    return f"update {update} of the weights did not arrive in the engine{on}: {'; '.join(parts)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

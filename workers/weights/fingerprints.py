@@ -1,15 +1,16 @@
 """Fingerprints of weights: one number per tensor that is the same in every layout.
 
-The fingerprint of a tensor is the sum, modulo 2**64, of a hash of every element's bits and its index in the tensor of
-the whole model. Each rank adds up its own part, and the sums of ranks with different parts are added. So no rank needs
-the whole tensor, and two layouts of the same weights have the same fingerprints, on a CPU and on a GPU. A changed
-element and two exchanged elements change it. It is a check against errors, not against an attacker.
+The fingerprint of a tensor is the sum, modulo 2**64, of the bits of every element times a key of each of its indices in
+the tensor of the whole model. Each rank adds up its own part, and the sums of ranks with different parts are added. So
+no rank needs the whole tensor, and two layouts of the same weights have the same fingerprints, on a CPU and on a GPU.
+Keys are odd, so every change of one element changes it, as do two exchanged elements, rows or columns. It is a check
+against errors, not against an attacker.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,9 @@ from workers.weights.shards import WeightShard, named_buffers, named_shards
 
 __all__ = ["Fingerprint", "TensorPart", "model_fingerprints", "part_fingerprints", "tensor_fingerprints"]
 
-# Odd 64-bit constants, as signed integers: the first two are those of splitmix64's increment and of xxHash64.
-_INDEX_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
-_BITS_FACTOR = 0xC2B2AE3D27D4EB4F - (1 << 64)
-_MIX_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+# 64-bit constants of splitmix64, as signed integers.
+_INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -142,45 +142,56 @@ def _part_of(shard: WeightShard) -> TensorPart:
 
 
 def _sum_of(part: TensorPart, dtype: torch.dtype) -> Tensor:
-    """The sum of the hashes of a part's elements: int64, without dims, on its device."""
-    tensor, total = part.tensor.detach(), torch.zeros((), dtype=torch.int64, device=part.tensor.device)
+    """The sum over a part's elements: int64, without dims, on its device."""
+    tensor = part.tensor.detach()
     if part.dim is None:
-        return total + sum(_hashes(tensor.reshape(1, -1), 0, 0, dtype))
-    inner = prod(part.shape[part.dim + 1 :])
+        whole = tensor.reshape(part.shape)
+        return _weighted(whole if part.shape else whole.reshape(1), [0] * max(len(part.shape), 1), dtype)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start, stop, offset in part.spans:
-        slices = tensor.narrow(part.dim, offset, stop - start).reshape(prod(part.shape[: part.dim]), -1)
-        total = total + sum(_hashes(slices, start * inner, part.shape[part.dim] * inner, dtype))
+        first = [start if dim == part.dim else 0 for dim in range(len(part.shape))]
+        total += _weighted(tensor.narrow(part.dim, offset, stop - start), first, dtype)
     return total
 
 
-def _hashes(rows: Tensor, first: int, stride: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Sums of hashes, a bounded number of elements at a time.
+def _weighted(tensor: Tensor, first: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The sum of all bits times keys, a bounded number of elements at a time.
 
     Args:
-        rows: ``[rows, columns]``.
-        first: the index of the first element in the whole tensor.
-        stride: the distance of two rows in the whole tensor.
-        dtype: that of the hashed bits.
+        tensor: a part of the whole tensor.
+        first: the index in the whole tensor of its first element, by dim.
+        dtype: that of the bits.
     """
-    most = 1 << 22 if rows.is_cuda else 1 << 17  # few launches on a GPU; the cache of a CPU
-    width = max(min(rows.size(1), most), 1)
-    height = max(most // width, 1)
-    for top in range(0, rows.size(0), height):
-        for left in range(0, rows.size(1), width):
-            block = rows[top : top + height, left : left + width].to(dtype).contiguous()
-            row = torch.arange(top, top + block.size(0), device=rows.device).mul_(stride).add_(first + left)
-            column = torch.arange(block.size(1), device=rows.device)
-            index = row[:, None] + column
-            bits = block.view(_INTEGERS[dtype.itemsize]).to(torch.int64, copy=True)
-            yield _mixed(bits, index).sum()
+    keys = [
+        _keys(dim, index, size, tensor.device)
+        for dim, (index, size) in enumerate(zip(first, tensor.shape, strict=True))
+    ]
+    most = 1 << 24 if tensor.is_cuda else 1 << 17  # few launches on a GPU; the cache of a CPU
+    rows = max(most // max(tensor[:1].numel(), 1), 1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for top in range(0, len(tensor), rows):
+        block = tensor[top : top + rows].to(dtype).view(_INTEGERS[dtype.itemsize])
+        sums = block.to(torch.int64) if block.dim() == 1 else block
+        if dtype.itemsize == 8:  # keys differ by even numbers, so the highest bits alone would cancel
+            sums = sums.bitwise_xor(sums >> 32)
+        for of_dim in reversed(keys[1:]):
+            sums = (sums * of_dim).sum(-1)
+        total += (sums * keys[0][top : top + rows]).sum()
+    return total
 
 
-def _mixed(bits: Tensor, index: Tensor) -> Tensor:
-    """Hash bits and indices, int64 of the same shape, which are overwritten: the finalizer of splitmix64."""
-    mixed = index.mul_(_INDEX_FACTOR).add_(bits.mul_(_BITS_FACTOR))
-    for shift, factor in zip((30, 27), _MIX_FACTORS, strict=True):
+@functools.lru_cache(maxsize=64)
+def _all_keys(dim: int, count: int, device: torch.device) -> Tensor:
+    """Odd keys of the first indices of a dim, int64 ``[count]``: numbers of splitmix64, seeded with the dim."""
+    mixed = torch.arange(1, count + 1, device=device).mul_(_INCREMENT).add_(dim + 1)
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
         mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
-    return mixed.bitwise_xor_(_shifted(mixed, 31))
+    return mixed.bitwise_xor_(_shifted(mixed, 31)).bitwise_or_(1)
+
+
+def _keys(dim: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Keys of ``count`` indices from ``first`` on; those of a power of two are kept."""
+    return _all_keys(dim, 1 << (first + count).bit_length(), device)[first : first + count]
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:

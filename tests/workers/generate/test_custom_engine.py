@@ -23,7 +23,7 @@ DENSE = {"num_query_groups": 4, "add_qkv_bias": True, "tie_embeddings": True}
 
 
 class TransformersRollout:
-    """A greedy rollout with a model of transformers in the worker's process."""
+    """A greedy rollout, whatever is asked for, with a model of transformers in the worker's process."""
 
     holds_weights = True
 
@@ -44,7 +44,6 @@ class TransformersRollout:
         return {"tensors": float(count)}
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated:
-        assert not sampling.do_sample
         samples = prompts.samples()
         done = self.model.generate(
             samples.ids,
@@ -97,7 +96,7 @@ def with_megatron(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
 
 
 def with_custom_engine(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
-    worker = actor(parallel, "actor_rollout", CustomEngineWorker, model=model)
+    worker = actor(parallel, "actor_rollout", CustomEngineWorker, model=model, rollout={"canary_prompts": 16})
     found = generations(worker)
     engine = worker.rollout
     pulled = {name: tensor.clone() for name, tensor in worker.rollout_weights()}

@@ -94,6 +94,7 @@ class VllmRollout:
             self.engine.call("begin_update")
             total = send_in_buckets(weights, size, self._send_bucket, self._wait_for_bucket)
             self.engine.call("finish_update")
+            self.engine.call("drop_prefixes")
         seconds = max(all_gather_values(time.perf_counter() - start))
         return {"update_seconds": seconds, "update_bytes": float(total)}
 

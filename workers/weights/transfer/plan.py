@@ -25,6 +25,7 @@ class Holdings(NamedTuple):
         node: the id of its node.
         pid: its process.
         device: ``"cpu"``, or the unique id of its GPU.
+        verify: whether its weights are verified after a transfer to it.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -32,6 +33,7 @@ class Holdings(NamedTuple):
     node: str
     pid: int
     device: str
+    verify: bool = True
 
 
 class Parcel(NamedTuple):

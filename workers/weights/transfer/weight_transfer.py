@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,8 +17,11 @@ from workers.weights.transfer.errors import TransferError
 from workers.weights.transfer.explanation import explanation
 from workers.weights.transfer.plan import Holdings, TransferPlan, plan_transfer
 from workers.weights.transfer.transports import choose_transport
+from workers.weights.transfer.verification import differing_tensors, dtypes_of
 
 __all__ = ["TransferReport", "WeightTransfer"]
+
+logger = logging.getLogger(__name__)
 
 CALL_GRACE = 60.0
 """[seconds] A call to the ranks fails so long after their own deadline, at which they report who is missing."""
@@ -36,6 +41,7 @@ class TransferReport:
         seconds: wall-clock time of the slowest rank.
         buffer_bytes: the most memory that a rank keeps for the transfer, in addition to the weights.
         policy_version: the version of the policy that was sent.
+        verify_seconds: wall-clock time of comparing fingerprints of both groups; None if they were not compared.
     """
 
     transport: str
@@ -44,10 +50,13 @@ class TransferReport:
     seconds: float
     buffer_bytes: int
     policy_version: int
+    verify_seconds: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log."""
+        verified = {} if self.verify_seconds is None else {"weights/verify_seconds": self.verify_seconds}
         return {
+            **verified,
             "weights/seconds": self.seconds,
             "weights/bytes_sent": float(self.bytes_sent),
             "weights/least_bytes": float(self.least_bytes),
@@ -60,7 +69,8 @@ class WeightTransfer:
 
     Slices go directly from the ranks that have them to those that need them. No rank receives more than it needs, and
     the weights do not pass through the controller. Both groups have workers of ``ActorRolloutRefWorker``, in any
-    layouts.
+    layouts. After every transfer the fingerprints of all tensors are compared, unless the configuration of the target
+    has ``rollout.verify_weights=never``.
 
     Args:
         source: the group that weights come from.
@@ -99,6 +109,12 @@ class WeightTransfer:
         held: tuple[list[Holdings], list[Holdings]] = (source.describe_weights(), target.describe_weights())
         self.transport = choose_transport(transport, *held)
         self.plan: TransferPlan = plan_transfer(*held, bucket_bytes)
+        self._verifies = all(each.verify for each in held[1])
+        if not self._verifies:
+            logger.warning(
+                "the weights that %s receives are not verified: rollout.verify_weights is never", target.name
+            )
+        self._dtypes = dtypes_of(held[1])
         self._id = uuid.uuid4().hex
         self._open = True
         self._connect()
@@ -110,6 +126,8 @@ class WeightTransfer:
             TransferError: a rank of the other group did not answer in time, or its process ended. The source group is
                 usable, and this transfer is closed; restart the target and open a new one.
             WorkerDied: the process of a rank of the source ended.
+            WeightsNotArrived: the target does not have the weights of the source. It generates after a transfer that
+                succeeds.
         """
         if not self._open:
             raise TransferError(
@@ -121,6 +139,7 @@ class WeightTransfer:
             )
         sent, received = self._both("send_weights", "receive_weights", self._id, self.timeout)
         (version,) = {outcome.version for outcome in sent if outcome.version is not None}
+        verify_seconds = self._verified(version) if self._verifies else None
         self.target.accept_weights(version)
         return TransferReport(
             transport=self.transport,
@@ -129,6 +148,7 @@ class WeightTransfer:
             seconds=max(outcome.seconds for outcome in (*sent, *received)),
             buffer_bytes=max(outcome.buffer_bytes for outcome in (*sent, *received)),
             policy_version=version,
+            verify_seconds=verify_seconds,
         )
 
     def explain(self) -> str:
@@ -162,6 +182,16 @@ class WeightTransfer:
         ]
         known = {rank: address for rank, address in enumerate(addresses) if address is not None}
         self._both("connect_weights", "connect_weights", self._id, known)
+
+    def _verified(self, version: int) -> float:
+        """Compare the fingerprints of both groups, which compute them at the same time; return the seconds."""
+        started = time.perf_counter()
+        expected = self.source.weight_fingerprints.options(blocking=False)(self._dtypes)
+        found = self.target.weight_fingerprints.options(blocking=False)()
+        error = differing_tensors(expected.get(), found.get(), version, self.target.name)
+        if error is not None:
+            raise error
+        return time.perf_counter() - started
 
     def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:
         """Call a method of each group at the same time, and return the outcomes of their ranks."""

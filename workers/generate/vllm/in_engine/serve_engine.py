@@ -103,12 +103,19 @@ class Served:
         self._llm.collective_rpc("receive_policy_bucket", args=(path, tensors))
 
     def finish_update(self) -> None:
-        """Finish an update: repack the weights, and drop the keys and values that the old ones computed.
+        """Finish an update: repack the weights.
 
         Raises:
-            RuntimeError: a weight was not received, or the cache is in use.
+            RuntimeError: a weight was not received.
         """
         self._llm.collective_rpc("finish_policy_update")
+
+    def drop_prefixes(self) -> None:
+        """Drop the keys and values of earlier prompts, which the old weights computed.
+
+        Raises:
+            RuntimeError: they are in use.
+        """
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which has keys and values of the old weights")
 

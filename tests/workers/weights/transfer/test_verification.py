@@ -1,0 +1,105 @@
+"""A transfer that loses a bucket or a tensor is reported with the names, and the target does not generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mcontroller.errors import CallRejected
+from tests.workers.roles import experience
+from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
+from workers.weights.fingerprints import Fingerprint
+from workers.weights.not_arrived import WeightsNotArrived
+from workers.weights.transfer.in_process import TRANSPORT
+from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.transport import Transport
+from workers.weights.transfer.transports import TRANSPORTS
+from workers.weights.transfer.verification import differing_tensors
+from workers.weights.transfer.weight_transfer import WeightTransfer
+
+Base: Any = TRANSPORT.receiver
+
+
+class LossyReceiver(Base):  # type: ignore[misc]
+    """Loses the second bucket, or one slice of it."""
+
+    loses = ""
+
+    def receive(self, index: int, deadline: Any) -> Iterator[tuple[Parcel, Tensor]]:
+        for parcel, data in super().receive(index, deadline):
+            if index != 1 or not type(self).loses:
+                yield parcel, data
+            elif type(self).loses == "slice" and len(parcel.moves) > 1:
+                yield parcel._replace(moves=parcel.moves[:-1]), data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lossy_transport() -> None:
+    TRANSPORTS.add("lossy", Transport(TRANSPORT.sender, LossyReceiver, TRANSPORT.why_not))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "here", "to_ranks", "there"),
+    [
+        ({"dtype": "bfloat16"}, 2, {"tp": 2}, 1, {}),
+        (TIED, 2, {"pp": 2}, 2, {"tp": 2}),
+        (EXPERTS, 2, {"ep": 2}, 1, {}),
+    ],
+    ids=["dense-bfloat16", "tied", "experts"],
+)
+def test_lost_weights_are_reported_with_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any],
+    ranks: int,
+    here: dict[str, Any],
+    to_ranks: int,
+    there: dict[str, Any],
+) -> None:
+    actor = group("actor_rollout", ranks, here, model, optim={"lr": 1e-2, "warmup_steps": 0})
+    rollout = group("rollout", to_ranks, there, model | {"seed": 7})
+    with WeightTransfer(actor, rollout, transport="lossy", bucket_bytes=4096) as transfer:
+        report = transfer.run()
+        assert report.metrics()["weights/verify_seconds"] > 0
+        actor.update_actor(experience(8))
+        held = rollout.describe_weights()
+        lost = {
+            held[move.target_rank - ranks].tensors[move.target_slot].name
+            for bucket in transfer.plan.by_rank[ranks:]
+            for parcel in bucket[1]
+            for move in parcel.moves
+        }
+        for loses in ("bucket", "slice"):
+            monkeypatch.setattr(LossyReceiver, "loses", loses)
+            with pytest.raises(WeightsNotArrived, match="did not arrive in group rollout") as caught:
+                transfer.run()
+            error = caught.value
+            assert error.update == 1 and error.tensors and error.ranks
+            assert not error.missing and not error.unknown and set(error.tensors) <= lost
+            with pytest.raises(CallRejected, match="partly old and partly new"):
+                generated(rollout)
+        monkeypatch.setattr(LossyReceiver, "loses", "")
+        transfer.run()
+    assert set(generated(rollout).batch["policy_version"].tolist()) == {1}
+
+
+def test_the_check_is_turned_off_by_the_configuration_of_the_target(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = {"verify_weights": "never", "unverified_reason": "a test"}
+    actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"seed": 7}, rollout=never)
+    monkeypatch.setattr(LossyReceiver, "loses", "bucket")
+    with WeightTransfer(actor, rollout, transport="lossy", bucket_bytes=4096) as transfer:
+        assert "weights/verify_seconds" not in transfer.run().metrics()
+    assert "rollout receives are not verified" in caplog.text
+
+
+def test_tensors_that_only_one_group_has_are_reported() -> None:
+    one, other = (Fingerprint(name, "float32", 1) for name in ("one", "other"))
+    assert differing_tensors([[one], [one, other]], [[other], [one]], 3, "rollout") is None
+    error = differing_tensors([[one]], [[other], [other]], 3, "rollout")
+    assert error is not None and (error.missing, error.unknown, error.update) == (["one"], ["other"], 3)
+    wrong = differing_tensors([[one]], [[one], [one._replace(value=2)]], 3, "rollout")
+    assert wrong is not None and wrong.tensors == {"one": ([1], [1, 2])} and wrong.ranks == [1]
