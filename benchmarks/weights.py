@@ -72,12 +72,12 @@ class Measured(ActorRolloutRefWorker):
         timeout = datetime.timedelta(seconds=60)
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
         group = dist.ProcessGroupGloo(store, rank, 2, timeout)
-        buffer = torch.zeros(BUCKET, dtype=torch.uint8)
+        memory = torch.ones(nbytes, dtype=torch.uint8)  # as large as the weights: one bucket would stay in the cache
         seconds = []
         for _ in range(rounds):
             started = time.perf_counter()
             for start in range(0, nbytes, BUCKET):
-                part = buffer[: min(BUCKET, nbytes - start)]
+                part = memory[start : start + BUCKET]
                 (group.send if rank == 0 else group.recv)([part], 1 - rank, 0).wait()
             group.barrier().wait()
             seconds.append(time.perf_counter() - started)

@@ -14,7 +14,7 @@ from parallel_state.megatron import MegatronContext
 from workers.weights.local_tensors import described_tensors, padding_rows
 from workers.weights.refit_plan import Move
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.plan import Parcel, is_large
 from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
 from workers.weights.transfer.transports import TRANSPORTS
 
@@ -81,8 +81,16 @@ class TransferEndpoint:
         self._padding = list(padding_rows(chunks, context))
         device = self._tensors[0].device
         transport = TRANSPORTS.get_or_raise(opening.transport)
+        self._uses_in_place = transport.uses_in_place
         traffic = RankTraffic(
-            opening.transfer, opening.rank, opening.size, address, opening.buckets, device, opening.timeout
+            opening.transfer,
+            opening.rank,
+            opening.size,
+            address,
+            opening.buckets,
+            device,
+            opening.timeout,
+            self._in_place,
         )
         self._end: Sender | Receiver = (transport.sender if opening.sends else transport.receiver)(traffic)
 
@@ -141,17 +149,33 @@ class TransferEndpoint:
                 if data.is_cuda:
                     torch.cuda.current_stream().synchronize()
 
+    def _in_place(self, move: Move) -> Tensor | None:
+        """Return the memory of a slice, uint8 ``[bytes]``, if it is large, contiguous and of the dtype that travels."""
+        if not self._uses_in_place or not is_large(move):
+            return None
+        tensor = self._slice(move)  # now: weights that were offloaded have new memory
+        suits = tensor.is_contiguous() and tensor.dtype == getattr(torch, move.dtype)
+        return tensor.view(-1).view(torch.uint8) if suits else None
+
+    def _slice(self, move: Move) -> Tensor:
+        """Return the slice of this rank's tensor that a move sends, or fills."""
+        sends = self._opening.sends
+        slot, start = (move.source_slot, move.source_start) if sends else (move.target_slot, move.target_start)
+        return self._tensors[slot].data.narrow(move.dim, start, move.length)
+
     def _fill(self, data: Tensor, moves: Sequence[Move]) -> None:
         """Copy slices of this rank's tensors into ``data``, converted to the dtype that travels."""
         for move, part in zip(moves, _parts(data, moves), strict=True):
-            tensor = self._tensors[move.source_slot].data.narrow(move.dim, move.source_start, move.length)
-            part.view(tensor.shape).copy_(tensor)
+            if self._in_place(move) is None:
+                tensor = self._slice(move)
+                part.view(tensor.shape).copy_(tensor)
 
     def _empty(self, data: Tensor, moves: Sequence[Move]) -> None:
         """Copy ``data`` into slices of this rank's tensors."""
         for move, part in zip(moves, _parts(data, moves), strict=True):
-            tensor = self._tensors[move.target_slot].data.narrow(move.dim, move.target_start, move.length)
-            tensor.copy_(part.view(tensor.shape))
+            if self._in_place(move) is None:
+                tensor = self._slice(move)
+                tensor.copy_(part.view(tensor.shape))
 
 
 def _parts(data: Tensor, moves: Sequence[Move]) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from workers.weights.refit_plan import LocalTensor, Move, check_known, plan_refit
 
-__all__ = ["Holdings", "Parcel", "TransferPlan", "plan_transfer"]
+__all__ = ["Holdings", "Message", "Parcel", "TransferPlan", "is_large", "plan_transfer"]
 
 
 class Holdings(NamedTuple):
@@ -36,6 +36,15 @@ class Holdings(NamedTuple):
     verify: bool = True
 
 
+MESSAGE_BYTES = 1 << 20
+"""Slices of this size or more are messages of their own, so that a rank can send or receive them without a copy."""
+
+
+def is_large(move: Move) -> bool:
+    """Return whether a slice is a message of its own."""
+    return move.nbytes >= MESSAGE_BYTES
+
+
 class Parcel(NamedTuple):
     """The part of a bucket that one rank sends to another.
 
@@ -50,6 +59,34 @@ class Parcel(NamedTuple):
     start: int
     nbytes: int
     moves: tuple[Move, ...]
+
+    def messages(self) -> list[Message]:
+        """Divide the parcel into messages; both ranks divide it in the same way."""
+        messages: list[Message] = []
+        start = 0
+        for move in self.moves:
+            large = move if is_large(move) else None
+            if large is None and messages and messages[-1].move is None:
+                last = messages[-1]
+                messages[-1] = last._replace(nbytes=last.nbytes + move.nbytes)
+            else:
+                messages.append(Message(start, move.nbytes, large))
+            start += move.nbytes
+        return messages
+
+
+class Message(NamedTuple):
+    """A part of a parcel that travels as one message.
+
+    Attributes:
+        start: the first byte in the parcel.
+        nbytes: its length.
+        move: its only slice if that is large; None for small slices, one after the other.
+    """
+
+    start: int
+    nbytes: int
+    move: Move | None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Weights through a process group of torch.distributed over the ranks of both groups: gloo on CPUs, NCCL on GPUs.
 
-It has a store and connections of its own: the default group of either side is not involved, and stays as it is.
+It has a store and connections of its own: the default group of either side is not involved, and stays as it is. Large
+slices that are contiguous travel from the memory of one rank's weights to that of the other's, without a copy.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +72,15 @@ class _End:
     def _part(self, index: int, parcel: Parcel) -> Tensor:
         return self._slot(index)[parcel.start : parcel.start + parcel.nbytes]
 
+    def _messages(self, index: int, parcel: Parcel) -> list[Tensor]:
+        """Return the memory of each message of a parcel: that of the weights, or a part of the bucket."""
+        part = self._part(index, parcel)
+        memory: list[Tensor] = []
+        for message in parcel.messages():
+            in_place = None if message.move is None else self._traffic.in_place(message.move)
+            memory.append(part[message.start :][: message.nbytes] if in_place is None else in_place)
+        return memory
+
     def _wait(self, peer: int, work: Any, deadline: Deadline) -> None:
         left = datetime.timedelta(seconds=deadline.left(peer))
         try:
@@ -86,8 +97,9 @@ class _Sender(_End):
 
     def send(self, index: int, deadline: Deadline) -> None:
         for parcel in self._traffic.buckets[index]:
-            work = self._group.send([self._part(index, parcel)], parcel.peer, 0)
-            self._works.setdefault(index, []).append((parcel.peer, work))
+            for memory in self._messages(index, parcel):
+                work = self._group.send([memory], parcel.peer, 0)
+                self._works.setdefault(index, []).append((parcel.peer, work))
 
     def flush(self, deadline: Deadline) -> None:
         for index in sorted(self._works):
@@ -100,11 +112,14 @@ class _Receiver(_End):
         for ahead in range(index, min(index + _IN_FLIGHT, len(self._traffic.buckets))):
             if ahead not in self._works:
                 self._works[ahead] = [
-                    (parcel.peer, self._group.recv([self._part(ahead, parcel)], parcel.peer, 0))
+                    (parcel.peer, self._group.recv([memory], parcel.peer, 0))
                     for parcel in self._traffic.buckets[ahead]
+                    for memory in self._messages(ahead, parcel)
                 ]
-        for parcel, (peer, work) in zip(self._traffic.buckets[index], self._works.pop(index), strict=True):
-            self._wait(peer, work, deadline)
+        works = iter(self._works.pop(index))
+        for parcel in self._traffic.buckets[index]:
+            for peer, work in itertools.islice(works, len(parcel.messages())):
+                self._wait(peer, work, deadline)
             yield parcel, self._part(index, parcel)
 
 
@@ -129,4 +144,4 @@ def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
     return f"several ranks are on the GPU {shared[0]}: NCCL cannot connect them" if shared else ""
 
 
-TRANSPORT = Transport(_Sender, _Receiver, _why_not)
+TRANSPORT = Transport(_Sender, _Receiver, _why_not, uses_in_place=True)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from workers.weights.refit_plan import Move
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import Holdings, Parcel
 
@@ -31,6 +32,8 @@ class RankTraffic:
         buckets: the parcels of each bucket, in the order in which they travel.
         device: the device of its tensors.
         timeout: seconds after which setting up a connection fails.
+        in_place: returns the memory of a slice in the weights themselves, uint8 ``[bytes]``, if it can travel from or
+            to there without being copied through a buffer.
     """
 
     transfer: str
@@ -40,6 +43,7 @@ class RankTraffic:
     buckets: tuple[tuple[Parcel, ...], ...]
     device: torch.device
     timeout: float
+    in_place: Callable[[Move], Tensor | None] = lambda move: None
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
@@ -108,6 +112,8 @@ class Sender(End, Protocol):
     def buffer(self, index: int, deadline: Deadline) -> Tensor:
         """Return the memory to fill with the bucket, uint8 ``[bytes]``; wait until it is free.
 
+        The bytes of slices that are sent in place are not read.
+
         Raises:
             PeerLost: a peer has not received an earlier bucket in time, or its process ended.
         """
@@ -136,6 +142,8 @@ class Receiver(End, Protocol):
     def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
         """Iterate over the parcels of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one.
 
+        The bytes of slices that were received in place are not set.
+
         Raises:
             PeerLost: a peer has not sent in time, or its process ended.
         """
@@ -148,9 +156,11 @@ class Transport:
 
     Attributes:
         sender, receiver: make the ends of a rank.
+        uses_in_place: whether its ends send and receive the slices of ``RankTraffic.in_place`` without a buffer.
         why_not: returns why it cannot be used between these ranks; "" if it can.
     """
 
     sender: Callable[[RankTraffic], Sender]
     receiver: Callable[[RankTraffic], Receiver]
     why_not: Callable[[Sequence[Holdings], Sequence[Holdings]], str]
+    uses_in_place: bool = False

@@ -11,6 +11,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from workers.actor import ActorRolloutRefWorker
 from workers.weights.full_state import full_state_dict
+from workers.weights.transfer import plan
 from workers.weights.transfer.endpoint import TransferOutcome
 
 
@@ -31,6 +32,11 @@ class Policy(ActorRolloutRefWorker):
         for chunk in self.model:
             for parameter in chunk.parameters():
                 parameter.data.add_(0.01)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_message_bytes(self, nbytes: int) -> None:
+        """Let slices of this size or more be messages of their own."""
+        plan.MESSAGE_BYTES = nbytes
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_in_the_next_transfer(self, fault: str) -> None:

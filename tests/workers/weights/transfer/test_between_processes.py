@@ -44,8 +44,15 @@ def test_weights_arrive_over_every_transport_and_a_lost_target_leaves_the_source
     with policy(pool, "actor", 1, {"tp": 2}) as actor:
         with policy(pool, "rollout", 2, {}) as rollout:
             assert rollout.digest()[0] != actor.digest()[0]
-            for transport in ("shared_memory", "process_group", "object_store"):
+            for transport, message_bytes in (
+                ("shared_memory", 1 << 20),
+                ("process_group", 1 << 20),
+                ("process_group", 256),  # slices travel from weights to weights
+                ("object_store", 1 << 20),
+            ):
                 actor.change_weights()
+                for each in (actor, rollout):
+                    each.set_message_bytes(message_bytes)
                 with WeightTransfer(actor, rollout, transport=transport, bucket_bytes=16_384, timeout=60) as transfer:
                     reports = [transfer.run() for _ in range(2)]
                     assert "by " + transport in transfer.explain()
