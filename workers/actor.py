@@ -230,8 +230,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             ConfigError: the role does not include ``rollout``, a setting in ``meta_info`` is invalid, or prompts and
                 responses of the configured lengths do not fit into the model's sequences.
             DataError: a column or a token id is missing, a row is padding only or padded on the right, or a prompt is
-                longer than ``rollout.prompt_length``, plus what ``meta_info["response_length"]`` leaves of the
-                configured length.
+                longer than ``rollout.prompt_length`` plus what the call leaves of the configured response length.
         """
         self._require_role("rollout", "generate_sequences")
         self.check_weights_complete("generate_sequences")
