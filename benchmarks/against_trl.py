@@ -2,7 +2,7 @@
 
     make against-trl                         # speed and memory
     make against-trl ARGS=--learning         # accuracy over 120 steps
-    .venv-trl/bin/python benchmarks/against_trl.py [--learning] [--steps 5] [--rounds 5]
+    .venv-trl/bin/python benchmarks/against_trl.py [--learning [STEPS]] [--steps 4] [--rounds 6]
 
 A Llama model (hidden size 128, 4 layers, float32) continues 8 digits with 16 more, each that of 8 tokens before plus
 one; the reward is the share of right digits. 32 prompts with 8 samples each make one optimizer step. Both sides start
@@ -16,15 +16,17 @@ next one: data, generation, rewards, update, metrics. Memory is read after the l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -38,7 +40,7 @@ CONFIGURATIONS: Mapping[str, tuple[int, int]] = {
 }
 """Ranks and threads of each."""
 MICRO_BATCH = {"ours": 256, "TRL": 256}
-"""[rows] The fastest of 64, 128 and 256 for each side."""
+"""[rows] The faster of 64 and 256 for each side."""
 WARM_UP = 3
 """[steps] Steps that are not counted."""
 Step = tuple[float, float]
@@ -57,6 +59,11 @@ class Memory:
     total: int
     peaks: Sequence[tuple[str, int]]
 
+    def __str__(self) -> str:
+        others = sum(peak for _, peak in self.peaks[1:])
+        shown = f"the largest process {self.peaks[0][1] / 1e9:.2f} GB at its peak"
+        return f"{self.total / 1e9:.2f} GB in {len(self.peaks)} processes; {shown}, the others {others / 1e9:.2f} GB"
+
 
 class Side:
     """One of the two programs."""
@@ -73,22 +80,23 @@ class Side:
             "TOKENIZERS_PARALLELISM": "false",
         }
         command = [*start, str(HERE / script), json.dumps(dataclasses.asdict(settings))]
-        log = Path(settings.socket).with_suffix(".log")
-        with Listener(settings.socket, "AF_UNIX") as listener, log.open("w") as output:
+        self.log = Path(settings.socket).with_suffix(".log")
+        with socket.socket(socket.AF_UNIX) as listener, self.log.open("w") as output:
+            listener.bind(settings.socket)
+            listener.listen()
+            listener.settimeout(1.0)
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-            self.log = log
             self.connection = self._accept(listener)
         self.receive()
 
-    def _accept(self, listener: Listener) -> Connection:
-        """Return the connection of the program; raise if it ends before it connects."""
-        listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-        while True:
-            try:
-                return listener.accept()
-            except TimeoutError:
-                if self.process.poll() is not None:
-                    sys.exit(f"{self.process.args}\nended with {self.process.returncode}:\n{self.log.read_text()}")
+    def _accept(self, listener: socket.socket) -> Connection:
+        """Return the connection of the program; exit if it ends before it connects."""
+        while self.process.poll() is None:
+            with contextlib.suppress(TimeoutError):
+                accepted = listener.accept()[0]
+                accepted.setblocking(True)
+                return Connection(accepted.detach())
+        sys.exit(f"a side ended with {self.process.returncode}:\n{self.log.read_text()}")
 
     def receive(self) -> list[Step]:
         try:
@@ -134,43 +142,75 @@ def rate(steps: Sequence[Step]) -> float:
     return PROMPTS * SAMPLES / statistics.median(seconds for seconds, _ in steps)
 
 
-def compare(settings: Mapping[str, Settings], steps: int, rounds: int) -> tuple[dict[str, list[Step]], dict[str, Memory]]:
-    """Return the counted steps and the memory of both sides, which run alternately."""
+def alternate(settings: Mapping[str, Settings], steps: int, rounds: int) -> tuple[dict[str, list[Step]], list[str]]:
+    """Return the counted steps of both sides, which run alternately, and lines about their memory and stages."""
     sides = {name: Side(name, each) for name, each in settings.items()}
-    for side in sides.values():
-        side.run(WARM_UP)
     found: dict[str, list[Step]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            found[name] += side.run(steps)
-    memory = {name: side.memory() for name, side in sides.items()}
+    uncounted = {name: side.run(WARM_UP) for name, side in sides.items()}
+    for number in range(rounds):
+        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
+            found[name] += sides[name].run(steps)
+    lines = [f"  memory, {name:4} {side.memory()}" for name, side in sides.items()]
     for side in sides.values():
-        print("".join(f"    {line}\n" for line in side.close().splitlines() if line.startswith("seconds by stage")), end="")
-    return found, memory
+        lines += [f"  {line}" for line in side.close().splitlines() if line.startswith("seconds by stage")]
+    return {name: uncounted[name] + each for name, each in found.items()}, lines
+
+
+def speed(base: Settings, labels: Sequence[str], steps: int, rounds: int) -> None:
+    """Print samples per second, ratios, and memory of every configuration."""
+    best = 0.0
+    for number, label in enumerate(labels):
+        ranks, threads = CONFIGURATIONS[label]
+        found, lines = alternate(both(base, number, ranks, threads), steps, rounds)
+        rates = {name: rate(each[WARM_UP:]) for name, each in found.items()}
+        best = max(best, rates["TRL"])
+        print(
+            f"{label:22} ours {rates['ours']:6.1f} samples/s, TRL {rates['TRL']:6.1f}: "
+            f"ratio {rates['ours'] / rates['TRL']:.2f}, over the best of TRL so far {rates['ours'] / best:.2f}"
+        )
+        print("\n".join(lines), flush=True)
+
+
+def learning(base: Settings, steps: int) -> None:
+    """Print the share of right digits in the sampled responses over the steps of both sides."""
+    found, _ = alternate(both(base, 0, *CONFIGURATIONS["one process, 2 threads"]), 10, (steps - WARM_UP) // 10 + 1)
+    print(accuracy_table({name: [score for _, score in each[:steps]] for name, each in found.items()}))
+
+
+def accuracy_table(scores: Mapping[str, Sequence[float]], width: int = 10) -> str:
+    """Return a table in Markdown: the mean score of every ``width`` steps, of each side."""
+    lines = ["| steps | " + " | ".join(scores) + " |", "|---|" + "---:|" * len(scores)]
+    for first in range(0, len(next(iter(scores.values()))), width):
+        means = [statistics.mean(each[first : first + width]) for each in scores.values()]
+        lines.append(f"| {first + 1} to {first + width} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
+    return "\n".join(lines)
+
+
+def both(base: Settings, number: int, ranks: int, threads: int) -> dict[str, Settings]:
+    """Return the settings of each side."""
+    return {
+        name: dataclasses.replace(
+            base, socket=f"{base.directory}/{number}-{name}", ranks=ranks, threads=threads, micro_batch=rows
+        )
+        for name, rows in MICRO_BATCH.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of each side")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of each side")
     parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
-    parser.add_argument("--learning", action="store_true", help="accuracy over 120 steps in place of speed")
+    parser.add_argument("--learning", type=int, nargs="?", const=120, default=0, help="accuracy over so many steps")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="against-trl-") as directory:
-        base = Settings(directory=directory, socket="", ranks=1, threads=2, steps=400, micro_batch=256)
+        base = Settings(directory=directory, socket="", ranks=1, threads=2, steps=400, micro_batch=PROMPTS * SAMPLES)
         prepare = [sys.executable, str(HERE / "against_trl_peer.py"), "--prepare", json.dumps(dataclasses.asdict(base))]
-        subprocess.run(prepare, check=True)
-        for number, label in enumerate(arguments.only):
-            ranks, threads = CONFIGURATIONS[label]
-            settings = {
-                name: dataclasses.replace(
-                    base, socket=f"{directory}/{number}-{name}", ranks=ranks, threads=threads, micro_batch=MICRO_BATCH[name]
-                )
-                for name in MICRO_BATCH
-            }
-            found, memory = compare(settings, arguments.steps, arguments.rounds)
-            rates = {name: rate(each) for name, each in found.items()}
-            print(label, rates, rates["ours"] / rates["TRL"], memory)
+        subprocess.run(prepare, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if arguments.learning:
+            learning(base, arguments.learning)
+        else:
+            speed(base, arguments.only, arguments.steps, arguments.rounds)
 
 
 if __name__ == "__main__":
