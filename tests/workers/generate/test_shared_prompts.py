@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.utils import unwrap_model
 
 from mcontroller.data.protocol import DataProto
 from tests.ranks import run_ranks
@@ -62,7 +63,7 @@ def generated(shared: bool) -> tuple[Columns, int]:
     """
     worker = actor({}, "actor_rollout")
     rows: list[int] = []
-    worker.model[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    unwrap_model(worker.model[0]).register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     batch = prompts(ROWS, SAMPLED | {"n": SAMPLES if shared else 1})
     batch = batch if shared else DataProto.concat([batch] * SAMPLES)
     output = worker.generate_sequences(batch)
