@@ -56,7 +56,7 @@ def repeat_cache(cache: StaticInferenceContext, of_row: Tensor) -> None:
     for layer, tensors in cache.key_value_memory_dict.items():
         repeated = []
         for tensor in tensors:
-            order = sorted(range(tensor.dim()), key=lambda dim, tensor=tensor: -tensor.stride(dim))
+            order = torch.tensor(tensor.stride()).argsort(descending=True, stable=True).tolist()
             sizes = (tensor.size(0), len(of_row), *tensor.shape[2:])
             copy = torch.empty_permuted(sizes, order, dtype=tensor.dtype, device=tensor.device)
             copy[:filled] = tensor[:filled].index_select(1, of_row)
