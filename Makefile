@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-port test-vllm lint types bench clean
+.PHONY: demo test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-port test-vllm lint types bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -67,6 +67,18 @@ $(PORT)/.installed: pyproject.toml constraints.txt constraints-port.txt
 	rm -rf $(PORT)/verl-tests && mv $(PORT)/lib/python*/site-packages/tests $(PORT)/verl-tests
 	touch $@
 
+# GRPO next to TRL's, in an environment of its own: ARGS=--learning compares the accuracy over steps in place of speed.
+TRL := .venv-trl
+against-trl: $(TRL)/.installed
+	$(TRL)/bin/python benchmarks/against_trl.py $(ARGS)
+
+$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
+	$(TRL)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		--constraint constraints-trl.txt --editable ".[cpu,hf]" trl datasets
+	touch $@
+
 # The rollout engine vllm behind real actors, in an environment of its own of about 4 GB. vLLM imports torchvision,
 # torchaudio and torchcodec if they are installed, and what pip installs does not fit the CPU build of torch.
 VLLM := .venv-vllm
@@ -91,9 +103,10 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 # roundtrip_verl.py runs in verl's environment: benchmarks/roundtrip.py --peer-python PATH.
+# make against-trl runs against_trl.py, which starts the other two.
 # train_step.py starts train_step_plain.py under torchrun, and calls train_step_unequal.py.
 bench: $(STAMP)
-	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_trl*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints.txt
@@ -104,4 +117,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(PORT) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(PORT) $(TRL) $(VLLM) build *.egg-info

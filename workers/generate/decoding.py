@@ -5,6 +5,8 @@ rows then write their next token into the same column of the cache, after the lo
 own position. Only the padding between a shorter prompt and its response has to be masked: one bool per row and column.
 No mask has a row for every query, which would turn off flash attention and take memory for every head.
 
+The rows of one prompt share its pass through the model: each gets a copy of the cache after it.
+
 Every stage runs the same steps. One rank of the last stage draws the tokens, and one broadcast per step sends them to
 all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree: sums on a GPU differ in the last bit.
 """
@@ -32,6 +34,7 @@ from workers.generate.decoding_patches import (
 from workers.generate.inference_linears import inference_linears
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, draw_tokens, position_keys
+from workers.generate.shared_prompts import DistinctPrompts, distinct_prompts, repeat_cache
 
 __all__ = ["generate"]
 
@@ -60,14 +63,15 @@ def generate(
     """
     prompts, lengths = _left_aligned(samples)
     rows, width = prompts.shape
-    decoder = _Decoder(chunks, pg, lengths, width + sampling.response_length, device)
+    distinct = distinct_prompts(chunks, prompts, lengths)
+    decoder = _Decoder(chunks, pg, lengths, distinct, width + sampling.response_length, device)
     prompts, seeds = prompts.to(device), samples.seeds[:, 0].to(device)
     responses = torch.full_like(prompts[:, :1], sampling.pad_token_id).repeat(1, sampling.response_length)
     log_probs = torch.zeros(responses.shape, device=prompts.device)
     mask = torch.zeros_like(responses)
     done = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
     stops = torch.tensor(sampling.eos_token_ids, device=prompts.device)
-    new = prompts
+    new = distinct.ids.to(device)
     seen = _seen(prompts, lengths.to(prompts.device), vocab_size) if sampling.repetition_penalty != 1.0 else None
     with (
         without_sequence_parallelism(chunks),
@@ -105,6 +109,7 @@ class _Decoder:
         chunks: Sequence[nn.Module],
         pg: ProcessGroupCollection,
         lengths: Tensor,
+        distinct: DistinctPrompts,
         max_length: int,
         device: torch.device,
     ) -> None:
@@ -114,11 +119,13 @@ class _Decoder:
         self.stage = pg.pp.rank()
         # Global ranks grow by the same step along each axis, so this is tp rank 0 of the last stage.
         self.drawing = self.stages[-1] + dist.get_process_group_ranks(pg.tp)[0] - dist.get_rank()
-        self.cache = StaticInferenceContext(len(lengths), max_length)
+        self.cache = StaticInferenceContext(len(distinct.ids), max_length)
+        self.prompt_of_row = None if distinct.of_row is None else distinct.of_row.to(device)
         self.tokens = TokenPositions()
         self.device = device
         self.width = int(lengths.max())
         self.lengths = None if bool((lengths == self.width).all()) else lengths.to(device)
+        self.prompt_lengths = distinct.lengths.to(device)
         columns = torch.arange(max_length, device=device)
         if self.lengths is not None:
             check_positions(chunks)
@@ -128,13 +135,13 @@ class _Decoder:
     def next_logits(self, ids: Tensor) -> Tensor | None:
         """Float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others.
 
-        The first call takes the prompts, every later one a token for each row.
+        The first call takes the distinct prompts, every later one a token for each row.
         """
         new, start = ids.size(1), self.cache.sequence_len_offset
         positions = torch.arange(start, start + new, device=ids.device).expand_as(ids)
         mask = None
         if self.lengths is not None and start == 0:
-            self.tokens.last = self.lengths - 1
+            self.tokens.last = self.prompt_lengths - 1
         elif self.lengths is not None:
             self.tokens.last, self.tokens.new = None, self.lengths + (start - self.width)
             positions, mask = self.tokens.new[:, None], self.hidden[..., : start + 1]
@@ -148,8 +155,13 @@ class _Decoder:
                 self._send(output)
         self.cache.increment_sequence_len_offset(new)
         self.cache.enable_decode_mode()
+        if start == 0 and self.prompt_of_row is not None:
+            repeat_cache(self.cache, self.prompt_of_row)
         assert output is not None
-        return output[:, -1] if self._is_end(len(self.chunks) - 1) else None
+        if not self._is_end(len(self.chunks) - 1):
+            return None
+        logits = output[:, -1]
+        return logits if start > 0 or self.prompt_of_row is None else logits[self.prompt_of_row]
 
     def of_one_rank(self, token: Tensor) -> Tensor:
         """Return the tokens that tp rank 0 of the last stage drew, on every tp and pp rank."""

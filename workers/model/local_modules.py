@@ -79,6 +79,8 @@ class GatedMLP(MLP):
         both, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             both = both + bias
+        if torch.is_grad_enabled() and self.config.activation_func is torch.nn.functional.silu:
+            return self.linear_fc2(_SwiGLU.apply(both))
         gate, linear = both.chunk(2, dim=-1)
         if torch.is_grad_enabled():
             return self.linear_fc2(self.config.activation_func(gate) * linear)
@@ -111,6 +113,30 @@ def _activated(gate: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     if config.activation_func is torch.nn.functional.silu:
         return torch.nn.functional.silu(gate, inplace=True)
     return config.activation_func(gate)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """``silu`` of the first half times the second half, whose gradients are written into one tensor.
+
+    Autograd computes the same values, keeps the activation for the backward pass, and concatenates the gradients of
+    the halves.
+    """
+
+    @staticmethod
+    def forward(context: Any, both: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(both)
+        gate, linear = both.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(linear)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,), (both,) = gradients, context.saved_tensors
+        gate, linear = both.chunk(2, dim=-1)
+        result = torch.empty_like(both)
+        of_gate, of_linear = result.chunk(2, dim=-1)
+        torch.mul(gradient, torch.nn.functional.silu(gate), out=of_linear)
+        torch.ops.aten.silu_backward.grad_input(gradient * linear, gate, grad_input=of_gate)
+        return result
 
 
 def _norm_parameter(config: TransformerConfig, size: int, value: float) -> torch.nn.Parameter:

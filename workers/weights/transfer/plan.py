@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from workers.weights.refit_plan import LocalTensor, Move, check_known, plan_refit
 
-__all__ = ["Holdings", "Message", "Parcel", "TransferPlan", "is_large", "plan_transfer"]
+__all__ = ["Holdings", "Parcel", "Piece", "TransferPlan", "is_large", "plan_transfer"]
 
 
 class Holdings(NamedTuple):
@@ -60,9 +60,9 @@ class Parcel(NamedTuple):
     nbytes: int
     moves: tuple[Move, ...]
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[Piece]:
         """Divide the parcel into messages; both ranks divide it in the same way."""
-        messages: list[Message] = []
+        messages: list[Piece] = []
         start = 0
         for move in self.moves:
             large = move if is_large(move) else None
@@ -70,12 +70,12 @@ class Parcel(NamedTuple):
                 last = messages[-1]
                 messages[-1] = last._replace(nbytes=last.nbytes + move.nbytes)
             else:
-                messages.append(Message(start, move.nbytes, large))
+                messages.append(Piece(start, move.nbytes, large))
             start += move.nbytes
         return messages
 
 
-class Message(NamedTuple):
+class Piece(NamedTuple):
     """A part of a parcel that travels as one message.
 
     Attributes:
