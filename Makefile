@@ -102,11 +102,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# roundtrip_verl.py runs in verl's environment: benchmarks/roundtrip.py --peer-python PATH.
+# roundtrip_verl.py and against_verl.py run in verl's environment; see the first lines of roundtrip.py and against_verl.py.
 # make against-trl runs against_trl.py, which starts the other two.
 # train_step.py starts train_step_plain.py under torchrun, and calls train_step_unequal.py.
 bench: $(STAMP)
-	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_trl*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints.txt
