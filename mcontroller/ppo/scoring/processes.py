@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
@@ -25,19 +25,30 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Task:
-    """Samples that one process scores in one call.
+    """Samples that are sent to one process in one message.
 
     Attributes:
         name: the name of the function.
         samples: the arguments of each sample.
         indices: the positions of the samples in the batch.
         margin_s: [s] time after the deadline before the process is killed.
+        divisible: whether the samples are scored one after the other: the deadline is that of one sample, and if the
+            process is lost, those that it has not returned are sent again, each by itself.
     """
 
     name: str
     samples: Sequence[Sample]
     indices: Sequence[int]
     margin_s: float = 0.0
+    divisible: bool = False
+
+
+@dataclass
+class _Running:
+    server: _Server
+    task: Task
+    deadline: float
+    returned: int = 0
 
 
 @dataclass
@@ -63,32 +74,42 @@ class ScoringProcesses:
         self._servers: list[_Server] = []
         self._closed = False
 
-    def run(self, tasks: Sequence[Task]) -> list[list[ScoreOutcome]]:
-        """Return the outcomes of the samples of every task, in order.
+    def run(self, tasks: Sequence[Task]) -> dict[str, dict[int, ScoreOutcome]]:
+        """Return the outcomes of the samples of every task, by the name of the function and the index of the sample.
 
         A process that does not return in time is killed, and the next task starts another one.
 
         Raises:
             ConfigError: a process cannot import a function, or ``close`` was called.
         """
-        results: dict[int, list[ScoreOutcome]] = {}
-        pending = deque(range(len(tasks)))
-        running: dict[Connection, tuple[_Server, int, float]] = {}
+        results: dict[str, dict[int, ScoreOutcome]] = {task.name: {} for task in tasks}
+        pending = deque(tasks)
+        running: dict[Connection, _Running] = {}
         while pending or running:
             while pending and len(running) < self.processes:
-                index = pending.popleft()
+                task = pending.popleft()
                 server = self._idle.pop() if self._idle else self._start()
-                server.connection.send((tasks[index].name, tasks[index].samples))
-                deadline = time.monotonic() + self.timeout_s + tasks[index].margin_s
-                running[server.connection] = (server, index, deadline)
-            next_deadline = min(deadline for _, _, deadline in running.values())
+                server.connection.send((task.name, task.samples))
+                running[server.connection] = _Running(server, task, self._deadline(task))
+            next_deadline = min(each.deadline for each in running.values())
             wait(list(running), max(0.0, next_deadline - time.monotonic()))
-            for connection, (server, index, deadline) in list(running.items()):
-                outcomes = self._finished(server, tasks[index], time.monotonic() >= deadline)
-                if outcomes is not None:
+            for connection, each in list(running.items()):
+                task, is_late = each.task, time.monotonic() >= each.deadline
+                outcomes, lost = self._received(each, is_late)
+                results[task.name].update(zip(task.indices[each.returned :], outcomes, strict=False))
+                each.returned += len(outcomes)
+                if outcomes:
+                    each.deadline = self._deadline(task)
+                left = list(zip(task.samples, task.indices, strict=True))[each.returned :]
+                if lost and task.divisible and len(task.samples) > 1:
+                    pending.extendleft(replace(task, samples=[sample], indices=[row]) for sample, row in left[::-1])
+                elif lost:
+                    results[task.name].update((row, ScoreOutcome(error=lost)) for _, row in left)
+                if lost or not left:
                     del running[connection]
-                    results[index] = outcomes
-        return [results[index] for index in range(len(tasks))]
+                if not left and not lost:
+                    self._idle.append(each.server)
+        return results
 
     def close(self) -> None:
         """End every process. A call of ``run`` in another thread ends."""
@@ -97,20 +118,24 @@ class ScoringProcesses:
             server.process.kill()
             server.process.wait()
 
-    def _finished(self, server: _Server, task: Task, is_late: bool) -> list[ScoreOutcome] | None:
-        """Return the outcomes of a task if it has ended, in time or not; None if it still runs."""
+    def _deadline(self, task: Task) -> float:
+        return time.monotonic() + self.timeout_s + task.margin_s
+
+    def _received(self, running: _Running, is_late: bool) -> tuple[list[ScoreOutcome], str]:
+        """Return the next outcomes of a task, if some have arrived, and why its process was lost, if it was."""
+        server = running.server
+        lost = ""
         if server.connection.poll():
             try:
                 outcomes: list[ScoreOutcome] = server.connection.recv()
+                return outcomes, ""
             except (EOFError, ConnectionResetError):
-                return self._lost(server, task, f"its process ended with exit code {server.process.wait()}")
-            self._idle.append(server)
-            return outcomes
-        return self._lost(server, task, f"it did not return within {self.timeout_s:g} s") if is_late else None
-
-    def _lost(self, server: _Server, task: Task, reason: str) -> list[ScoreOutcome]:
-        self._end(server)
-        return [ScoreOutcome(error=reason)] * len(task.samples)
+                lost = f"its process ended with exit code {server.process.wait()}"
+        elif is_late:
+            lost = f"it did not return within {self.timeout_s:g} s"
+        if lost:
+            self._end(server)
+        return [], lost
 
     def _start(self) -> _Server:
         """Start a process that imports the functions. It does not import the main module of this program.

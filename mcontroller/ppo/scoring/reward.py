@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 SHOWN_FAILURES = 3
 """Failures of a function that are reported with their sample, for each batch."""
+MOST_SAMPLES = 32
+"""Samples of a message: each message costs more than a fast function."""
 ASYNC_MARGIN_S = 5.0
 """Time after the deadline in which a process returns the outcomes of async functions that it cancelled."""
 
@@ -115,11 +117,8 @@ class FunctionRewards:
 
         def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
             if here:
-                return self.functions[name].outcomes(tried, self.config.timeout_s)
-            tasks = self._tasks(name, self.functions[name], tried)
-            found = dict[int, ScoreOutcome]()
-            for task, outcomes in zip(tasks, self.pool.run(tasks), strict=True):
-                found.update(zip(task.indices, outcomes, strict=True))
+                return [each for part in self.functions[name].outcomes(tried, self.config.timeout_s) for each in part]
+            found = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
             return [found[row] for row in range(len(tried))]
 
         try_functions(self.functions, samples, call, must_apply=must_apply)
@@ -131,9 +130,7 @@ class FunctionRewards:
 
     def _reward(self, samples: Sequence[Sample], mask: Any) -> Reward:
         tasks = [task for name, function in self.functions.items() for task in self._tasks(name, function, samples)]
-        outcomes: dict[str, dict[int, ScoreOutcome]] = {name: {} for name in self.functions}
-        for task, results in zip(tasks, self.pool.run(tasks), strict=True):
-            outcomes[task.name].update(zip(task.indices, results, strict=True))
+        outcomes = self.pool.run(tasks)
         total = [0.0] * len(samples)
         reported: dict[str, Sequence[float]] = {}
         failed = [0.0] * len(samples)
@@ -154,11 +151,17 @@ class FunctionRewards:
         return Reward(outcome_scores(total, mask), reported, shown)
 
     def _tasks(self, name: str, function: LoadedFunction, samples: Sequence[Sample]) -> list[Task]:
-        """Return the tasks of a function: one for a batch, one per process for async functions, else one per sample."""
-        parts = 1 if function.config.batch else self.config.processes if function.is_async else len(samples)
+        """Return a function's tasks: one for a batch, one per process for async functions, else of a few samples."""
+        whole, together = function.config.batch, function.is_async
+        few = max(1, min(MOST_SAMPLES, len(samples) // self.config.processes))
+        parts = 1 if whole else self.config.processes if together else -(-len(samples) // few)
         rows = [range(part, len(samples), parts) for part in range(min(parts, len(samples)))]
-        margin = ASYNC_MARGIN_S if function.is_async and not function.config.batch else 0.0
-        return [Task(name, [self._sent(function, samples[row]) for row in part], list(part), margin) for part in rows]
+        margin = ASYNC_MARGIN_S if together and not whole else 0.0
+        divisible = not (whole or together)
+        return [
+            Task(name, [self._sent(function, samples[row]) for row in part], list(part), margin, divisible)
+            for part in rows
+        ]
 
     def _sent(self, function: LoadedFunction, sample: Sample) -> Sample:
         return sample if function.takes_all else {key: value for key, value in sample.items() if key in function.names}

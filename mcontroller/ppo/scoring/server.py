@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import math
 import numbers
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,6 +18,9 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.scoring.config import RewardFunctionConfig
 
 __all__ = ["LoadedFunction", "Sample", "ScoreOutcome", "serve", "serve_descriptor"]
+
+MOMENT_S = 0.02
+"""[s] Time for which the outcomes of fast samples are kept, to be returned together."""
 
 Sample = Mapping[str, Any]
 """The arguments of a reward function for one response, by name."""
@@ -65,13 +69,28 @@ class LoadedFunction:
         called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
         self.is_async = inspect.iscoroutinefunction(called)
 
-    def outcomes(self, samples: Sequence[Sample], timeout_s: float) -> list[ScoreOutcome]:
-        """Return the outcome of every sample. The samples of an async function are scored at the same time."""
+    def outcomes(self, samples: Sequence[Sample], timeout_s: float) -> Iterator[list[ScoreOutcome]]:
+        """Yield the outcomes of all samples, in order. The samples of an async function are scored at the same time.
+
+        Those of an ordinary function are scored one after the other, and yielded when they have taken a moment.
+        """
         if self.config.batch:
-            return self._of_batch(samples)
-        if self.is_async:
-            return asyncio.run(self._concurrent(samples, timeout_s))
-        return [self._of_sample(sample) for sample in samples]
+            yield self._of_batch(samples)
+        elif self.is_async:
+            yield asyncio.run(self._concurrent(samples, timeout_s))
+        else:
+            yield from self._of_each(samples)
+
+    def _of_each(self, samples: Sequence[Sample]) -> Iterator[list[ScoreOutcome]]:
+        ready: list[ScoreOutcome] = []
+        began = time.monotonic()
+        for sample in samples:
+            ready.append(self._of_sample(sample))
+            if time.monotonic() - began > MOMENT_S:
+                yield ready
+                ready, began = [], time.monotonic()
+        if ready:
+            yield ready
 
     def arguments(self, sample: Sample) -> dict[str, Any]:
         """Return the keyword arguments of a call: the values that the function's signature names, and the options."""
@@ -118,7 +137,7 @@ def serve_descriptor(descriptor: int) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Import the functions, then answer ``(name, samples)`` with outcomes until the connection closes.
+    """Import the functions, then answer ``(name, samples)`` with lists of outcomes until the connection closes.
 
     The first message that arrives has the functions by name and the deadline in seconds. The answer is None, or the
     text of the error if a function cannot be loaded.
@@ -135,7 +154,8 @@ def serve(connection: Connection) -> None:
             name, samples = connection.recv()
         except EOFError:
             return
-        connection.send(loaded[name].outcomes(samples, timeout_s))
+        for outcomes in loaded[name].outcomes(samples, timeout_s):
+            connection.send(outcomes)
 
 
 def _outcome_or_error(value: Any) -> ScoreOutcome:
