@@ -15,6 +15,12 @@ NOT_ON_A_GPU = {
     "tests/workers/communication/test_estimate.py::test_the_bytes_on_paper": "simulated ranks compute on the CPU",
     "tests/workers/test_mistakes.py": "simulated ranks compute on the CPU",
     "tests/workers/weights/transfer/test_equal_generation.py": "simulated ranks compute on the CPU",
+    "tests/workers/weights/transfer/test_verification.py::test_lost_weights_are_reported_with_their_names": (
+        "simulated ranks compute on the CPU"
+    ),
+    "tests/workers/weights/transfer/test_verification.py::"
+    "test_the_check_is_turned_off_by_the_configuration_of_the_target": "simulated ranks compute on the CPU",
+    "tests/workers/test_multi_turn.py": "simulated ranks compute on the CPU",
     "tests/workers/test_simulated_roles.py": "simulated ranks compute on the CPU, and reject tensors of other devices",
 }
 """File or test -> why it must fail on a GPU. With ``--all`` it runs, and an entry that passes is an error."""
