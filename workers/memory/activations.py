@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from workers.memory.parameters import Shape
 
 __all__ = ["Tokens", "in_flight", "layer_gradients", "layer_passing", "layer_saved", "recomputes_all"]
@@ -80,7 +82,9 @@ def _activated(shape: Shape, tokens: Tokens) -> int:
 def _mlp_saved(shape: Shape, tokens: Tokens, recomputed: set[str]) -> int:
     if "mlp" in recomputed:
         return 0
-    return tokens.size * tokens.count * shape.mlp * _activated(shape, tokens)
+    computed_again = shape.config.gated_linear_unit and shape.config.activation_func is torch.nn.functional.silu
+    wide = shape.gates + 1 if computed_again else _activated(shape, tokens)  # SwiGLU computes the activation again
+    return tokens.size * tokens.count * shape.mlp * wide
 
 
 def _experts_saved(shape: Shape, tokens: Tokens, recomputed: set[str]) -> int:

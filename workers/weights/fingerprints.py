@@ -9,7 +9,6 @@ against errors, not against an attacker.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -108,12 +107,13 @@ def part_fingerprints(
     keys: list[tuple[str, str]] = []
     sums: list[Tensor] = []
     divided: dict[tuple[bool, dist.ProcessGroup], list[int]] = {}
+    of_dims = _Keys()
     for part in parts:
         for dtype in sorted((dtypes or {}).get(part.name, ())) or [_dtype_name(part.tensor)]:
             if part.group is not None and part.group.size() > 1:
                 divided.setdefault((part.expert, part.group), []).append(len(sums))
             keys.append((part.name, dtype))
-            sums.append(_sum_of(part, getattr(torch, dtype)))
+            sums.append(_sum_of(part, getattr(torch, dtype), of_dims))
     if not sums:
         return []
     totals = torch.stack(sums)
@@ -141,29 +141,30 @@ def _part_of(shard: WeightShard) -> TensorPart:
     return part._replace(dim=shard.dim, spans=spans, group=shard.group, expert=shard.expert)
 
 
-def _sum_of(part: TensorPart, dtype: torch.dtype) -> Tensor:
+def _sum_of(part: TensorPart, dtype: torch.dtype, keys: _Keys) -> Tensor:
     """The sum over a part's elements: int64, without dims, on its device."""
     tensor = part.tensor.detach()
     if part.dim is None:
         whole = tensor.reshape(part.shape)
-        return _weighted(whole if part.shape else whole.reshape(1), [0] * max(len(part.shape), 1), dtype)
+        return _weighted(whole if part.shape else whole.reshape(1), [0] * max(len(part.shape), 1), dtype, keys)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start, stop, offset in part.spans:
         first = [start if dim == part.dim else 0 for dim in range(len(part.shape))]
-        total += _weighted(tensor.narrow(part.dim, offset, stop - start), first, dtype)
+        total += _weighted(tensor.narrow(part.dim, offset, stop - start), first, dtype, keys)
     return total
 
 
-def _weighted(tensor: Tensor, first: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _weighted(tensor: Tensor, first: Sequence[int], dtype: torch.dtype, of_dims: _Keys) -> Tensor:
     """The sum of all bits times keys, a bounded number of elements at a time.
 
     Args:
         tensor: a part of the whole tensor.
         first: the index in the whole tensor of its first element, by dim.
         dtype: that of the bits.
+        of_dims: the keys of dims, computed once for all tensors.
     """
     keys = [
-        _keys(dim, index, size, tensor.device)
+        of_dims.get(dim, index, size, tensor.device)
         for dim, (index, size) in enumerate(zip(first, tensor.shape, strict=True))
     ]
     most = 1 << 24 if tensor.is_cuda else 1 << 17  # few launches on a GPU; the cache of a CPU
@@ -180,18 +181,26 @@ def _weighted(tensor: Tensor, first: Sequence[int], dtype: torch.dtype) -> Tenso
     return total
 
 
-@functools.lru_cache(maxsize=64)
-def _all_keys(dim: int, count: int, device: torch.device) -> Tensor:
-    """Odd keys of the first indices of a dim, int64 ``[count]``: numbers of splitmix64, seeded with the dim."""
+class _Keys:
+    """Odd keys of the indices of dims: numbers of splitmix64, seeded with the dim, of a power of two of indices."""
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def get(self, dim: int, first: int, count: int, device: torch.device) -> Tensor:
+        """Return the keys of ``count`` indices of a dim from ``first`` on, int64 ``[count]``."""
+        size = 1 << (first + count).bit_length()
+        found = self._all.get((dim, size, device))
+        if found is None:
+            found = self._all[dim, size, device] = _keys(dim, size, device)
+        return found[first : first + count]
+
+
+def _keys(dim: int, count: int, device: torch.device) -> Tensor:
     mixed = torch.arange(1, count + 1, device=device).mul_(_INCREMENT).add_(dim + 1)
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
     return mixed.bitwise_xor_(_shifted(mixed, 31)).bitwise_or_(1)
-
-
-def _keys(dim: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Keys of ``count`` indices from ``first`` on; those of a power of two are kept."""
-    return _all_keys(dim, 1 << (first + count).bit_length(), device)[first : first + count]
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
