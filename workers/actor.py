@@ -18,8 +18,8 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
-from parallel_state import LayoutError
 from parallel_state.megatron import MegatronContext
+from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles
 from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
@@ -32,7 +32,7 @@ from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
 from workers.train.batch_checks import require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
-from workers.train.forward import forward_hidden, is_last_chunk, token_scores
+from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.micro_batches import MicroBatchSize
@@ -42,9 +42,6 @@ from workers.transferring_worker import TransferringWorker
 from workers.weights.offload import Sleepable
 
 __all__ = ["ActorRolloutRefWorker"]
-
-_ROLES = ("actor", "rollout", "ref")
-_BUILDS = ("build_model", "build_rollout_model", "build_rollout")
 
 
 class ActorRolloutRefWorker(TransferringWorker):
@@ -85,16 +82,17 @@ class ActorRolloutRefWorker(TransferringWorker):
         bound.apply_defaults()
         config, role = bound.arguments.get("config"), bound.arguments.get("role")
         if isinstance(config, ActorConfig) and isinstance(role, str) and "rollout" in role.split("_"):
-            _check_engine(cls, config)
+            check_engine(cls.build_rollout is ActorRolloutRefWorker.build_rollout, config)
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
-        self.roles = _parsed_roles(role)
+        self.roles = parsed_roles(role)
         if "rollout" in self.roles:
-            _check_rollout(config, self)
+            check_engine(type(self).build_rollout is ActorRolloutRefWorker.build_rollout, config)
+            check_rollout_layout(config, self.world_size, type(self).__name__, self._overridden_builds())
         POLICY_LOSSES.get_or_raise(config.policy_loss)  # a custom one must be registered in this process as well
         KL_ESTIMATORS.get_or_raise(config.kl_loss_type, key="kl_loss_type")
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
-        self.config = config
+        self.config, self.share_prompts = config, config.share_prompts
         self.reference: list[nn.Module] = []
         self.rollout: Rollout | None = None
         self.rollout_version: int | None = None
@@ -135,6 +133,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         model = divided_for(self.config.model, parallel, self.config.parallel)
         return build_model(model, parallel, context, initialize=False)
 
+    @takes_distinct_tokens
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Return hidden states, or on the last stage log-probabilities and entropies ``[2, rows, targets]``."""
         hidden = forward_hidden(model, rows, self.context.pg)
@@ -556,6 +555,10 @@ class ActorRolloutRefWorker(TransferringWorker):
             temperature=temperature,
         )
 
+    def _overridden_builds(self) -> set[str]:
+        builds = ("build_model", "build_rollout_model", "build_rollout")
+        return {name for name in builds if getattr(type(self), name) is not getattr(ActorRolloutRefWorker, name)}
+
     @property
     def _scoring_size(self) -> MicroBatchSize:
         config = self.config
@@ -563,38 +566,3 @@ class ActorRolloutRefWorker(TransferringWorker):
             config.log_prob_micro_batch_size or config.ppo_micro_batch_size,
             config.log_prob_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
         )
-
-
-def _check_rollout(config: ActorConfig, worker: ActorRolloutRefWorker) -> None:
-    """Check the engine and the rollout's layout before the process joins the others."""
-    _check_engine(type(worker), config)
-    if config.rollout.parallel is not None:
-        try:
-            config.rollout.parallel.layout(worker.world_size)
-        except LayoutError as error:
-            raise LayoutError(f"rollout.parallel: {error}", **error.fields, key="rollout.parallel") from error
-        overridden = {
-            name for name in _BUILDS if getattr(type(worker), name) is not getattr(ActorRolloutRefWorker, name)
-        }
-        if overridden == {"build_model"}:
-            raise ConfigError(
-                f"{type(worker).__name__} overrides build_model, and rollout.parallel needs a copy of that model "
-                "in another layout: override build_rollout_model too, or remove rollout.parallel",
-                key="rollout.parallel",
-                value=config.rollout.parallel,
-            )
-
-
-def _check_engine(cls: type[ActorRolloutRefWorker], config: ActorConfig) -> None:
-    """Check that the engine that ``rollout.engine`` names can run, unless the class has an engine of its own."""
-    if cls.build_rollout is ActorRolloutRefWorker.build_rollout:
-        ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).check(config)
-
-
-def _parsed_roles(role: str) -> frozenset[str]:
-    roles = role.split("_")
-    if len(set(roles)) != len(roles) or not set(roles) <= set(_ROLES):
-        raise ConfigError(
-            f"role is {role!r}; expected one or more of {', '.join(_ROLES)}, joined by '_'", key="role", value=role
-        )
-    return frozenset(roles)

@@ -13,7 +13,7 @@ from mcontroller.dispatch.registration import register
 from workers.config import CriticConfig
 from workers.model.build import build_model
 from workers.train.batches import TokenBatch, response_batch, tensor_columns
-from workers.train.forward import forward_values
+from workers.train.forward import forward_values, takes_distinct_tokens
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.micro_batches import MicroBatchSize
@@ -42,7 +42,7 @@ class CriticWorker(TrainedWorker):
 
     def __init__(self, config: CriticConfig) -> None:
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
-        self.config = config
+        self.config, self.share_prompts = config, config.share_prompts
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
@@ -50,6 +50,7 @@ class CriticWorker(TrainedWorker):
         """Return this rank's chunks of the critic, which ends in a value head."""
         return build_model(self.config.model, self.config.parallel, self.context, value_head=True)
 
+    @takes_distinct_tokens
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Return hidden states, or on the last stage values, float32 ``[rows, targets]``."""
         return forward_values(model, rows, self.context.pg)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from workers.checkpoint.state import TrainingState
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
+from workers.distinct_tokens.attention import computes_distinct_tokens
 from workers.megatron_worker import MegatronWorker
 from workers.memory.use import MemoryUse
 from workers.mini_batch_gradients import Gradients
@@ -40,7 +40,7 @@ from workers.train.batches import TokenBatch
 from workers.train.forward import sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import MicroBatch, MicroBatchSize, micro_batches
-from workers.train.mini_batches import mini_batch_rows
+from workers.train.mini_batches import mini_batch_rows, of_every_shard
 from workers.train.optimizer import (
     ParameterGroups,
     check_schedule_unit,
@@ -81,6 +81,7 @@ class ModelWorker(MegatronWorker):
         parts_needed: by method, the parts (see ``offload``) that it computes with. They are brought back to the device
             before the method runs. A method without an entry gets all parts. An override that needs more parts
             than the method that it overrides needs a new entry.
+        share_prompts: whether equal prompts are computed once where possible (see ``workers.distinct_tokens``).
         model: the model chunks of this rank, inside DistributedDataParallel if they are trained.
         optimizer, scheduler: Megatron's; None if the model is not trained.
         phases: optimizer configurations by phase of training; ``phase`` is the one that the optimizer belongs to.
@@ -124,6 +125,7 @@ class ModelWorker(MegatronWorker):
         super().__init__(parallel, seed=model.seed, timeout_s=timeout_s)
         self.model_config = model
         self.packed = packed
+        self.share_prompts = False
         self.model: list[Any] = []
         self.phases: dict[str, OptimConfig] = {}
         self.phase = ""
@@ -176,7 +178,8 @@ class ModelWorker(MegatronWorker):
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         """Run one micro-batch through one chunk.
 
-        If ``rows.packing`` is set, the chunk must get the rows as one sequence, as ``workers.train.forward`` does.
+        If ``rows.packing`` is set, the chunk must get the rows as one sequence, as ``workers.train.forward`` does. So
+        it must if ``rows.distinct`` is, but only methods with ``takes_distinct_tokens`` get such rows.
 
         Returns:
             Hidden states, or on the last stage the argument of ``loss`` and the result of ``score``.
@@ -386,17 +389,14 @@ class ModelWorker(MegatronWorker):
 
     def _on_device(self, batches: Iterable[TokenBatch]) -> list[TokenBatch]:
         """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
-        cp = self.context.pg.cp
+        cp, forward = self.context.pg.cp, getattr(self.forward_step, "takes_distinct_tokens", False)
+        if forward and self.share_prompts and not self.packed and computes_distinct_tokens(self.model):
+            batches = [batch.with_distinct_tokens(self.sequence_multiple) for batch in batches]
         return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
 
     def _of_every_shard(self, number: int) -> list[int]:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
-        group = self.context.pg.dp
-        numbers = torch.zeros(group.size(), dtype=torch.long, device=self.device)
-        numbers[group.rank()] = number
-        if group.size() > 1:
-            dist.all_reduce(numbers, group=group)
-        return numbers.tolist()
+        return of_every_shard(number, self.context.pg.dp, self.device)
 
     # ---- memory of the device ----------------------------------------------------------------------------------------
 

@@ -57,6 +57,11 @@ class ActorConfig:
     """[tokens] Limit of a scoring pass, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
     packed: bool = False
     """Concatenate the rows of a pass into one sequence without padding, in training and scoring."""
+    share_prompts: bool = True
+    """Compute a prompt once for the rows of a pass that begin with it, and no padding, in training and scoring.
+
+    Not where it is not the same: with experts, dropout, context parallelism or packed rows, and in models of your own.
+    """
     ppo_epochs: int = 1
     """[epochs] Passes over the batch in one call of ``update_actor``."""
     shuffle: bool = True
@@ -165,6 +170,11 @@ class CriticConfig:
     """[tokens] Limit of a pass of ``compute_values``, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
     packed: bool = False
     """Concatenate the rows of a pass into one sequence without padding, in training and scoring."""
+    share_prompts: bool = True
+    """Compute a prompt once for the rows of a pass that begin with it, and no padding, in training and scoring.
+
+    Not where it is not the same: with experts, dropout, context parallelism or packed rows, and in models of your own.
+    """
     ppo_epochs: int = 1
     """[epochs] Passes over the batch in one call of ``update_critic``."""
     shuffle: bool = True

@@ -18,6 +18,7 @@ from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_local, padded_vocab_size
 from workers.config.precision import check_device
+from workers.distinct_tokens.attention import attend_over_rows
 from workers.model.gpu_defaults import chosen_implementation, gpu_defaults
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
@@ -194,5 +195,6 @@ class _OwnModel:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         if self.implementation == "local":
             use_gated_mlps(chunk)
+        attend_over_rows(chunk)
         chunk.model_family = model.family  # read by workers.weights.hf
         return chunk

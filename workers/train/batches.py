@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcontroller.errors import DataError
+from workers.distinct_tokens.tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
     check_mask,
     check_responses,
@@ -45,6 +46,7 @@ class TokenBatch:
         columns: further inputs of the loss, each ``[rows, targets]``.
         temperature: divides the logits when the rows are scored.
         packing: the position of each row in one sequence, if the rows go through the model as one; otherwise None.
+        distinct: the tokens that go through the model, if they are not all tokens of the rows; otherwise None.
         whole_mask: the mask before it was limited to the targets of this context-parallel rank, while a loss is
             computed; otherwise None.
         own: the targets that count and that this context-parallel rank predicts, after ``for_rank``; otherwise None.
@@ -58,6 +60,7 @@ class TokenBatch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     temperature: float = 1.0
     packing: Packing | None = None
+    distinct: DistinctTokens | None = None
     own: OwnTargets | None = None
     whole_mask: Tensor | None = None
 
@@ -72,7 +75,8 @@ class TokenBatch:
     @property
     def input_shape(self) -> tuple[int, int]:
         """Number and length of the sequences that the model takes, over all ranks of the cp axis."""
-        return (len(self), self.tokens.size(1)) if self.packing is None else (1, self.packing.total)
+        one = self.packing or self.distinct
+        return (len(self), self.tokens.size(1)) if one is None else (1, one.total)
 
     def take(self, index: Tensor, valid: int) -> TokenBatch:
         """Return the rows at ``index``, with the mask set to 0 from the ``valid``-th on: those only fill the batch.
@@ -92,6 +96,14 @@ class TokenBatch:
         predictors = self.predictors.clamp(max=width - 1)
         return replace(self, tokens=self.tokens[:, :width].contiguous(), predictors=predictors, own=None)
 
+    def with_distinct_tokens(self, multiple: int) -> TokenBatch:
+        """Return the batch with ``distinct`` if that is worth it; call it before ``for_rank``.
+
+        Args:
+            multiple: the number of tokens is a multiple of this.
+        """
+        return replace(self, distinct=distinct_tokens(self.tokens, self.predictors, self.mask, multiple))
+
     def for_rank(self, cp: int, rank: int) -> TokenBatch:
         """Return the batch with ``own`` of one context-parallel rank; call it before ``to``.
 
@@ -100,7 +112,9 @@ class TokenBatch:
             rank: coordinate on the cp axis.
         """
         width = self.tokens.size(1)
-        own = locate_own_targets(self.mask, self.predictors, width, self.packing, cp=cp, rank=rank)
+        own = locate_own_targets(
+            self.mask, self.predictors, width, self.packing, cp=cp, rank=rank, distinct=self.distinct
+        )
         return replace(self, own=own)
 
     def to(self, device: torch.device) -> TokenBatch:
@@ -108,6 +122,7 @@ class TokenBatch:
         return replace(
             self._map(lambda column: column.to(device)),
             packing=None if self.packing is None else self.packing.to(device),
+            distinct=None if self.distinct is None else self.distinct.to(device),
             own=None if self.own is None else self.own.to(device),
         )
 

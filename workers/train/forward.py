@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,24 +30,36 @@ __all__ = [
     "loss_of_own_targets",
     "owned_targets",
     "sum_over_context",
+    "takes_distinct_tokens",
     "token_scores",
 ]
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def takes_distinct_tokens(forward_step: _Step) -> _Step:
+    """Decorate a ``forward_step`` that runs ``rows.distinct`` as this module does. Others get whole rows."""
+    forward_step.takes_distinct_tokens = True  # type: ignore[attr-defined]
+    return forward_step
 
 
 def forward_hidden(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     """Return the chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``.
+
+    Packed rows, and distinct tokens, are one row.
 
     On the last stage they are the input of its output layer, after the final norm; logits ``[rows, seq / cp, vocab]``
     (or this rank's part of the vocabulary) if the model has no output layer of Megatron's: see ``token_scores``.
 
     Args:
         model: the chunk, wrapped or not.
-        rows: the micro-batch, on the device. Packed rows are one row.
+        rows: the micro-batch, on the device.
         pg: the groups of the layout.
     """
     args, kwargs = _inputs(model, rows, pg)
     chunk = unwrap_model(model)
-    with _without_output_layer(chunk) if _has_output_layer(chunk) else contextlib.nullcontext():
+    without = _without_output_layer(chunk) if _has_output_layer(chunk) else contextlib.nullcontext()
+    with without, _rotary_positions(chunk, rows):
         return model(*args, **kwargs)
 
 
@@ -82,7 +94,7 @@ def token_scores(
     if _has_output_layer(chunk):
         if chunk.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
-        chosen = hidden.flatten(0, 1).index_select(0, own.predictors)
+        chosen = own.select(hidden.flatten(0, 1))
     else:
         chosen, project = _at_predictors(hidden, own), _unchanged
         group = None if hidden.size(-1) >= vocab_size else pg.tp
@@ -111,7 +123,8 @@ def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollectio
         pg: the groups of the layout.
     """
     args, kwargs = _inputs(model, rows, pg)
-    output = model(*args, **kwargs)
+    with _rotary_positions(unwrap_model(model), rows):
+        output = model(*args, **kwargs)
     if not is_last_chunk(model):
         return output
     own = _own(rows, pg)
@@ -148,6 +161,8 @@ def _inputs(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> t
     further: dict[str, Any] = {}
     if rows.packing is not None:
         further["packed_seq_params"] = rows.packing.params()
+    elif rows.distinct is not None:
+        further["packed_seq_params"] = rows.distinct.params()
     if torch.is_grad_enabled() and padding_matters(model):
         padding = _local_columns((columns >= rows.lengths[:, None]) | ~rows.counted[:, None], rows, pg)
         chunk = unwrap_model(model)
@@ -159,6 +174,8 @@ def _inputs(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> t
 
 def _local_columns(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     """This context-parallel rank's part of ``column`` ``[rows, seq]``, in the shape that the model expects."""
+    if rows.distinct is not None:
+        return column.flatten()[rows.distinct.source][None]
     if rows.packing is None:
         return zigzag_slice(column, pg.cp.size(), pg.cp.rank())
     return column[rows.packing.tokens_of_rank(pg.cp.size(), pg.cp.rank())][None]
@@ -199,6 +216,25 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
         return layer(hidden[:, None], weight=weight, runtime_gather_output=False)[0][:, 0]
     finally:
         layer.sequence_parallel, layer.allreduce_dgrad = kept
+
+
+@contextlib.contextmanager
+def _rotary_positions(chunk: nn.Module, rows: TokenBatch) -> Iterator[None]:
+    """Rotate distinct tokens by their columns: Megatron rotates those of a sequence by their place in it."""
+    embedding = getattr(chunk, "rotary_pos_emb", None)
+    if rows.distinct is None or embedding is None:
+        yield
+        return
+    position, of_columns = rows.distinct.position, embedding.forward
+
+    def of_tokens(*args: Any, **kwargs: Any) -> Tensor:
+        return of_columns(*args, **kwargs).index_select(0, position)
+
+    embedding.forward = of_tokens
+    try:
+        yield
+    finally:
+        del embedding.forward
 
 
 @contextlib.contextmanager

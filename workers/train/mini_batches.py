@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from workers.config import ActorConfig, CriticConfig
 
-__all__ = ["MiniBatch", "mini_batch_rows", "responses_of_mini_batch"]
+__all__ = ["MiniBatch", "mini_batch_rows", "of_every_shard", "responses_of_mini_batch"]
 
 
 def responses_of_mini_batch(config: ActorConfig | CriticConfig, data: DataProto, method: str) -> int:
@@ -82,3 +83,18 @@ def mini_batch_rows(
     most, totals = rows.amax(0).tolist(), rows.sum(0).tolist()
     mine = owner.split(list(shard_sizes))[shard]
     return [MiniBatch((mine == index).nonzero().flatten(), most[index], totals[index]) for index in range(count)]
+
+
+def of_every_shard(number: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Return the ``number`` of every rank of ``group``, in their order (a collective).
+
+    Args:
+        number: that of this rank.
+        group: the data-parallel ranks.
+        device: of the collective.
+    """
+    numbers = torch.zeros(group.size(), dtype=torch.long, device=device)
+    numbers[group.rank()] = number
+    if group.size() > 1:
+        dist.all_reduce(numbers, group=group)
+    return numbers.tolist()

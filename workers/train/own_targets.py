@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.distinct_tokens.spread import Spread, spread_of
+from workers.distinct_tokens.tokens import DistinctTokens
 from workers.train.packing import Packing
 
 __all__ = ["OwnTargets", "locate_own_targets"]
@@ -19,7 +21,9 @@ class OwnTargets:
     Attributes:
         index: ``[n]`` int64, the position of each target in ``[rows * targets]``.
         predictors: ``[n]`` int64, the position of its predictor in this rank's hidden states, flattened from
-            ``[seq, sequences]``. All differ.
+            ``[seq, sequences]``.
+        from_predictors: copies hidden states from their positions to the targets, if distinct tokens are computed: rows
+            share the last token of their prompt then. None: all predictors differ.
         empty: whether the rank has no such target. The one entry only keeps every parameter in the graph then, as the
             gradient hooks of DistributedDataParallel require; its result must be multiplied by 0.
     """
@@ -27,10 +31,22 @@ class OwnTargets:
     index: Tensor
     predictors: Tensor
     empty: bool = False
+    from_predictors: Spread | None = None
 
     def to(self, device: torch.device) -> OwnTargets:
         """Return the indices on ``device``."""
-        return OwnTargets(self.index.to(device), self.predictors.to(device), self.empty)
+        spread = None if self.from_predictors is None else self.from_predictors.to(device)
+        return OwnTargets(self.index.to(device), self.predictors.to(device), self.empty, spread)
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """Return ``[n, width]``, the hidden states that predict these targets.
+
+        Args:
+            hidden: ``[seq * sequences, width]``.
+        """
+        if self.from_predictors is None:
+            return hidden.index_select(0, self.predictors)
+        return self.from_predictors(hidden)
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Return ``[..., rows, targets]`` with these values, and 0 for all other targets.
@@ -45,7 +61,14 @@ class OwnTargets:
 
 
 def locate_own_targets(
-    mask: Tensor, predictors: Tensor, width: int, packing: Packing | None, *, cp: int, rank: int
+    mask: Tensor,
+    predictors: Tensor,
+    width: int,
+    packing: Packing | None,
+    *,
+    cp: int,
+    rank: int,
+    distinct: DistinctTokens | None = None,
 ) -> OwnTargets:
     """Return the targets that count and that one context-parallel rank predicts.
 
@@ -59,9 +82,13 @@ def locate_own_targets(
         packing: the position of each row in one sequence, or None if rows are padded.
         cp: size of the cp axis.
         rank: coordinate on the cp axis.
+        distinct: the tokens of the rows that are computed, without context parallelism; None: all.
     """
     index = mask.flatten().nonzero().flatten()
     row, column = index // mask.size(1), predictors.flatten()[index]
+    if distinct is not None and len(index):
+        position = distinct.of_row[row, column]
+        return OwnTargets(index, position, from_predictors=spread_of(position, distinct.total))
     widths: Tensor = torch.full_like(row, width) if packing is None else packing.lengths[row]
     piece = widths // (2 * cp)
     if cp > 1:

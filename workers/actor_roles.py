@@ -1,0 +1,67 @@
+"""The roles of an actor's processes, and what is checked before they join each other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from mcontroller.errors import ConfigError
+from parallel_state import LayoutError
+from workers.config import ActorConfig
+from workers.generate.engines import ROLLOUT_ENGINES
+
+__all__ = ["check_engine", "check_rollout_layout", "parsed_roles"]
+
+_ROLES = ("actor", "rollout", "ref")
+
+
+def parsed_roles(role: str) -> frozenset[str]:
+    """Return the roles in a string such as ``"actor_rollout_ref"``.
+
+    Raises:
+        ConfigError: one is unknown, or comes twice.
+    """
+    roles = role.split("_")
+    if len(set(roles)) != len(roles) or not set(roles) <= set(_ROLES):
+        raise ConfigError(
+            f"role is {role!r}; expected one or more of {', '.join(_ROLES)}, joined by '_'", key="role", value=role
+        )
+    return frozenset(roles)
+
+
+def check_engine(by_name: bool, config: ActorConfig) -> None:
+    """Check that the engine that ``rollout.engine`` names can run.
+
+    Args:
+        by_name: False if the class has an engine of its own: then nothing is checked.
+        config: of the actor.
+    """
+    if by_name:
+        ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).check(config)
+
+
+def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, overridden: Collection[str]) -> None:
+    """Check the layout of the weights that generate.
+
+    Args:
+        config: of the actor.
+        world_size: number of its ranks.
+        worker: the name of its class, for error messages.
+        overridden: of ``build_model``, ``build_rollout_model`` and ``build_rollout``, those that the class overrides.
+
+    Raises:
+        LayoutError: the axes do not divide the ranks.
+        ConfigError: the class builds a model of its own, but no copy of it in the rollout's layout.
+    """
+    if config.rollout.parallel is None:
+        return
+    try:
+        config.rollout.parallel.layout(world_size)
+    except LayoutError as error:
+        raise LayoutError(f"rollout.parallel: {error}", **error.fields, key="rollout.parallel") from error
+    if set(overridden) == {"build_model"}:
+        raise ConfigError(
+            f"{worker} overrides build_model, and rollout.parallel needs a copy of that model in another layout: "
+            "override build_rollout_model too, or remove rollout.parallel",
+            key="rollout.parallel",
+            value=config.rollout.parallel,
+        )
