@@ -7,6 +7,7 @@ To change what is computed, override ``build_model``, ``build_optimizer``, ``par
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -261,7 +262,7 @@ class ModelWorker(MegatronWorker):
         self.check_call_context()
         most = max(self._of_every_shard(len(rows)))
         batches = self._micro_batches(rows, torch.arange(len(rows)), most, size)
-        on_device = self._on_device(each.batch for each in batches)
+        on_device = self._on_device(model, (each.batch for each in batches))
         outputs = run_for_scores(model, on_device, self.forward_step, self.context.pg)
         if not outputs:
             return None
@@ -354,7 +355,7 @@ class ModelWorker(MegatronWorker):
     ) -> Gradients:
         assert self.optimizer is not None
         rows, forward, pg = [each.batch for each in batches], self.forward_step, self.context.pg
-        optimizer, on_device = self.optimizer, self._on_device
+        optimizer, on_device = self.optimizer, functools.partial(self._on_device, self.model)
         return Gradients(method, self.model, optimizer, rows, on_device, forward, loss, routers, pg, samples)
 
     def _applied(self, gradients: Gradients) -> float | None:
@@ -387,10 +388,10 @@ class ModelWorker(MegatronWorker):
         lengths = self.sequence_multiple
         return micro_batches(rows, index, most, size, multiple, lengths, self._of_every_shard, packed=self.packed)
 
-    def _on_device(self, batches: Iterable[TokenBatch]) -> list[TokenBatch]:
+    def _on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
         """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
         cp, forward = self.context.pg.cp, getattr(self.forward_step, "takes_distinct_tokens", False)
-        if forward and self.share_prompts and not self.packed and computes_distinct_tokens(self.model):
+        if forward and self.share_prompts and not self.packed and computes_distinct_tokens(model):
             batches = [batch.with_distinct_tokens(self.sequence_multiple) for batch in batches]
         return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
 

@@ -104,7 +104,9 @@ def test_packed_rows_have_the_results_of_padded_ones(layout: str, max_tokens: in
 
 def input_shapes(packed: bool) -> list[tuple[int, int]]:
     """Return the shapes of the token ids that reach the model, in scoring and in training."""
-    worker = actor({}, "actor", model=LONG, rollout=ROLLOUT, packed=packed, ppo_max_tokens_per_micro_batch=80)
+    worker = actor(
+        {}, "actor", model=LONG, rollout=ROLLOUT, packed=packed, ppo_max_tokens_per_micro_batch=80, share_prompts=False
+    )
     shapes: list[tuple[int, int]] = []
     embedding = worker.model[0].module.embedding
     embedding.register_forward_pre_hook(
