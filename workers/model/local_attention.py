@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from mcontroller.errors import ConfigError, DataError
-from workers.model.attend_once import attend_once
+from workers.model.attend_once import attend_once, attend_short, is_short
 from workers.model.packed_rows import bounds_on_host
 from workers.model.zigzag import zigzag_positions
 
@@ -167,6 +167,8 @@ class TEDotProductAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         if query.size(0) == 1 and not is_causal and not dropout:
             return attend_once(query, key, value, allowed, self.scale)
+        if is_causal and not dropout and is_short(query, key):
+            return attend_short(query, key, value, self.scale)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [batch, heads, seq, width]
         with self._dropout_random_state() if dropout else contextlib.nullcontext():
             output = torch.nn.functional.scaled_dot_product_attention(

@@ -153,9 +153,32 @@ def _normalized(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, zero_centered: bool
 ) -> torch.Tensor:
     scale = weight + 1 if zero_centered else weight
+    if bias is None and hidden.device.type == "cpu" and hidden.dtype == scale.dtype == torch.float32:
+        output: torch.Tensor = _RMSNorm.apply(hidden, scale, eps)
+        return output
     if bias is None:
         return torch.nn.functional.rms_norm(hidden, scale.shape, scale, eps)
     return torch.nn.functional.layer_norm(hidden, scale.shape, scale, bias, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """``torch.nn.functional.rms_norm`` with half of its passes over memory: torch has no kernel for it on a CPU."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(hidden.size(-1)).add_(eps).rsqrt_()
+        context.save_for_backward(hidden, inverse, scale)
+        return (hidden * inverse).mul_(scale)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (gradient,), (hidden, inverse, scale) = gradients, context.saved_tensors
+        normalized = hidden * inverse
+        products = (gradient * normalized).flatten(0, -2)
+        mean = torch.mv(products, scale).div_(hidden.size(-1)).view(inverse.shape)
+        result = (gradient * scale).addcmul_(normalized, mean, value=-1).mul_(inverse)
+        return result, products.sum(0), None
 
 
 class _GroupedLinear(torch.nn.Module):
