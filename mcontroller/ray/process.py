@@ -27,7 +27,7 @@ from mcontroller.devices import check_torch_without_gpu, device_of_rank
 from mcontroller.errors import CallRejected, DataError, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.call_messages import read_call, write_answer
 from mcontroller.ray.node_processes import NodeProcess
-from mcontroller.ray.threads import chosen_threads, set_threads, usable_cores
+from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
 from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
@@ -221,6 +221,8 @@ class WorkerProcess:
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
         if identity.threads is not None:
             set_threads(identity.threads)
+        if identity.device is None:
+            keep_freed_memory()
         for role, each in packed.items():
             try:
                 choose_device(identity.device)  # before the module of the worker is imported

@@ -84,7 +84,7 @@ class GatedMLP(MLP):
         gate, linear = both.chunk(2, dim=-1)
         if torch.is_grad_enabled():
             return self.linear_fc2(self.config.activation_func(gate) * linear)
-        return self.linear_fc2(_activated(gate, self.config).mul_(linear))
+        return self.linear_fc2(_activated(gate, self.config) * linear)  # contiguous, as the layer needs it
 
 
 def use_gated_mlps(chunk: torch.nn.Module) -> None:

@@ -1,8 +1,10 @@
-"""How many threads a process of a group computes with on the CPU."""
+"""How a process of a group computes on the CPU: with how many threads, and in memory that it keeps."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -55,3 +57,32 @@ def test_torch_computes_with_the_threads_of_the_pool(ray_cluster: None) -> None:
         assert str(threads) == variable
         assert {threads} == set(group.executor.threads)
     pool.shutdown()
+
+
+FAULTS = """
+import resource, sys, torch
+from mcontroller.ray.threads import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+size = 6 << 20
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(size, dtype=torch.int8) for _ in range(4)]
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    del tensors
+print(faults / (4 * size / resource.getpagesize()))
+"""
+
+
+def faults_per_page(mode: str, **environment: str) -> float:
+    command = [sys.executable, "-c", FAULTS, mode]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def test_memory_that_is_freed_is_used_again_without_page_faults_unless_the_environment_says_otherwise() -> None:
+    assert faults_per_page("keep") < 0.1
+    assert faults_per_page("default") > 0.3
+    assert faults_per_page("keep", MALLOC_TOP_PAD_="131072") > 0.3
