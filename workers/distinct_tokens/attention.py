@@ -80,7 +80,7 @@ def attend_over_rows(chunk: nn.Module) -> None:
 
 @functools.cache
 def _over_rows(attention: Any) -> type[nn.Module]:
-    return type(attention.__name__, (AttentionOverRows, attention), {})
+    return type(attention.__name__, (AttentionOverRows, attention), {"__module__": attention.__module__})
 
 
 def _core_attentions(chunk: nn.Module) -> list[nn.Module]:
