@@ -131,6 +131,7 @@ class Controlled:
             optim=OPTIM,
             rollout=RolloutConfig(prompt_length=half, response_length=half),
             ppo_micro_batch_size=MICRO_BATCH,
+            share_prompts=False,  # the plain loop computes whole rows
         )
         self.pool = RayResourcePool([WORLD_SIZE], use_gpu=False)
         worker = RayClassWithInitArgs(Trainer, config, "actor")

@@ -69,6 +69,7 @@ def side(worker_class: type[ActorRolloutRefWorker], model: ModelConfig, packed: 
         ppo_mini_batch_size=ROWS,
         ppo_micro_batch_size=MICRO_BATCH,
         packed=packed,
+        share_prompts=False,
     )
     worker = worker_class(config, "actor")
     with worker.call_context("init_model"):
