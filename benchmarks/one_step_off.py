@@ -158,6 +158,9 @@ def report(kind: str, count: int) -> None:
         f"{'':9} step {step_s:.2f} s, synchronous {median(synchronous, 'step'):.2f} s; over the longer of both "
         f"{step_s / longer:.2f}, over the synchronous step {step_s / median(synchronous, 'step'):.2f}"
     )
+    stages = {name: (median(synchronous, name), median(ahead, name)) for name in {**synchronous[0], **ahead[0]}}
+    shown = (f"{name} {before:.2f}/{after:.2f}" for name, (before, after) in stages.items() if abs(after) >= 0.005)
+    print(f"{'':9} seconds, synchronous/one step off: {'  '.join(shown)}")
 
 
 def main() -> None:
