@@ -20,7 +20,6 @@ NOT_ON_A_GPU = {
     ),
     "tests/workers/weights/transfer/test_verification.py::"
     "test_the_check_is_turned_off_by_the_configuration_of_the_target": "simulated ranks compute on the CPU",
-    "tests/workers/off_policy/test_one_step_off_policy.py": "simulated ranks compute on the CPU",
     "tests/workers/test_multi_turn.py": "simulated ranks compute on the CPU",
     "tests/workers/test_simulated_roles.py": "simulated ranks compute on the CPU, and reject tensors of other devices",
 }
