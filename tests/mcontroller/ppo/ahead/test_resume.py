@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from mcontroller.ppo import (
     RayPPOTrainer,
     ValidationConfig,
 )
+from mcontroller.ppo.saving.preemption import Preempted
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ray import Role
 from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
@@ -47,6 +51,14 @@ class Stops(Callback):
     def step_ended(self, trainer: Any, metrics: dict[str, float]) -> None:
         if trainer.global_steps == self.step:
             trainer.stop()
+
+
+class Signals(Callback):
+    """Sends SIGTERM to the run during step 3."""
+
+    def batch_ready(self, trainer: Any, batch: DataProto) -> None:
+        if trainer.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Twice(SeparateActor):
@@ -84,7 +96,7 @@ def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("stopped_by", ["the total", "stop()"])
+@pytest.mark.parametrize("stopped_by", ["the total", "stop()", "SIGTERM"])
 @pytest.mark.parametrize("rule", [ADAPTIVE, DYNAMIC], ids=["gae", "dynamic sampling"])
 def test_weights_and_metrics_equal_those_of_a_run_that_was_not_interrupted(
     tmp_path: Path, rule: AlgorithmConfig, stopped_by: str, staleness: int
@@ -97,8 +109,10 @@ def test_weights_and_metrics_equal_those_of_a_run_that_was_not_interrupted(
         return dataclasses.replace(made, validation=ValidationConfig(n=2, do_sample=True))
 
     whole, of_whole = fitted(config("whole", 6))
-    callbacks = [Stops(3)] if stopped_by == "stop()" else []
-    _, first = fitted(config("parts", 6 if callbacks else 3), callbacks=callbacks)
+    callbacks = {"the total": [], "stop()": [Stops(3)], "SIGTERM": [Signals()]}[stopped_by]
+    stopped, first = started(config("parts", 6 if callbacks else 3), callbacks=callbacks)
+    with pytest.raises(Preempted) if stopped_by == "SIGTERM" else contextlib.nullcontext():
+        stopped.fit()
     resumed, second = fitted(config("parts", 6, resume=True))
     assert len(first) == len(second) == 3 and resumed.global_steps == 6
     assert numbers(first + second) == numbers(of_whole)
