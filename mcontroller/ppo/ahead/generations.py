@@ -61,7 +61,7 @@ class Generations:
         self._weights = weights
         self._queue: deque[_Generation] = deque()
         self._asked = 0
-        self._rollout: WorkerGroup[Any] | None = None
+        self._rollout: Any = None
         self._sampling: Mapping[str, Any] = {}
         self._rollout_fn: RolloutFunction | None = None
 
@@ -141,10 +141,14 @@ class Generations:
             return (), {}
 
     def _sampling_state(self) -> Mapping[str, Any]:
-        if self._rollout is None or not self._weights.sends or "sampling_state" not in dir(self._rollout):
+        if not self._saves_sampling():
             return {}
         state: Mapping[str, Any] = self._rollout.sampling_state()[0]
         return state
+
+    def _saves_sampling(self) -> bool:
+        """Whether the group is one of its own, whose worker class has ``sampling_state`` and ``restore_sampling``."""
+        return self._weights.sends and {"sampling_state", "restore_sampling"} <= set(dir(self._rollout))
 
     def _generated(self) -> tuple[BatchInFlight, ...]:
         saved = []
@@ -170,7 +174,7 @@ class Generations:
             sampling: the state of the group's sampling; empty: that of a new run.
             problems: returns a batch of problems by its number in the data set.
         """
-        if sampling and self._rollout is not None and self._weights.sends:
+        if sampling and self._saves_sampling():
             self._rollout.restore_sampling(sampling)
         self._queue.clear()
         if not self._ahead:
