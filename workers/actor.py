@@ -97,7 +97,6 @@ class ActorRolloutRefWorker(TransferringWorker):
         self.rollout: Rollout | None = None
         self.rollout_version: int | None = None
         self._rollout_context: MegatronContext | None = None
-        self.sampled_batches = 0
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class TransferringWorker(TrainedWorker):
     Attributes:
         policy_version: the version of the policy that this worker has: the number of calls that trained it, at the
             actor or, for weights that were received, at the group that sent them.
+        sampled_batches: number of batches that were sampled so far, on which the seeds of the next samples depend.
     """
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -64,9 +65,12 @@ class TransferringWorker(TrainedWorker):
         "weight_fingerprints": ("params",),
         "accept_weights": (),
         "close_weights": (),
+        "sampling_state": (),
+        "restore_sampling": (),
     }
 
     config: ActorConfig
+    sampled_batches: int = 0
     _received_version: int | None = None
     _incomplete: str = ""
 
@@ -98,6 +102,19 @@ class TransferringWorker(TrainedWorker):
     @property
     def _endpoints(self) -> dict[str, TransferEndpoint]:
         return self.__dict__.setdefault("_weight_endpoints", {})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sampling_state(self) -> dict[str, int]:
+        """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.
+
+        The checkpoint of an actor that generates has it; the trainer saves that of a group that only generates.
+        """
+        return {"sampled_batches": self.sampled_batches}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restore_sampling(self, state: Mapping[str, int]) -> None:
+        """Continue to sample from a ``sampling_state``."""
+        self.sampled_batches = state["sampled_batches"]
 
     def check_weights_complete(self, method: str) -> None:
         """Raise DataError if a transfer to this worker has begun and was not completed."""

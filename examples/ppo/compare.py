@@ -23,7 +23,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-__all__ = ["ALGORITHMS", "curve", "learning_table"]
+__all__ = ["ALGORITHMS", "Curve", "curve", "draw", "learning_table", "trained"]
 
 SEEDS = (101, 102, 103, 104, 105)
 """Seeds that were not used to choose settings."""
@@ -51,12 +51,12 @@ ALGORITHMS: Mapping[str, Sequence[str]] = {
 Curve = Sequence[tuple[int, float]]
 
 
-def trained(algorithm: str, seed: int, directory: Path, overrides: Sequence[str]) -> None:
-    """Run one algorithm with one seed, unless its directory has a complete run."""
+def trained(algorithm: Sequence[str], seed: int, directory: Path, overrides: Sequence[str]) -> None:
+    """Run one algorithm, given as overrides, with one seed, unless its directory has a complete run."""
     if (directory / "summary.json").is_file():
         return
     shutil.rmtree(directory, ignore_errors=True)
-    settings = [*ONE_PROCESS, *ALGORITHMS[algorithm], f"seed={seed}", f"run_dir={directory}", *overrides]
+    settings = [*ONE_PROCESS, *algorithm, f"seed={seed}", f"run_dir={directory}", *overrides]
     subprocess.run([sys.executable, "-m", "examples.ppo.main", *settings], check=True)
 
 
@@ -87,8 +87,8 @@ def learning_table(curves: Mapping[str, Mapping[int, Curve]]) -> str:
     return "\n".join(rows)
 
 
-def write(curves: Mapping[str, Mapping[int, Curve]], docs: Path) -> None:
-    """Write ``learning.md`` and ``img/learning.png``."""
+def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
+    """Draw the held-out accuracy over the steps of every run, by algorithm and seed."""
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for color, (algorithm, of_seeds) in zip(matplotlib.color_sequences["tab10"], curves.items(), strict=False):
         for number, points in enumerate(of_seeds.values()):
@@ -96,9 +96,14 @@ def write(curves: Mapping[str, Mapping[int, Curve]], docs: Path) -> None:
             axes.plot(*zip(*points, strict=True), color=color, label=label, alpha=0.7)
     axes.set(xlabel="step", ylabel="held-out accuracy, greedy", ylim=(0, 1))
     axes.legend()
-    (docs / "img").mkdir(parents=True, exist_ok=True)
-    figure.savefig(docs / "img" / "learning.png", dpi=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def write(curves: Mapping[str, Mapping[int, Curve]], docs: Path) -> None:
+    """Write ``learning.md`` and ``img/learning.png``."""
+    draw(curves, docs / "img" / "learning.png")
     text = (
         "# Learning\n\nHeld-out accuracy on the demo's task (chain_sum of reasoning-gym) before and after PPO-family "
         "training, by\n`python -m examples.ppo.compare`; one line of the plot is one seed.\n\n"
@@ -121,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in given.seeds:
         for algorithm in given.algorithms:
             directory = runs / f"{algorithm}-{seed}"
-            trained(algorithm, seed, directory, given.overrides)
+            trained(ALGORITHMS[algorithm], seed, directory, given.overrides)
             curves.setdefault(algorithm, {})[seed] = curve(directory)
             write(curves, given.docs)
 

@@ -132,7 +132,12 @@ class ReferencedBatch:
 
     @staticmethod
     def concat(batches: Sequence[ReferencedBatch]) -> ReferencedBatch:
-        """Return the rows of batches with the same columns, one after another; see ``DataProto.concat``."""
+        """Return the rows of batches with the same columns, one after another; see ``DataProto.concat``.
+
+        If they have different columns here, such as one that was loaded from a file, all are fetched.
+        """
+        if len({frozenset(batch.columns.tensors()) for batch in batches}) > 1:
+            return ReferencedBatch(DataProto.concat([batch.here() for batch in batches]))
         columns = DataProto.concat([batch.columns for batch in batches])
         references = [_joined(parts) for parts in zip(*(batch.references for batch in batches), strict=True)]
         return ReferencedBatch(columns, references, frozenset.intersection(*(batch.copies for batch in batches)))

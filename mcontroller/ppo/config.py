@@ -250,6 +250,8 @@ class TrainerConfig:
     """Transport of the weights from Role.Actor to Role.Rollout: auto, shared_memory, process_group, object_store."""
     weight_timeout: float = 600.0
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
+    max_staleness: int = 0
+    """[batches] 1: generate the next batch while the policy learns from this one; see docs/training.md. 0: do not."""
     axes_across_nodes: tuple[str, ...] = ()
     """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
 
@@ -257,6 +259,13 @@ class TrainerConfig:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_axes(self.axes_across_nodes, "trainer.axes_across_nodes")
         check_above("trainer.weight_timeout", self.weight_timeout, 0.0)
+        if self.max_staleness not in (0, 1) or isinstance(self.max_staleness, bool):
+            raise ConfigError(
+                f"trainer.max_staleness is {self.max_staleness!r}; possible: 0 (generate, then train), 1 (generate the "
+                "next batch while training)",
+                key="trainer.max_staleness",
+                value=self.max_staleness,
+            )
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)

@@ -21,6 +21,7 @@ __all__ = [
     "collate",
     "columns",
     "in_order",
+    "special_tokens",
     "tokens_of",
     "with_tokens",
 ]
@@ -42,6 +43,11 @@ class Tokenizer(Protocol):
     @property
     def pad_token_id(self) -> int:
         """Token that pads prompts and responses."""
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the tokens of a tokenizer that generation reads from ``meta_info``."""
+    return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
 
 
 class Dataset(Protocol):

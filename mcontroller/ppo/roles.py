@@ -8,13 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.ahead.checks import check_ahead
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.rollout_weights import check_transfer
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import Role
 
-__all__ = ["RoleWorker", "check_reference_sync", "check_roles", "has_reference", "needs_reference", "role_workers"]
+__all__ = [
+    "RoleWorker",
+    "check_reference_sync",
+    "check_roles",
+    "has_reference",
+    "needs_reference",
+    "role_workers",
+    "updates_once",
+]
 
 CONFIG_KEYS = {
     Role.ActorRolloutRef: "actor_rollout_ref",
@@ -80,6 +89,7 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
         raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout, or Role.Actor and Role.Rollout")
     if Role.Rollout in mapping:
         check_transfer(config, mapping[Role.Actor], mapping[Role.Rollout])
+    check_ahead(config, mapping)
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:
         raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")
@@ -116,6 +126,21 @@ def has_reference(mapping: Mapping[Role, Any]) -> bool:
 def needs_reference(config: PPOConfig, actor: RoleWorker) -> bool:
     """Return whether the log-probabilities of the reference are read, in the reward or in the actor's loss."""
     return config.algorithm.kl_in_reward or bool(getattr(actor.init.kwargs["config"], "use_kl_loss", False))
+
+
+def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> bool:
+    """Return whether the update makes one optimizer step, and only this step reads ``old_log_probs``.
+
+    Args:
+        config: the configuration of the run.
+        actor: the group that is trained.
+        rows: responses of the batch.
+        n: responses to each prompt.
+    """
+    asks = getattr(actor.init.cls, "updates_once", None)
+    if asks is None or config.algorithm.kl_in_reward or config.algorithm.importance.level != "none":
+        return False
+    return bool(asks(actor.init.kwargs["config"], rows, n))
 
 
 def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) -> Any:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from mcontroller.closing import close_all
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
+from mcontroller.ppo.ahead.checks import check_generates_alone
+from mcontroller.ppo.ahead.generations import DRAWN, Generations, staleness_metrics
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
     RESPONSE_COLUMNS,
@@ -24,6 +24,7 @@ from mcontroller.ppo.data import (
     check_rows,
     columns,
     in_order,
+    special_tokens,
     tokens_of,
     with_tokens,
 )
@@ -34,7 +35,7 @@ from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
-from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers
+from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers, updates_once
 from mcontroller.ppo.rollout_weights import RolloutWeights
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful, load_run
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
@@ -122,6 +123,7 @@ class RayPPOTrainer:
     ) -> None:
         check_roles(config, role_worker_mapping)
         check_reference_sync(config, role_worker_mapping)
+        check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn is not None)
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
         self.rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
@@ -146,9 +148,8 @@ class RayPPOTrainer:
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
-        self.rollout_weights = RolloutWeights(
-            self.stages, config.trainer.weight_transport, config.trainer.weight_timeout
-        )
+        self.rollout_weights = RolloutWeights(self.stages, config.trainer)
+        self.generations = Generations(config.trainer.max_staleness, self.stages, self.rollout_weights)
         self.checkpoints = RunCheckpoints(
             config.trainer.default_local_dir, config.trainer.max_to_keep, self.stages.devices
         )
@@ -182,6 +183,7 @@ class RayPPOTrainer:
         self.actor = self.groups["actor"]
         self.rollout = self.groups.get("rollout", self.actor)
         self.rollout_weights.connect(self.actor, self.rollout)
+        self.generations.connect(self.rollout, special_tokens(self.tokenizer), self.rollout_fn)
         self.critic = self.groups.get("critic")
         in_actor = Role.ActorRolloutRef in self.role_worker_mapping
         self.reference = self.actor if in_actor else self.groups.get("ref")
@@ -247,8 +249,10 @@ class RayPPOTrainer:
 
     def draw(self) -> DataProto:
         """Return the next batch of problems of the data set."""
+        problems = self.train_batches[self.drawn_batches]
+        problems.meta_info[DRAWN] = self.drawn_batches
         self.drawn_batches += 1
-        return self.train_batches[self.drawn_batches - 1]
+        return problems
 
     def _stop_if_preempted(self) -> None:
         """Save a checkpoint and raise Preempted if the run is to stop; without a step there is nothing to save."""
@@ -263,7 +267,8 @@ class RayPPOTrainer:
     def train_step(self, problems: DataProto) -> dict[str, float]:
         """Run one step of PPO on a batch of problems and return its metrics.
 
-        With ``algorithm.filter_groups``, further batches of problems are drawn.
+        With ``trainer.max_staleness=1``, the responses to these problems are generated during the step, which trains
+        on those of the step before. With ``algorithm.filter_groups``, further batches of problems are drawn.
         """
         started, stage = time.perf_counter(), self.stages
         stage.drop_step()
@@ -283,16 +288,13 @@ class RayPPOTrainer:
         With ``algorithm.filter_groups``, groups without a signal are replaced by those of further problems first. The
         batch has the columns of its problems too. The columns that only models read stay on the workers.
         """
-        rule, uid = self.config.algorithm, 0
+        rule = self.config.algorithm
         groups = GroupFilter(rule.filter_groups, len(problems))
         metrics: dict[str, float] = {}
         while True:
-            problems.non_tensor_batch["uid"] = np.arange(uid, uid + len(problems)).astype(object)
-            uid += len(problems)
-            self.rollout_weights.update()
-            with self.stages("generate", self.rollout.generate_sequences):
-                batch, asked = self.generate(problems, RESPONSE_COLUMNS)
+            problems, batch, asked, of_generation = self.generations.exchange(problems, self.draw)
             self.rewards.start(batch, asked)
+            metrics |= of_generation
             metrics |= mean_of_parts(batch.columns) if "metrics" in batch.columns.meta_info else {}
             batch.columns.meta_info.pop("metrics", None)
             batch = with_tokens(batch)
@@ -313,6 +315,8 @@ class RayPPOTrainer:
             batch = self.with_results(batch, policies)
         if "old_log_probs" in batch.columns.tensors() and rule.old_log_probs != "rollout":
             metrics |= mismatch_metrics(batch.columns)
+        if self.config.trainer.max_staleness:
+            metrics |= staleness_metrics(batch.columns, self.rollout_weights.version)
         reward = groups.reward()
         self.show_samples(reward)
         return batch, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
@@ -320,7 +324,8 @@ class RayPPOTrainer:
     def score_policies(self, batch: ReferencedBatch, start: OverlappingStages) -> list[StageCall]:
         """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
         rows, old, calls = batch.without_text(), self.config.algorithm.old_log_probs, []
-        if old == "policy" or (old != "rollout" and not self._updates_once(batch)):
+        once = updates_once(self.config, self.role_workers[0], len(rows), rows.columns.meta_info.get("n", 1))
+        if old == "policy" or (old == "auto" and not once):
             calls.append(start("old log-probs", self.actor.compute_log_prob, rows))
         if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
             calls.append(start("reference", self.reference.compute_ref_log_prob, rows))
@@ -370,8 +375,8 @@ class RayPPOTrainer:
             read: the columns of the responses to read here; the others stay on the workers. None: all.
             sampling: fields of the rollout's configuration for this call.
         """
-        tokens = {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
-        return generate_responses(self.rollout, problems, tokens | sampling, read, self.rollout_fn)
+        sampling = special_tokens(self.tokenizer) | sampling
+        return generate_responses(self.rollout, problems, sampling, read, self.rollout_fn)
 
     def scored(
         self, batch: ReferencedBatch, problems: DataProto, start: OverlappingStages, held_out: bool = False
@@ -497,13 +502,17 @@ class RayPPOTrainer:
         """
         self._saved_at = time.monotonic()
         with self.stages("checkpoint"):
-            program = {name: each.state_dict() for name, each in self.stateful.items()}
-            state = RunState(self.global_steps, self.kl_ctrl.value, self.drawn_batches, self.num_tokens, program)
-            self.checkpoints.begin(self._trained_groups(), state)
+            self.checkpoints.begin(self._trained_groups(), self._state())
             if wait:
                 self.checkpoints.finish()
         for callback in self.callbacks:
             callback.saved(self, self.config.trainer.default_local_dir)
+
+    def _state(self) -> RunState:
+        program = {name: each.state_dict() for name, each in self.stateful.items()}
+        in_flight, rollout = self.generations.state()
+        drawn = self.drawn_batches - len(self.generations) + len(in_flight)
+        return RunState(self.global_steps, self.kl_ctrl.value, drawn, self.num_tokens, program, rollout, in_flight)
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -516,7 +525,8 @@ class RayPPOTrainer:
         self.checkpoints.recover(groups)
         self.rollout_weights.changed()
         self.global_steps = state.global_steps
-        self.drawn_batches, self.num_tokens = state.drawn_batches, state.num_tokens
+        dropped = self.generations.restore(state.in_flight, state.rollout, self.train_batches.__getitem__)
+        self.drawn_batches, self.num_tokens = state.drawn_batches - dropped, state.num_tokens
         self.kl_ctrl.resume(state.kl_coef)
         for name, each in self.stateful.items():
             if name in state.program:
@@ -539,14 +549,6 @@ class RayPPOTrainer:
         stop = self.tokenizer.eos_token_id
         return [stop] if isinstance(stop, int) else list(stop)
 
-    def _updates_once(self, batch: ReferencedBatch) -> bool:
-        """Return whether the update makes one optimizer step, and only this step reads ``old_log_probs``."""
-        rule, actor = self.config.algorithm, self.role_workers[0].init
-        asks = getattr(actor.cls, "updates_once", None)
-        if asks is None or rule.kl_in_reward or rule.importance.level != "none":
-            return False
-        return bool(asks(actor.kwargs["config"], len(batch), batch.columns.meta_info.get("n", 1)))
-
     def _synchronize_reference(self) -> None:
         """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so."""
         trainer = self.config.trainer
@@ -559,7 +561,7 @@ class RayPPOTrainer:
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,
             "train/num_tokens": float(self.num_tokens),
-            "train/epoch": self.drawn_batches / self.train_batches.per_pass,
+            "train/epoch": (self.drawn_batches - len(self.generations)) / self.train_batches.per_pass,
         }
 
     def _timing(self, batch: ReferencedBatch, started: float) -> dict[str, float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mcontroller.config.problems import Problems
 from mcontroller.errors import ConfigError, LayoutError
+from mcontroller.ppo.ahead.checks import check_generates_alone
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.datasets.loading import load_records
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
@@ -22,7 +23,7 @@ from mcontroller.ppo.scoring.server import LoadedFunction
 from mcontroller.ppo.scoring.trial import TRIED
 from mcontroller.ppo.turns.environment import Demonstrating, make_environment
 from mcontroller.ppo.turns.rollout import MultiTurnRollout
-from mcontroller.ray.resource_pool import Role
+from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ParallelConfig
@@ -32,7 +33,7 @@ from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from workers.run.config import ROLES, RunConfig
 from workers.run.conversion import check_new_directory
 
-__all__ = ["RunParts", "make_parts", "role_layouts", "roles_of"]
+__all__ = ["RunParts", "make_parts", "pools_of", "role_layouts", "roles_of"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def make_parts(config: RunConfig) -> RunParts:
     roles = roles_of(config)
     attempt(lambda: check_roles(config, roles))
     attempt(lambda: role_workers(config, roles))
+    has_rollout_fn = config.multi_turn.environment is not None
+    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), has_rollout_fn))
     if config.trainer.export_hf is not None:
         attempt(partial(check_new_directory, config.trainer.export_hf))
     for name in config.trackers:
@@ -155,6 +158,20 @@ def roles_of(config: RunConfig) -> dict[Role, Any]:
     if config.reward_model is not None:
         roles[Role.RewardModel] = RewardModelWorker
     return roles
+
+
+def pools_of(config: RunConfig, roles: Mapping[Role, Any]) -> ResourcePoolManager:
+    """Return the pool of the run, in each bundle of which every role has a slot."""
+    pool = config.pool
+    return ResourcePoolManager(
+        resource_pool_spec={"pool": pool.process_on_nodes},
+        mapping=dict.fromkeys(roles, "pool"),
+        use_gpu=pool.use_gpu,
+        max_colocate_count=pool.max_colocate_count,
+        isolate_gpus=pool.isolate_gpus,
+        record_collectives=pool.record_collectives,
+        threads=pool.threads,
+    )
 
 
 def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:

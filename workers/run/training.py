@@ -21,10 +21,9 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.progress import ProgressDisplay
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
-from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.trackers import Run, make_trackers
 from workers.run.config import RunConfig
-from workers.run.parts import RunParts, make_parts
+from workers.run.parts import RunParts, make_parts, pools_of
 
 __all__ = ["CONFIG_FILE", "interruptible", "make_trainer", "start_ray", "train"]
 
@@ -71,20 +70,11 @@ def train(config: RunConfig, console: Console) -> Path:
 
 def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: Console) -> RayPPOTrainer:
     """Return the trainer of a run; every role's group has a slot in each bundle of one pool."""
-    pool = config.pool
     return RayPPOTrainer(
         config=config,
         tokenizer=parts.tokenizer,
         role_worker_mapping=parts.roles,
-        resource_pool_manager=ResourcePoolManager(
-            resource_pool_spec={"pool": pool.process_on_nodes},
-            mapping=dict.fromkeys(parts.roles, "pool"),
-            use_gpu=pool.use_gpu,
-            max_colocate_count=pool.max_colocate_count,
-            isolate_gpus=pool.isolate_gpus,
-            record_collectives=pool.record_collectives,
-            threads=pool.threads,
-        ),
+        resource_pool_manager=pools_of(config, parts.roles),
         reward_fn=parts.rewards,
         train_dataset=parts.train,
         val_dataset=parts.val,

@@ -22,12 +22,14 @@ from typing import Any, Protocol
 from mcontroller.errors import DataError, MControllerError
 from mcontroller.files import delete_with_links, sync_directory
 from mcontroller.group import WorkerGroup
+from mcontroller.ppo.saving.batches_in_flight import BatchInFlight, SavedBatch, read_batches, write_batches
 from mcontroller.ppo.saving.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
 from mcontroller.ppo.stages.devices import SharedDevices
 
 __all__ = ["RunCheckpoints", "RunState", "Stateful", "load_run"]
 
 _STAGED = ".saving-"
+_IN_FLIGHT = "in_flight"
 _logger = logging.getLogger(__name__)
 
 
@@ -48,6 +50,10 @@ class RunState:
     num_tokens: int = 0
     program: Mapping[str, Any] = field(default_factory=dict)
     """The state of the program that runs the trainer, as JSON."""
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+    """The state of sampling of a rollout group of its own, as JSON."""
+    in_flight: tuple[BatchInFlight, ...] = ()
+    """The batches whose responses were generated and not yet trained on."""
 
 
 class Stateful(Protocol):
@@ -68,6 +74,7 @@ class _Writing:
     groups: Mapping[str, WorkerGroup]
     staged: Mapping[str, Path]
     written: Mapping[str, Path]
+    in_flight: tuple[SavedBatch, ...]
 
     def is_written(self) -> bool:
         return all(path.exists() for path in self.written.values())
@@ -109,10 +116,15 @@ class RunCheckpoints:
         self._began = time.monotonic()
         self.recover(groups)
         name = f"{_STAGED}{secrets.token_hex(4)}"
-        staged = {group_name: self.directory / group_name / name for group_name in groups}
+        sections = [*groups, *([_IN_FLIGHT] if state.in_flight else [])]
+        staged = {section: self.directory / section / name for section in sections}
         with _deleted_if_it_fails(staged):
             written = self._write(groups, staged, state.global_steps)
-        self._writing = _Writing(state, dict(groups), staged, written)
+            batches: tuple[SavedBatch, ...] = ()
+            if state.in_flight:
+                written[_IN_FLIGHT] = staged[_IN_FLIGHT] / f"global_step_{state.global_steps}"
+                batches = write_batches(written[_IN_FLIGHT], state.in_flight)
+        self._writing = _Writing(replace(state, in_flight=()), dict(groups), staged, written, batches)
 
     def _write(self, groups: Mapping[str, WorkerGroup], staged: Mapping[str, Path], step: int) -> dict[str, Path]:
         """Save every group into its new directory and return the directories that they reported."""
@@ -136,7 +148,7 @@ class RunCheckpoints:
         record = self._record()
         if record is not None and (record.staged or record.obsolete):
             self._complete(record)
-        for name in groups:
+        for name in (*groups, _IN_FLIGHT):
             for remains in (self.directory / name).glob(f"{_STAGED}*"):
                 shutil.rmtree(remains)
 
@@ -190,6 +202,8 @@ class RunCheckpoints:
                 checked_program(state.program),
                 state.drawn_batches,
                 state.num_tokens,
+                state.rollout,
+                writing.in_flight,
             ),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
@@ -249,21 +263,28 @@ def load_run(directory: str, groups: Mapping[str, WorkerGroup], devices: SharedD
     record = read_record(Path(directory))
     problems: list[str] = []
     for save in record.saves():
-        if set(save.groups) != set(groups):
+        saved_groups = set(save.groups) - {_IN_FLIGHT}
+        if saved_groups != set(groups):
             raise DataError(
-                f"the checkpoint in {directory} is of a run with groups {sorted(save.groups)}; this one has "
+                f"the checkpoint in {directory} is of a run with groups {sorted(saved_groups)}; this one has "
                 f"{sorted(groups)}",
-                saved=sorted(save.groups),
+                saved=sorted(saved_groups),
                 groups=sorted(groups),
             )
         paths = {name: str(record.locate(Path(directory), save, name)) for name in groups}
-        damage = _damage(groups, paths)
+        damage, batches = _damage(groups, paths), tuple[BatchInFlight, ...]()
+        if damage is None and save.in_flight:
+            try:
+                batches = read_batches(record.locate(Path(directory), save, _IN_FLIGHT), save.in_flight)
+            except DataError as error:
+                damage = f"{_IN_FLIGHT}: {error}"
         if damage is None:
             for name, group in groups.items():
                 devices.make_room(group.load_checkpoint)
                 group.load_checkpoint(paths[name])
             drawn = save.global_steps if save.drawn_batches is None else save.drawn_batches
-            return RunState(save.global_steps, save.kl_coef, drawn, save.num_tokens, save.program)
+            counts = save.global_steps, save.kl_coef, drawn, save.num_tokens
+            return RunState(*counts, save.program, save.rollout, batches)
         problems.append(f"step {save.global_steps}: {damage}")
         _logger.warning(
             "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage

@@ -15,6 +15,7 @@ from typing import Any
 
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text
+from mcontroller.ppo.saving.batches_in_flight import SavedBatch
 
 __all__ = ["RECORD", "RunRecord", "SavedStep", "checked_program", "read_record", "write_record"]
 
@@ -32,6 +33,8 @@ class SavedStep:
         program: the state of the program that runs the trainer, as JSON.
         drawn_batches: batches of problems that were drawn; None: one for each step, as earlier versions did.
         num_tokens: tokens of prompts and responses so far.
+        rollout: the state of sampling of a rollout group of its own, as JSON.
+        in_flight: the batches whose responses were generated and not yet trained on.
     """
 
     global_steps: int
@@ -40,6 +43,8 @@ class SavedStep:
     program: Mapping[str, Any] = field(default_factory=dict)
     drawn_batches: int | None = None
     num_tokens: int = 0
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+    in_flight: tuple[SavedBatch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,15 +134,28 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
         raise _damaged(path, f"global_steps is {steps!r:.100}, expected a number of steps")
     if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not math.isfinite(kl_coef):
         raise _damaged(path, f"kl_coef is {kl_coef!r:.100}, expected a finite number")
-    program = content.get("program", {})
-    if not isinstance(program, dict):
-        raise _damaged(path, f"program is {program!r:.100}, expected an object")
+    program, rollout = content.get("program", {}), content.get("rollout", {})
+    for name, state in (("program", program), ("rollout", rollout)):
+        if not isinstance(state, dict):
+            raise _damaged(path, f"{name} is {state!r:.100}, expected an object")
     drawn, tokens = content.get("drawn_batches"), content.get("num_tokens", 0)
     for name, number in (("drawn_batches", drawn), ("num_tokens", tokens)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
             raise _damaged(path, f"{name} is {number!r:.100}, expected a count")
     groups = _directories(path, "groups", content.get("groups"))
-    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0)
+    in_flight = _batches(path, content.get("in_flight", []))
+    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight)
+
+
+def _batches(path: Path, content: Any) -> tuple[SavedBatch, ...]:
+    expected = "expected a list of objects with the counts number and crc32"
+    if not isinstance(content, list):
+        raise _damaged(path, f"in_flight is {content!r:.100}, {expected}")
+    for each in content:
+        counts = [each.get("number"), each.get("crc32")] if isinstance(each, dict) else [None]
+        if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
+            raise _damaged(path, f"in_flight has {each!r:.100}, {expected}")
+    return tuple(SavedBatch(each["number"], each["crc32"]) for each in content)
 
 
 def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:

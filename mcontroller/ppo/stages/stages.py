@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,17 +118,29 @@ class Stages:
         The values are those that the worker class reports, the most over the ranks: see ``workers.memory.use``. Groups
         whose worker class has no registered method ``take_memory_use`` are left out.
         """
-        called, self._called = self._called, {}
+        return self.ask_memory(tuple(self._called))()
+
+    def ask_memory(self, groups: Collection[str]) -> Callable[[], dict[str, float]]:
+        """Ask groups for what ``take_memory`` returns, after the calls that they run now; return a function that waits.
+
+        Args:
+            groups: the names of groups; only those that were called since the last time are asked.
+        """
+        called = {name: self._called.pop(name) for name in groups if name in self._called}
         reporting = {name: pair for name, pair in called.items() if "take_memory_use" in dir(pair[0])}
         reports = {name: group.take_memory_use.options(blocking=False)() for name, (group, _) in reporting.items()}
-        metrics: dict[str, float] = {}
-        for group, report in reports.items():
-            stages = reporting[group][1]
-            for of_rank in report.get():
-                for method in of_rank.keys() & stages.keys():
-                    for value, size in of_rank[method].items():
-                        key = f"memory/{group}/{stages[method].replace(' ', '_')}/{value}"
-                        metrics[key] = max(size, metrics.get(key, 0.0))
+
+        def metrics() -> dict[str, float]:
+            found: dict[str, float] = {}
+            for group, report in reports.items():
+                stages = reporting[group][1]
+                for of_rank in report.get():
+                    for method in of_rank.keys() & stages.keys():
+                        for value, size in of_rank[method].items():
+                            key = f"memory/{group}/{stages[method].replace(' ', '_')}/{value}"
+                            found[key] = max(size, found.get(key, 0.0))
+            return found
+
         return metrics
 
 

@@ -105,6 +105,14 @@ def test_selected_and_joined_rows_are_an_index_on_the_workers_columns():
     )
 
 
+def test_batches_with_other_columns_here_are_joined_here():
+    """Such as a batch that was loaded from a file, all of which is here, and one that is on the workers."""
+    loaded, kept = ReferencedBatch(whole(4)), generated(2, ("lengths",), ROWS)
+    joined = ReferencedBatch.concat([loaded, kept])
+    assert joined.references == ()
+    assert rows_of(joined.columns) == rows_of(DataProto.concat([whole(4), whole(ROWS)]))
+
+
 def test_a_column_that_was_replaced_here_is_sent_and_the_old_one_is_not_read():
     batch = generated(read=("response_mask",))
     kept = batch.columns.batch["response_mask"] * torch.tensor([1, 0, 1])

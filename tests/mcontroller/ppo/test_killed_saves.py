@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -12,16 +13,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.mcontroller.ppo.separate import SEPARATE
 from tests.mcontroller.ppo.toy import toy_config, toy_trainer
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.truncate"}
 STEPS = 3
 
 
-def train(directory: Path, **trainer: Any) -> Any:
-    config = toy_config(STEPS, default_local_dir=str(directory), max_to_keep=1, **trainer)
-    made = toy_trainer(config, val_dataset=None)
+def started(directory: Path, steps: int, staleness: int, **trainer: Any) -> Any:
+    """A trainer whose groups have started: actor and rollout in one group, or one step off policy in two."""
+    config = toy_config(steps, default_local_dir=str(directory), max_staleness=staleness, **trainer)
+    if staleness:
+        config = dataclasses.replace(config, rollout=0.5, ref=0.5)
+    made = toy_trainer(config, SEPARATE if staleness else None, val_dataset=None)
     made.init_workers()
+    return made
+
+
+def train(directory: Path, staleness: int, **trainer: Any) -> Any:
+    made = started(directory, STEPS, staleness, max_to_keep=1, **trainer)
     made.fit()
     return made
 
@@ -50,20 +60,19 @@ def killed_at(change: int, run: Callable[[], object]) -> bool:
 
 
 @pytest.mark.processes
-def test_killed_at_any_change_of_the_file_system_the_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_killed_at_any_change_of_the_file_system_the_run_goes_on_to_the_same_weights(
+    tmp_path: Path, staleness: int
+) -> None:
     torch.set_num_threads(1)
-    whole = train(tmp_path / "whole", save_freq=-1)
+    whole = train(tmp_path / "whole", staleness, save_freq=-1)
     resumed_at, change = [], 0
     while True:
         directory = tmp_path / str(change)
-        first = toy_trainer(toy_config(1, save_freq=0, default_local_dir=str(directory), max_to_keep=1))
-        first.init_workers()
-        first.fit()
-        killed = killed_at(change, lambda: train(directory, resume=True, save_freq=1))  # noqa: B023
-        again = toy_trainer(toy_config(1, resume=True, default_local_dir=str(directory)))
-        again.init_workers()
-        resumed_at.append(again.load_checkpoint())
-        resumed = train(directory, resume=True, save_freq=1)
+        started(directory, 1, staleness, save_freq=0, max_to_keep=1).fit()
+        killed = killed_at(change, lambda: train(directory, staleness, resume=True, save_freq=1))  # noqa: B023
+        resumed_at.append(started(directory, 1, staleness, resume=True).load_checkpoint())
+        resumed = train(directory, staleness, resume=True, save_freq=1)
         for group in ("actor", "critic"):
             expected, found = (made.groups[group].workers[0].table for made in (whole, resumed))
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -71,6 +80,8 @@ def test_killed_at_any_change_of_the_file_system_the_run_goes_on_to_the_same_wei
             assert left == [f"global_step_{STEPS}", f"iter_{STEPS}", "latest"]
             assert (directory / group / f"iter_{STEPS}").readlink() == Path(f"global_step_{STEPS}")
             assert (directory / group / "latest").read_text() == f"global_step_{STEPS}"
+        if staleness:
+            assert [found.name for found in (directory / "in_flight").iterdir()] == [f"global_step_{STEPS}"]
         if not killed:
             break
         change += 1

@@ -3,78 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.modes import Dispatch
-from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
-from mcontroller.group import WorkerGroup
 from mcontroller.ppo import PPOConfig, RayPPOTrainer
 from mcontroller.ray import Role
+from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
 from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer
-
-
-class Copied:
-    def metrics(self) -> dict[str, float]:
-        return {"weights/seconds": 0.5}
-
-
-class CopiedTable:
-    """A transfer of the tables of local groups."""
-
-    def __init__(self, source: WorkerGroup, target: WorkerGroup) -> None:
-        self.source, self.target = source, target
-        self.is_open = True
-
-    def run(self) -> Copied:
-        CALLS.append("transfer")
-        (table,) = self.source.send_weights()
-        self.target.receive_weights(table)
-        return Copied()
-
-    def close(self) -> None:
-        self.is_open = False
-
-
-class SeparateActor(ToyActor):
-    transfers: ClassVar[list[CopiedTable]] = []
-
-    @classmethod
-    def check_transfer(cls, source: float, target: float, transport: str) -> None:
-        if source != target:
-            raise ConfigError("rollout differs", key="rollout", value=target)
-
-    @classmethod
-    def transfer_weights(cls, source: WorkerGroup, target: WorkerGroup, **options: Any) -> CopiedTable:
-        assert options == {"transport": "auto", "timeout": 600.0}
-        cls.transfers.append(CopiedTable(source, target))
-        return cls.transfers[-1]
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self) -> torch.Tensor:
-        return self.table.clone()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, table: torch.Tensor) -> None:
-        self.table = table
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        assert self.role == "rollout"
-        return super().generate_sequences(prompts)
-
-
-SEPARATE = {
-    Role.Actor: SeparateActor,
-    Role.Rollout: SeparateActor,
-    Role.RefPolicy: SeparateActor,
-    Role.Critic: ToyCritic,
-}
 
 
 def config(**trainer: Any) -> PPOConfig:
