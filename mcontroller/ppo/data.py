@@ -14,6 +14,7 @@ from mcontroller.errors import DataError
 
 __all__ = [
     "RESPONSE_COLUMNS",
+    "STAGE_COLUMNS",
     "BatchStream",
     "Dataset",
     "Tokenizer",
@@ -27,6 +28,14 @@ __all__ = [
 
 RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 """The columns of generated responses that the trainer reads; others stay on the workers."""
+
+STAGE_COLUMNS = frozenset(
+    {
+        *("old_log_probs", "entropys", "ref_log_prob", "values", "rm_scores"),
+        *("token_level_scores", "token_level_rewards", "advantages", "returns", "importance_weights"),
+    }
+)
+"""The columns that the stages of a step add to the responses."""
 
 TOKENS = "sequence_tokens"
 """Column of the number of tokens of each row, prompt and response, int64 ``[rows]``."""

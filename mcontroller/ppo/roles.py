@@ -9,12 +9,21 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.config import PPOConfig
+from mcontroller.ppo.data import STAGE_COLUMNS
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.rollout_weights import check_transfer
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import Role
 
-__all__ = ["RoleWorker", "check_reference_sync", "check_roles", "has_reference", "needs_reference", "role_workers"]
+__all__ = [
+    "RoleWorker",
+    "check_reference_sync",
+    "check_roles",
+    "has_reference",
+    "needs_reference",
+    "role_workers",
+    "unread_by_update",
+]
 
 CONFIG_KEYS = {
     Role.ActorRolloutRef: "actor_rollout_ref",
@@ -116,6 +125,17 @@ def has_reference(mapping: Mapping[Role, Any]) -> bool:
 def needs_reference(config: PPOConfig, actor: RoleWorker) -> bool:
     """Return whether the log-probabilities of the reference are read, in the reward or in the actor's loss."""
     return config.algorithm.kl_in_reward or bool(getattr(actor.init.kwargs["config"], "use_kl_loss", False))
+
+
+def unread_by_update(worker: RoleWorker) -> frozenset[str]:
+    """Return the columns of ``STAGE_COLUMNS`` that the update of a role does not read, so that they are not sent.
+
+    A worker class lists those that it reads in a class method ``stage_columns_read(config)``; None, or no such method:
+    it reads all.
+    """
+    asks = getattr(worker.init.cls, "stage_columns_read", None)
+    read = None if asks is None else asks(worker.init.kwargs["config"])
+    return frozenset() if read is None else STAGE_COLUMNS - set(read)
 
 
 def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) -> Any:

@@ -34,7 +34,7 @@ from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
-from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers
+from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers, unread_by_update
 from mcontroller.ppo.rollout_weights import RolloutWeights
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful, load_run
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
@@ -352,9 +352,9 @@ class RayPPOTrainer:
         calls: list[StageCall] = []
         with self.stages.overlapping() as start:
             if self.critic is not None:
-                calls.append(start("update critic", self.critic.update_critic, batch))
+                calls.append(start("update critic", self.critic.update_critic, self._read_by("critic", batch)))
             if self.global_steps >= self.config.trainer.critic_warmup:
-                calls.append(start("update actor", self.actor.update_actor, batch))
+                calls.append(start("update actor", self.actor.update_actor, self._read_by("actor", batch)))
                 self.rollout_weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
@@ -546,6 +546,10 @@ class RayPPOTrainer:
         if asks is None or rule.kl_in_reward or rule.importance.level != "none":
             return False
         return bool(asks(actor.kwargs["config"], len(batch), batch.columns.meta_info.get("n", 1)))
+
+    def _read_by(self, group: str, batch: ReferencedBatch) -> ReferencedBatch:
+        (worker,) = (each for each in self.role_workers if each.name == group)
+        return batch.without(unread_by_update(worker))
 
     def _synchronize_reference(self) -> None:
         """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so."""
