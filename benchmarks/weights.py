@@ -8,7 +8,8 @@ load of the machine slows both. All are the fastest of the rounds, after one tha
 - two copies: the same tensors into a buffer of one bucket and out of it, in the process of a rank;
 - overlapped copies: the same bytes through two buckets of shared memory, copied in by one rank and out by the other at
   the same time, with one byte over a socket for each bucket;
-- bare gloo: the same bytes between two ranks over gloo, in one message or in buckets, whichever is faster.
+- bare pieces, bare gloo: the same bytes between two ranks over gloo, in messages of a bucket, and in these or in one
+  message, whichever is faster. One message of hundreds of MiB is faster than many, and no bucket bounds it.
 
 Every process computes with one thread. By default a pool uses as many threads as the node has cores, divided by the
 ranks of one group: with two groups on a node, the threads of one then wait for cores that those of the other hold, and
@@ -209,7 +210,7 @@ class Least:
         self.actor, self.rollout, self.nbytes = actor, rollout, nbytes
         self.is_pair = actor.world_size == rollout.world_size == 1
         self.copies = math.inf
-        self.overlapped = self.gloo = math.inf if self.is_pair else math.nan
+        self.overlapped = self.pieces = self.gloo = math.inf if self.is_pair else math.nan
         rollout.prepare_copies()
         if self.is_pair:
             path = os.path.join(tempfile.mkdtemp(prefix="copies-"), "socket")
@@ -223,8 +224,8 @@ class Least:
         self.copies = min(max(self.rollout.two_copies()), self.copies)
         if self.is_pair:
             self.overlapped = min(both(self.actor, self.rollout, "overlapped_copies"), self.overlapped)
-            for piece in (BUCKET, self.nbytes):
-                self.gloo = min(both(self.actor, self.rollout, "bare_send", piece), self.gloo)
+            self.pieces = min(both(self.actor, self.rollout, "bare_send", BUCKET), self.pieces)
+            self.gloo = min(both(self.actor, self.rollout, "bare_send", self.nbytes), self.pieces, self.gloo)
 
 
 def measure(pools: tuple[RayResourcePool, RayResourcePool], move: Any, hidden: int, rounds: int) -> None:
@@ -252,14 +253,15 @@ def measure(pools: tuple[RayResourcePool, RayResourcePool], move: Any, hidden: i
         f"\n{here or 'one rank'} -> {there or 'one rank'}, {nbytes / MIB:.0f} MiB in buckets of {BUCKET / MIB:.0f} MiB"
     )
     print(
-        f"two copies {least.copies:.4f} s, overlapped copies {least.overlapped:.4f} s, bare gloo {least.gloo:.4f} s; "
-        f"controller grew {grown / MIB:.1f} MiB"
+        f"two copies {least.copies:.4f} s, overlapped copies {least.overlapped:.4f} s, "
+        f"bare pieces {least.pieces:.4f} s, bare gloo {least.gloo:.4f} s; controller grew {grown / MIB:.1f} MiB"
     )
     columns = (
         "sent/least",
         "seconds",
         "/ two copies",
         "/ overlapped",
+        "/ bare pieces",
         "/ bare gloo",
         "buffers",
         "peak",
@@ -274,7 +276,7 @@ def measure(pools: tuple[RayResourcePool, RayResourcePool], move: Any, hidden: i
         numbers = (
             report.bytes_sent / report.least_bytes,
             seconds,
-            *(seconds / each for each in (least.copies, least.overlapped, least.gloo)),
+            *(seconds / each for each in (least.copies, least.overlapped, least.pieces, least.gloo)),
             report.buffer_bytes / BUCKET,
             *peaks[name],
             verified,
