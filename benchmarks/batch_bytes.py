@@ -12,7 +12,10 @@ run, each in a process of its own. Printed, for each:
 * ``peak``: the most private memory of the controller, above that before the step;
 * ``step``: seconds.
 
-The batch is the columns of the responses, and what the stages add to them.
+The batch is what one group computes and another reads, each column once: the problems, the columns of the responses,
+what the stages add to them, and the advantages and returns of the controller. That is the least that has to be written.
+It is also what each node reads at most once, however many ranks of it read a column: nodes other than the writer's copy
+the value from its object store. Token-level scores and rewards are read by the controller alone.
 """
 
 from __future__ import annotations
@@ -73,13 +76,18 @@ class Role_(Worker):
         shape = data.batch["responses"].shape
         return DataProto.from_dict({name: torch.zeros(shape) for name in names})
 
-    def read(self, data: DataProto) -> DataProto:
+    def read(self, data: DataProto, *names: str) -> DataProto:
         """Read the columns that a model would."""
         total = sum(int(data.batch[name].sum()) for name in ("input_ids", "attention_mask", "response_mask"))
-        return DataProto(meta_info={"metrics": {"read": total, "advantage": float(data.batch["advantages"].sum())}})
+        sums = {name: float(data.batch[name].sum()) for name in names}
+        return DataProto(meta_info={"metrics": {"read": float(total)} | sums})
 
 
 class Actor(Role_):
+    @classmethod
+    def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
+        return "advantages", "old_log_probs"
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         shape = len(prompts), self.sizes["response"]
@@ -103,7 +111,7 @@ class Actor(Role_):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
-        return self.read(data)
+        return self.read(data, "advantages", "old_log_probs")
 
 
 class Reference(Role_):
@@ -113,13 +121,17 @@ class Reference(Role_):
 
 
 class Critic(Role_):
+    @classmethod
+    def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
+        return "values", "returns"
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
         return self.per_token(data, "values")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
-        return self.read(data)
+        return self.read(data, "values", "returns")
 
 
 class RewardModel(Role_):
@@ -221,7 +233,9 @@ def main() -> None:
         print(json.dumps(measure(arguments.way, sizes)))
         return
     tokens, answers = sizes["rows"] * (sizes["prompt"] + sizes["response"]), sizes["rows"] * sizes["response"]
-    batch = 8 * (3 * tokens + sizes["rows"] * sizes["prompt"] + 2 * answers) + 4 * 6 * answers
+    problems = 8 * 2 * sizes["rows"] * sizes["prompt"]
+    responses = 8 * (3 * tokens + sizes["rows"] * sizes["prompt"] + 2 * answers) + 4 * answers
+    batch = problems + responses + 4 * 7 * answers  # 5 columns of the stages, advantages and returns
     print(f"{sizes['rows']} rows of {sizes['prompt']} + {sizes['response']} tokens: a batch of {batch / 1e6:.0f} MB")
     print(f"{'':24} {'controller wrote':>17} {'workers wrote':>14} {'peak':>9} {'step':>7}")
     found = {}

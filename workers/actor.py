@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, DataError, before_changes
+from mcontroller.errors import ConfigError, before_changes
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
@@ -30,7 +30,7 @@ from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
 from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
-from workers.train.batch_checks import require_columns
+from workers.train.batch_checks import check_response_length, require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
 from workers.train.losses import masked_sum
@@ -179,6 +179,13 @@ class ActorRolloutRefWorker(TransferringWorker):
         mini_batch = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
         own_loss = cls.loss is not ActorRolloutRefWorker.loss
         return not own_loss and config.ppo_epochs == 1 and rows <= mini_batch
+
+    @classmethod
+    def stage_columns_read(cls, config: ActorConfig) -> Collection[str] | None:
+        """Return which columns that the stages of a step add ``update_actor`` reads; None if it is overridden."""
+        if cls.update_actor is not ActorRolloutRefWorker.update_actor:
+            return None
+        return columns_of_update(config, {"old_log_probs", "importance_weights", "rollout_log_probs"})
 
     # ---- called through the group ------------------------------------------------------------------------------------
 
@@ -534,16 +541,8 @@ class ActorRolloutRefWorker(TransferringWorker):
     def _checked_rows(
         self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float
     ) -> TokenBatch:
-        longest = self.config.rollout.response_length
         require_columns(batch, ("input_ids", "responses"), method)
-        if batch["responses"].size(1) > longest:
-            raise DataError(
-                f"{method}: responses are {batch['responses'].size(1)} tokens wide, more than "
-                f"rollout.response_length, which is {longest}",
-                method=method,
-                column="responses",
-                length=batch["responses"].size(1),
-            )
+        check_response_length(batch, self.config.rollout.response_length, method)
         return response_batch(
             batch,
             columns,

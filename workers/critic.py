@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -67,6 +67,11 @@ class CriticWorker(TrainedWorker):
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
         return dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), Rule.TOKEN_MEAN)
+
+    @classmethod
+    def stage_columns_read(cls, config: CriticConfig) -> Collection[str] | None:
+        """Return which columns that the stages of a step add ``update_critic`` reads; None if it is overridden."""
+        return ("values", "returns") if cls.update_critic is CriticWorker.update_critic else None
 
     # ---- called through the group ------------------------------------------------------------------------------------
 

@@ -186,6 +186,16 @@ class ReferencedBatch:
         """Return the batch with other columns here; those that are on the workers too must not have changed."""
         return ReferencedBatch(columns, self.references, self.copies)
 
+    def without(self, names: Collection[str]) -> ReferencedBatch:
+        """Return the batch without tensor columns of these names; those that it does not have are no error."""
+        dropped = set(names)
+        kept = [
+            replace(reference, names=tuple(name for name in reference.names if name not in dropped))
+            for reference in self.references
+        ]
+        here = self.columns.select([name for name in self.columns.tensors() if name not in dropped])
+        return ReferencedBatch(here, [reference for reference in kept if reference.names], self.copies - dropped)
+
     def without_text(self) -> ReferencedBatch:
         """Return the batch without its non-tensor columns."""
         return ReferencedBatch(self.columns.select(non_tensor_batch_keys=[]), self.references, self.copies)

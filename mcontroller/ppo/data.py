@@ -14,6 +14,7 @@ from mcontroller.errors import DataError
 
 __all__ = [
     "RESPONSE_COLUMNS",
+    "STAGE_COLUMNS",
     "BatchStream",
     "Dataset",
     "Tokenizer",
@@ -22,12 +23,21 @@ __all__ = [
     "columns",
     "in_order",
     "special_tokens",
+    "stop_tokens",
     "tokens_of",
     "with_tokens",
 ]
 
 RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 """The columns of generated responses that the trainer reads; others stay on the workers."""
+
+STAGE_COLUMNS = frozenset(
+    {
+        *("old_log_probs", "entropys", "ref_log_prob", "values", "rm_scores"),
+        *("token_level_scores", "token_level_rewards", "advantages", "returns", "importance_weights"),
+    }
+)
+"""The columns that the stages of a step add to the responses."""
 
 TOKENS = "sequence_tokens"
 """Column of the number of tokens of each row, prompt and response, int64 ``[rows]``."""
@@ -48,6 +58,12 @@ class Tokenizer(Protocol):
 def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the tokens of a tokenizer that generation reads from ``meta_info``."""
     return {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+
+
+def stop_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a tokenizer that end a response."""
+    stop = tokenizer.eos_token_id
+    return [stop] if isinstance(stop, int) else list(stop)
 
 
 class Dataset(Protocol):

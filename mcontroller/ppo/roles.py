@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.ahead.checks import check_ahead
 from mcontroller.ppo.config import PPOConfig
+from mcontroller.ppo.data import STAGE_COLUMNS
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.rollout_weights import check_transfer
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
@@ -22,6 +23,7 @@ __all__ = [
     "has_reference",
     "needs_reference",
     "role_workers",
+    "unread_by_update",
     "updates_once",
 ]
 
@@ -141,6 +143,18 @@ def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> boo
     if asks is None or config.algorithm.kl_in_reward or config.algorithm.importance.level != "none":
         return False
     return bool(asks(actor.init.kwargs["config"], rows, n))
+
+
+def unread_by_update(workers: Sequence[RoleWorker], group: str) -> frozenset[str]:
+    """Return the columns of ``STAGE_COLUMNS`` that the update of a group does not read, so that they are not sent.
+
+    A worker class lists those that it reads in a class method ``stage_columns_read(config)``; None, or no such method:
+    it reads all.
+    """
+    (worker,) = (each for each in workers if each.name == group)
+    asks = getattr(worker.init.cls, "stage_columns_read", None)
+    read = None if asks is None else asks(worker.init.kwargs["config"])
+    return frozenset() if read is None else STAGE_COLUMNS - set(read)
 
 
 def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) -> Any:

@@ -25,6 +25,7 @@ from mcontroller.ppo.data import (
     columns,
     in_order,
     special_tokens,
+    stop_tokens,
     tokens_of,
     with_tokens,
 )
@@ -35,7 +36,14 @@ from mcontroller.ppo.kl import apply_kl_penalty
 from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
-from mcontroller.ppo.roles import check_reference_sync, check_roles, needs_reference, role_workers, updates_once
+from mcontroller.ppo.roles import (
+    check_reference_sync,
+    check_roles,
+    needs_reference,
+    role_workers,
+    unread_by_update,
+    updates_once,
+)
 from mcontroller.ppo.rollout_weights import RolloutWeights
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful, load_run
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
@@ -275,12 +283,12 @@ class RayPPOTrainer:
         batch, metrics = self.experience(problems)
         with stage("advantages"):
             batch, of_advantages = self.advantages(batch)
-        metrics |= of_advantages | experience_metrics(batch.columns, self._stop_tokens())
+        metrics |= of_advantages | experience_metrics(batch.columns, stop_tokens(self.tokenizer))
         batch = self.seen_by_callbacks(batch)
         metrics = self.update(batch) | metrics  # the mismatch before the update, if it is known
         self.num_tokens += tokens_of(batch)
         metrics |= self._progress(batch, len(problems)) | self.rollout_weights.take_metrics()
-        return metrics | self._timing(batch, started) | stage.take_memory()
+        return metrics | stage.timing(started, tokens_of(batch), len(batch)) | stage.take_memory()
 
     def experience(self, problems: DataProto) -> tuple[ReferencedBatch, dict[str, float]]:
         """Return responses to as many problems with scores, log-probabilities and values, and metrics of all drawn.
@@ -350,16 +358,16 @@ class RayPPOTrainer:
         batch, metrics = batch.without_text(), dict[str, float]()
         if self.config.algorithm.mask_truncated:
             (mask,) = columns(batch.columns, "response_mask")
-            kept = mask * ~truncated_rows(batch.columns, self._stop_tokens())[:, None]
+            kept = mask * ~truncated_rows(batch.columns, stop_tokens(self.tokenizer))[:, None]
             if not bool(kept.any()):
                 return {"actor/skipped_steps": 1.0}
             batch = batch.with_tensors({"response_mask": kept})
         calls: list[StageCall] = []
         with self.stages.overlapping() as start:
             if self.critic is not None:
-                calls.append(start("update critic", self.critic.update_critic, batch))
+                calls.append(start("update critic", self.critic.update_critic, self._read_by("critic", batch)))
             if self.global_steps >= self.config.trainer.critic_warmup:
-                calls.append(start("update actor", self.actor.update_actor, batch))
+                calls.append(start("update actor", self.actor.update_actor, self._read_by("actor", batch)))
                 self.rollout_weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
@@ -545,9 +553,8 @@ class RayPPOTrainer:
         late = trainer.save_minutes > 0 and time.monotonic() - self._saved_at >= 60.0 * trainer.save_minutes
         return self._is_due(trainer.save_freq) or (trainer.save_freq == 0 and late)
 
-    def _stop_tokens(self) -> list[int]:
-        stop = self.tokenizer.eos_token_id
-        return [stop] if isinstance(stop, int) else list(stop)
+    def _read_by(self, group: str, batch: ReferencedBatch) -> ReferencedBatch:
+        return batch.without(unread_by_update(self.role_workers, group))
 
     def _synchronize_reference(self) -> None:
         """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so."""
@@ -563,13 +570,6 @@ class RayPPOTrainer:
             "train/num_tokens": float(self.num_tokens),
             "train/epoch": (self.drawn_batches - len(self.generations)) / self.train_batches.per_pass,
         }
-
-    def _timing(self, batch: ReferencedBatch, started: float) -> dict[str, float]:
-        """Return the seconds of every stage and of the whole step; see ``Stages.take_step``."""
-        seconds = time.perf_counter() - started
-        timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.stages.take_step(seconds).items()}
-        perf = {"perf/tokens_per_s": tokens_of(batch) / seconds, "perf/samples_per_s": len(batch) / seconds}
-        return timing | {"timing_s/step": seconds} | perf
 
     # ---- end -------------------------------------------------------------------------------------------------------
 

@@ -152,7 +152,6 @@ class RayCall(SentCall):
         self._kept = self._keep_values(returning) if keep else None
         self._contents: dict[int, tuple[tuple[Any, ...], list[zmq.Frame]]] = {}
         self._values: list[Any] | None = None
-        self._error: GroupError | None = None
         if keep:
             processes.keep_until_end(self)
 
@@ -198,7 +197,7 @@ class RayCall(SentCall):
 
     def read_before_end(self) -> None:
         """Read the values that the processes keep, unless that was done or the call has failed."""
-        if self._values is None and self._error is None and not (self.pending or self.failed):
+        if self._values is None and self.error is None and not (self.pending or self.failed):
             with suppress(GroupError, ArgumentFailed):  # the reader gets the reason why the group ended
                 self._values = fetch(self.parts)
 
@@ -207,17 +206,15 @@ class RayCall(SentCall):
         self._settle(timeout)
 
     def _settle(self, timeout: float | None) -> None:
-        if self._error is not None:
-            raise self._error
         try:
             self._processes.settle(self, timeout)
         except GroupError as error:
-            self._error = error
+            self.error = error
             raise
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank has answered or failed; return whether that happened in time."""
-        return self._error is not None or self._processes.wait(self, timeout)
+        return self._processes.wait(self, timeout)
 
     def done(self) -> bool:
         """Whether every rank has answered or failed. Does not wait."""
@@ -225,9 +222,9 @@ class RayCall(SentCall):
 
     def cancel(self) -> None:
         """Cancel the call on all ranks if none has started it; otherwise all run it, and the values are dropped."""
-        if self._values is None and self._error is None:
+        if self._values is None and self.error is None:
             text = f"{self.role}.{self.method} was cancelled"
-            self._error = GroupError(text, role=self.role, method=self.method)
+            self.error = GroupError(text, role=self.role, method=self.method)
             self._processes.cancel(self)
 
 

@@ -82,6 +82,7 @@ class SentCall:
         failed: whether a rank has answered with an error.
         rejections: the errors of the ranks that have rejected the call before they changed anything, by rank.
         rejected: the error of the call, if every rank has rejected it.
+        error: what every later read of the result raises: the failure that a wait has found, or a cancellation.
         rejected_since: when the first rank rejected it, by ``time.monotonic``.
     """
 
@@ -100,6 +101,7 @@ class SentCall:
         self.failed = False
         self.rejections: dict[int, CallRejected] = {}
         self.rejected: CallRejected | None = None
+        self.error: GroupError | None = None
         self.rejected_since = 0.0
 
     def remaining(self, timeout: float | None = None) -> float | None:
@@ -257,6 +259,8 @@ class GroupProcesses:
             CallTimeout: the deadline passed.
             GroupBroken: another call failed first.
         """
+        if call.error is not None:
+            raise call.error
         if self.handles.ended and (call.pending or call.failed):
             self.raise_ended(call)
         try:
@@ -270,16 +274,20 @@ class GroupProcesses:
             raise call.rejected
 
     def wait(self, call: SentCall, timeout: float | None = None) -> bool:
-        """Return whether all ranks of a call have answered or failed within ``timeout`` seconds. Does not raise."""
-        if self.handles.ended:
+        """Return whether all ranks of a call have answered or failed within ``timeout`` seconds.
+
+        Does not raise: ``settle`` then raises what it would have raised without the wait.
+        """
+        if self.handles.ended or call.error is not None:
             return True
         try:
             if not self._await(call, call.remaining(timeout)):
                 if call.remaining() != 0.0:
                     return False
-                self._break(lambda: self._timeout_error(call, None))
+                call.error = self._break(lambda: self._timeout_error(call, None))
         except _Failed:
-            self._break(lambda: self._cause_of(self._drain()))
+            if not self.handles.ended or self._broken is not None:  # not shut down by another thread meanwhile
+                call.error = self._failure_of(call)
         return True
 
     def cancel(self, call: SentCall) -> bool:

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.data import STAGE_COLUMNS
 from tests.ranks import run_ranks
-from tests.workers.roles import actor, critic, experience, own_shard, weights
+from tests.workers.roles import MODEL, actor, critic, experience, own_shard, weights
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, CriticConfig, load_config
+from workers.critic import CriticWorker
 
 ROWS = 8
 LAYOUTS = {"one process": (1, {}), "tp2-dp2": (4, {"tp": 2}), "pp2-dp2": (4, {"pp": 2})}
@@ -70,3 +74,27 @@ def test_optim_step_is_rejected_without_gradients_to_apply() -> None:
     (messages,) = run_ranks(steps_without_gradients, 1)
     assert len(messages) == 4
     assert all("call forward_backward first" in message for message in messages)
+
+
+def trained_on(role: str, only_read: bool) -> dict[str, torch.Tensor]:
+    """Make one update with all columns of a batch, or without those of the stages that the update does not read."""
+    worker: Any = actor({}, "actor", use_kl_loss=True) if role == "actor" else critic({})
+    data = experience(ROWS)
+    if only_read:
+        read = type(worker).stage_columns_read(worker.config)
+        data = data.select([name for name in data.tensors() if name not in STAGE_COLUMNS or name in read])
+    getattr(worker, f"update_{role}")(data)
+    return weights(worker)
+
+
+@pytest.mark.parametrize(("role", "unread"), [("actor", {"values", "returns"}), ("critic", {"advantages"})])
+def test_an_update_needs_no_other_columns_of_the_stages_than_its_class_lists(role: str, unread: set[str]) -> None:
+    (expected,) = run_ranks(trained_on, 1, role, False)
+    (found,) = run_ranks(trained_on, 1, role, True)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    sizes = {"model": MODEL, "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size": 2}
+    config = load_config(ActorConfig if role == "actor" else CriticConfig, sizes)
+    cls: Any = ActorRolloutRefWorker if role == "actor" else CriticWorker
+    assert not unread & set(cls.stage_columns_read(config))
+    own_update = type("OwnUpdate", (cls,), {f"update_{role}": lambda self, data: data})
+    assert own_update.stage_columns_read(config) is None

@@ -12,12 +12,25 @@ from mcontroller.errors import DataError
 __all__ = [
     "check_mask",
     "check_prompts",
+    "check_response_length",
     "check_responses",
     "check_shapes",
     "check_token_ids",
     "locate_tokens",
     "require_columns",
 ]
+
+
+def check_response_length(batch: Mapping[str, Tensor], longest: int, method: str) -> None:
+    """Raise DataError if ``responses`` are wider than ``rollout.response_length``, which is ``longest``."""
+    length = batch["responses"].size(1)
+    if length > longest:
+        raise DataError(
+            f"{method}: responses are {length} tokens wide, more than rollout.response_length, which is {longest}",
+            method=method,
+            column="responses",
+            length=length,
+        )
 
 
 def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method: str) -> None:

@@ -91,6 +91,19 @@ class Stages:
         self.totals[name] = self.totals.get(name, 0.0) + seconds
         self._step[name] = self._step.get(name, 0.0) + seconds
 
+    def timing(self, started: float, tokens: int, samples: int) -> dict[str, float]:
+        """Return the metrics of a step's time: the seconds of every stage (``take_step``) and of the whole, and rates.
+
+        Args:
+            started: when the step began, by ``time.perf_counter``.
+            tokens: of the batch.
+            samples: of the batch.
+        """
+        seconds = time.perf_counter() - started
+        timing = {f"timing_s/{name.replace(' ', '_')}": spent for name, spent in self.take_step(seconds).items()}
+        perf = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
+        return timing | {"timing_s/step": seconds} | perf
+
     def take_step(self, seconds: float) -> dict[str, float]:
         """Return the seconds by stage since the last call of this method; all values together are ``seconds``.
 

@@ -121,6 +121,14 @@ def test_a_column_that_was_replaced_here_is_sent_and_the_old_one_is_not_read():
     assert torch.cat([got.batch["response_mask"] for got in received(group)]).equal(kept)
 
 
+def test_columns_that_are_left_out_are_neither_here_nor_read_and_a_result_without_columns_is_not_fetched():
+    batch = generated(read=("responses",)).union(DataProto.from_dict({"scores": torch.ones(ROWS)}))
+    less = batch.without(["responses", "scores", "absent"])
+    assert less.names == {"response_mask", "lengths"} and list(less.columns.tensors()) == []
+    assert rows_of(less.here()) == rows_of(whole().select(["response_mask", "lengths"]))
+    assert batch.without(less.names | {"responses"}).references == ()
+
+
 def test_columns_of_several_calls_are_united():
     source, scorer = generated(2), group_on(3, Source)
     more = method(scorer, "generate", Dispatch.DP_COMPUTE_PROTO, blocking=False)(numbered())

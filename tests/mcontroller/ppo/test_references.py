@@ -73,6 +73,24 @@ def test_the_controller_has_the_columns_of_the_advantages_and_the_updates_get_al
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 
 
+def test_an_update_gets_no_column_of_the_stages_that_its_worker_class_does_not_read():
+    class Reading(Actor):
+        @classmethod
+        def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
+            return "advantages", "old_log_probs"
+
+    roles = {Role.ActorRolloutRef: Reading, Role.Critic: Critic}
+    config = dataclasses.replace(toy_config(1), algorithm=AlgorithmConfig(use_kl_in_reward=False))
+    RECEIVED.clear()
+    with toy_trainer(config, roles, val_dataset=None, reward_fn=reading("responses")) as trainer:
+        trainer.init_workers()
+        trainer.fit()
+    of_actor, of_critic = (RECEIVED[name].tensors() for name in ("actor", "critic"))
+    unread = {"entropys", "values", "token_level_scores", "token_level_rewards", "returns"}
+    assert of_critic.keys() - of_actor.keys() == unread
+    assert all(torch.equal(column, of_critic[name]) for name, column in of_actor.items())
+
+
 def test_a_reward_function_sees_the_columns_that_it_names_or_all_of_the_responses():
     named = reading("responses")
     with trainer_of(reward_fn=named) as trainer:

@@ -203,6 +203,10 @@ def test_a_consumer_of_a_failed_future_raises_the_producers_error_and_stays_inta
         with pytest.raises(WorkerError, match="no batch from here") as caught:
             groups["wide"].same(future)
         assert caught.value.role == "failing"
+        waited = groups["wide"].same_later(future)
+        assert waited.wait(60)
+        with pytest.raises(WorkerError, match="no batch from here"):
+            waited.get()
         assert groups["wide"].same(batch(SMALL)) == batch(SMALL)
         with pytest.raises(GroupError, match="no batch from here"):
             failing.count_fetched()

@@ -139,9 +139,18 @@ def test_a_failure_that_was_not_waited_for_breaks_the_next_call(start: Start) ->
     group = start()
     future = group.fail_later_on({1: "unseen"})
     assert future.wait(60)
-    with pytest.raises(GroupBroken, match="ValueError: unseen"):
+    with pytest.raises(GroupBroken, match="ValueError: unseen") as caught:
         group.pid()
-    with pytest.raises(GroupError):
+    for _ in range(2):  # get raises the error of the call, although the wait has seen it first
+        with pytest.raises(WorkerError, match="failed in fail_later_on: ValueError: unseen") as own:
+            future.get()
+        assert own.value is caught.value.first_cause
+
+
+def test_a_deadline_that_passes_during_a_wait_is_raised_by_the_result(start: Start) -> None:
+    future = start("quick", Plain).late_on.options(blocking=False, timeout=0.2)(0)
+    assert future.wait(60)
+    with pytest.raises(CallTimeout, match=r"quick.late_on had no answer in 0.2 s"):
         future.get()
 
 
