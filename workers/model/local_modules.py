@@ -84,7 +84,10 @@ class GatedMLP(MLP):
         gate, linear = both.chunk(2, dim=-1)
         if torch.is_grad_enabled():
             return self.linear_fc2(self.config.activation_func(gate) * linear)
-        return self.linear_fc2(_activated(gate, self.config) * linear)  # contiguous, as the layer needs it
+        activated = _activated(gate, self.config)
+        if len(hidden_states) == 1:  # a step of generation: contiguous, as the layer needs it
+            return self.linear_fc2(activated * linear)
+        return self.linear_fc2(activated.mul_(linear))
 
 
 def use_gated_mlps(chunk: torch.nn.Module) -> None:
