@@ -68,6 +68,11 @@ ALWAYS = {
         "together-True",
         "apart-False",
     ),
+    "tests/workers/distinct_tokens/test_shared_prompts.py::test_shared_prompts_have": (
+        "tp2-sp-dp2-rope",
+        "one process-attention recomputed",
+    ),
+    "tests/workers/off_policy/test_in_ray.py": (),
     "tests/fake_cuda/transformer_engine/test_fp8.py::test_packed_rows_train_in_fp8_with_whole_blocks_of_tokens": (
         "one process",
         "mxfp8",
