@@ -14,7 +14,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.future import Future
 from mcontroller.dispatch.referenced import ReferencedBatch
-from mcontroller.errors import DataError, GroupError
+from mcontroller.errors import ConfigError, DataError, GroupError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
 from mcontroller.ppo.generation import RolloutFunction, start_responses
@@ -89,6 +89,7 @@ class Generations:
             memory that was used.
 
         Raises:
+            ConfigError: no group generates yet.
             DataError: the batch has another size than those in flight.
             GroupError: a batch could not be generated.
         """
@@ -98,7 +99,8 @@ class Generations:
         return self._taken()
 
     def _start(self, problems: DataProto) -> None:
-        assert self._rollout is not None
+        if self._rollout is None:
+            raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
         if self._queue and len(problems) != len(self._queue[0].problems):
             raise DataError(
                 f"a batch of {len(problems)} problems, and the one in flight has {len(self._queue[0].problems)}: with "

@@ -249,3 +249,10 @@ def test_importance_weights_are_those_of_the_policy_that_is_trained_over_the_one
     for weights, expected in found:
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
     assert bool((found[0][0] == 1.0).all()) and all(bool((weights != 1.0).any()) for weights, _ in found[1:])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_before_the_workers_were_started_says_what_to_call(staleness: int) -> None:
+    trainer = toy_trainer(off_policy(1, max_staleness=staleness), SEPARATE, val_dataset=None)
+    with pytest.raises(ConfigError, match=r"call init_workers\(\) before train_step"):
+        trainer.train_step(trainer.draw())
