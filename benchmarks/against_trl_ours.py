@@ -41,7 +41,7 @@ def configuration(settings: Settings) -> RunConfig:
             "data": {"train": {"path": str(settings.prompts)}, "train_batch_size": PROMPTS, "seed": settings.seed},
             "tokenizer": {"kind": "huggingface"},
             "rewards": {"functions": {"task": {"function": f"{__file__}:reward"}}, "processes": 1},
-            "pool": {"process_on_nodes": [settings.ranks], "max_colocate_count": 1, "threads": settings.threads},
+            "pool": {"process_on_nodes": [settings.ranks], "threads": settings.threads},
             "trainer": {"total_training_steps": settings.steps, "save_freq": -1, "test_freq": -1},
         },
     )

@@ -35,7 +35,7 @@ def threads_of_rank(of_pool: int | None, chosen: int | None, cores: int, neighbo
         of_pool: the threads that the pool asks for; None for the default.
         chosen: ``chosen_threads`` of its process.
         cores: ``usable_cores`` of its process.
-        neighbors: number of ranks of its group on its node.
+        neighbors: number of ranks on its node, of its group and of a group of each pool beside it.
         on_gpu: whether the rank has a GPU.
     """
     if of_pool is not None:

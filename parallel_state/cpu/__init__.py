@@ -1,9 +1,9 @@
 """Run Megatron-Core on a CPU with gloo; do nothing on a machine with a GPU.
 
-Megatron is written for CUDA. Five modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
-``gloo`` the collectives that gloo lacks or gets wrong, ``literals`` the string ``"cuda"`` in Megatron's sources,
-``megatron`` a few of Megatron-Core's functions, and ``training`` those of ``megatron.training``. ``install`` applies
-all five, before Megatron is imported.
+Megatron is written for CUDA. Six modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
+``gloo`` the collectives that gloo lacks or gets wrong, ``products`` slow products of matrices, ``literals`` the string
+``"cuda"`` in Megatron's sources, ``megatron`` a few of Megatron-Core's functions, and ``training`` those of
+``megatron.training``. ``install`` applies all six, before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 import torch
 
-from parallel_state.cpu import gloo, literals, megatron, torch_cuda, training
+from parallel_state.cpu import gloo, literals, megatron, products, torch_cuda, training
 from parallel_state.errors import ParallelStateError
 
 _lock = threading.Lock()
@@ -54,6 +54,7 @@ def install(*, packages: Collection[str] = ()) -> bool:
         _hide_transformer_engine()
         torch_cuda.patch_cuda()
         gloo.patch_collectives()
+        products.patch_products()
         training.replace_triton_kernels()
         literals.add_packages(packages)
         literals.install_hook(megatron.PATCHES | training.PATCHES)

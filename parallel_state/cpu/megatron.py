@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parallel_state import releases
+from parallel_state.cpu.products import add_product_of_transposed
 from parallel_state.patches.import_hook import Patch
 from parallel_state.patches.packed_rope import PATCHES as PACKED_ROPE
 from parallel_state.patches.without_te import PATCHES as WITHOUT_TE
@@ -81,7 +82,7 @@ def _data_parallel(module: Any) -> None:
 def _add_weight_gradient(tokens: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
     """Add the gradient of a weight to ``main_grad``.
 
-    If all dtypes are the same, this is one pass without a temporary for the gradient.
+    If all dtypes are the same, MKL does it in one pass, without a temporary for the gradient.
 
     Args:
         tokens: ``[n, in]``.
@@ -89,7 +90,7 @@ def _add_weight_gradient(tokens: torch.Tensor, grad_output: torch.Tensor, main_g
         main_grad: ``[out, in]``.
     """
     if main_grad.dtype == tokens.dtype == grad_output.dtype:
-        main_grad.addmm_(grad_output.t(), tokens)
+        add_product_of_transposed(main_grad, grad_output, tokens)
     else:
         main_grad.add_(grad_output.t() @ tokens)
 

@@ -52,5 +52,5 @@ def test_a_real_model_computes_and_answers_as_in_transformers(tmp_path: Path) ->
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path)(batch.batch["input_ids"]).logits
     for logits, answer in run_ranks(logits_and_answer, 3, tmp_path, batch):
-        assert (logits - expected).abs().max() < 1e-4
+        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
         assert tokenizer.decode(answer[0], skip_special_tokens=True) == "The capital of France is Paris."
