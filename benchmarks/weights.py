@@ -8,8 +8,9 @@ load of the machine slows both. All are the fastest of the rounds, after one tha
 - two copies: the same tensors into a buffer of one bucket and out of it, in the process of a rank;
 - overlapped copies: the same bytes through two buckets of shared memory, copied in by one rank and out by the other at
   the same time, with one byte over a socket for each bucket;
-- bare pieces, bare gloo: the same bytes between two ranks over gloo, in messages of a bucket, and in these or in one
-  message, whichever is faster. One message of hundreds of MiB is faster than many, and no bucket bounds it.
+- bare pieces, bare gloo: the same bytes between two ranks over gloo, in messages of a bucket, each after the one before
+  has arrived; and in these or in one message, whichever is faster. Waiting for each message costs more than their
+  number: as many that are started together take the time of one.
 
 Every process computes with one thread. By default a pool uses as many threads as the node has cores, divided by the
 ranks of one group: with two groups on a node, the threads of one then wait for cores that those of the other hold, and

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mcontroller.errors import ResourceError
+from workers.gpu_ids import gpu_id
 
 __all__ = ["check_distinct", "check_distinct_gpus"]
 
@@ -26,7 +27,7 @@ def check_distinct_gpus(device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = c10d._get_default_store()
     keys = [f"mcontroller/gpu/{each}" for each in range(world_size)]
-    store.set(keys[rank], f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+    store.set(keys[rank], f"{socket.gethostname()} {gpu_id(device)}")
     check_distinct([value.decode() for value in store.multi_get(keys)])
 
 

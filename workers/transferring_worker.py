@@ -17,6 +17,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.group import WorkerGroup
 from workers.config import ActorConfig
+from workers.gpu_ids import gpu_id, visible_gpus
 from workers.trained_worker import TrainedWorker
 from workers.weights.fingerprints import Fingerprint, model_fingerprints
 from workers.weights.local_tensors import described_tensors
@@ -87,12 +88,20 @@ class TransferringWorker(TrainedWorker):
 
         Raises:
             ConfigError: the models differ in more than dtype, seed and training; the settings of generation differ;
-                or there is no such transport.
+                only one of them has ``router_replay=rollout``; or there is no such transport.
         """
         if transport != "auto":
             TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
         _check_equal("model", source.model, target.model, MAY_DIFFER)
         _check_equal("rollout", source.rollout, target.rollout, OF_AN_ENGINE)
+        modes = source.router_replay, target.router_replay
+        if "rollout" in modes and modes[0] != modes[1]:
+            raise ConfigError(
+                f"actor_rollout_ref.router_replay is {modes[0]!r}, and rollout.router_replay {modes[1]!r}: the actor "
+                "replays what the rollout records; set both to the same value",
+                key="rollout.router_replay",
+                value=target.router_replay,
+            )
 
     @property
     def policy_version(self) -> int:
@@ -136,9 +145,9 @@ class TransferringWorker(TrainedWorker):
         """Return which parts of the model this rank has, and where it runs."""
         tensors, local, unknown = described_tensors(self.model, self.context)
         device = tensors[0].device
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+        gpu = gpu_id(device) if device.type == "cuda" else "cpu"
         verify = self.config.rollout.verify_weights != "never"
-        return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu, verify)
+        return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu, verify, visible_gpus())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(self, dtypes: Mapping[str, Sequence[str]] | None = None) -> list[Fingerprint]:

@@ -92,7 +92,7 @@ def answers() -> dict[str, Any]:
     """Each name of ``torch.cuda`` that is replaced, with what replaces it."""
     stream = Stream()
     seed = torch.default_generator.manual_seed
-    nothing = {"set_stream", "synchronize", "ipc_collect", "_lazy_init"}
+    nothing = {"set_stream", "synchronize", "_lazy_init"}
     return {
         **{name: _returns(None) for name in nothing},
         **_memory_answers(),

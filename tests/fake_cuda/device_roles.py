@@ -1,4 +1,4 @@
-"""A worker of a team that comes to a group with code for one GPU."""
+"""Workers on pretended GPUs: one of a team that has code for one GPU, and a policy that reports its memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from tests.fake_cuda import ipc
+from tests.workers.weights.transfer.roles import Policy
 from workers.config import ParallelConfig
 from workers.megatron_worker import MegatronWorker
 
@@ -41,3 +43,12 @@ class Ported(MegatronWorker):
         rank = torch.tensor(float(self.rank), device=self.device)
         dist.all_reduce(rank)
         return rank.item()
+
+
+class OnGpu(Policy):
+    """A policy that reports the memory of its GPU."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def gpu_memory(self) -> tuple[int, int]:
+        """Return the bytes that are allocated, and how many users have memory that this process exports."""
+        return torch.cuda.memory_allocated(), len(ipc.exported)

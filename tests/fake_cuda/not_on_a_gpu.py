@@ -15,11 +15,8 @@ NOT_ON_A_GPU = {
     "tests/workers/communication/test_estimate.py::test_the_bytes_on_paper": "simulated ranks compute on the CPU",
     "tests/workers/test_mistakes.py": "simulated ranks compute on the CPU",
     "tests/workers/weights/transfer/test_equal_generation.py": "simulated ranks compute on the CPU",
-    "tests/workers/weights/transfer/test_verification.py::test_lost_weights_are_reported_with_their_names": (
-        "simulated ranks compute on the CPU"
-    ),
-    "tests/workers/weights/transfer/test_verification.py::"
-    "test_the_check_is_turned_off_by_the_configuration_of_the_target": "simulated ranks compute on the CPU",
+    "tests/workers/weights/transfer/test_verification.py": "simulated ranks compute on the CPU",
+    "tests/workers/router_replay/test_trainer.py": "simulated ranks compute on the CPU",
     "tests/workers/test_multi_turn.py": "simulated ranks compute on the CPU",
     "tests/workers/test_simulated_roles.py": "simulated ranks compute on the CPU, and reject tensors of other devices",
 }
@@ -73,6 +70,18 @@ ALWAYS = {
         "one process-attention recomputed",
     ),
     "tests/workers/off_policy/test_in_ray.py": (),
+    "tests/workers/run/test_pools_run.py": (),
+    "tests/workers/router_replay/test_layouts.py::test_replay_equals": (
+        "recompute-experts",
+        "pp2-vpp2-recompute-some",
+        "tp2-pp2-cp2-packed-by-tokens",
+    ),
+    "tests/workers/router_replay/test_layouts.py::test_recorded_experts": ("tp2-pp2-cp2-packed-by-tokens", "ep2"),
+    "tests/workers/router_replay/test_generation.py::test_generation_records": (
+        "many-experts",
+        "tp2-pp2-ep2",
+        "copy-many-experts",
+    ),
     "tests/fake_cuda/transformer_engine/test_fp8.py::test_packed_rows_train_in_fp8_with_whole_blocks_of_tokens": (
         "one process",
         "mxfp8",

@@ -20,7 +20,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import pytest
 
-from tests.fake_cuda import cuda_api, modes, nccl
+from tests.fake_cuda import cuda_api, ipc, modes, nccl
 from tests.fake_cuda.not_on_a_gpu import reason_to_fail, runs_only_with_all
 from tests.fake_cuda.tags import memory
 
@@ -33,6 +33,7 @@ def enable() -> None:
     operations.__enter__()
     functions.__enter__()
     nccl.install()
+    ipc.install()
     # Megatron warns that the generators of the CPU are those of the device.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 

@@ -172,16 +172,16 @@ def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def mark(storage: Any, device: torch.device) -> None:
-    """Mark a storage as on this GPU, or on the host."""
+def mark(storage: Any, device: torch.device, size: int | None = None) -> None:
+    """Mark a storage as on this GPU, or on the host; it counts as so many bytes, by default all of its own."""
     block: _Block | None = getattr(storage, "_block", None)
     if device.type != "cuda":
         if block is not None:
             del storage._block
     elif block is not None and block.device == device:
-        block.resize(storage.nbytes())
+        block.resize(storage.nbytes() if size is None else size)
     elif storage.device.type != "meta":
-        storage._block = _Block(device, storage.nbytes())
+        storage._block = _Block(device, storage.nbytes() if size is None else size)
 
 
 def measure(storage: Any) -> None:

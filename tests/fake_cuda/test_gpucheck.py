@@ -27,8 +27,9 @@ def test_all_rows_of_gpucheck_are_ok_on_pretended_gpus(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(written.read_text())["rows"]}
     assert "machine: cuda:1 pretended CUDA device" in rows
     assert rows["placement: experts bfloat16"]["reference"] == "all on cuda, bfloat16"
+    assert rows["transfer: changed weights"]["reference"] == "all, by cuda_ipc"
     assert {row["result"] for row in rows.values()} == {"ok", "info"}  # nothing is skipped: there are two GPUs, and Ray
-    assert {name.partition(":")[0] for name in rows} >= {"offload", "synchronisations", "layouts", "ray"}
+    assert {name.partition(":")[0] for name in rows} >= {"offload", "synchronisations", "transfer", "layouts", "ray"}
 
 
 UNPLACED = """

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from workers.gpucheck import equality, memory, several, speed  # noqa: F401  # they register their checks
+from workers.gpucheck.colocated import check  # noqa: F401  # registers its check
 from workers.gpucheck.rows import Table, raised
 from workers.gpucheck.session import CHECKS, Session
 

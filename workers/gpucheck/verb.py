@@ -36,6 +36,7 @@ NAMES = (
     "synchronisations",
     "generation",
     "training",
+    "transfer",
     "collectives",
     "layouts",
     "ray",

@@ -4,7 +4,8 @@ The fingerprint of a tensor is the sum, modulo 2**64, of the bits of every eleme
 the tensor of the whole model. Each rank adds up its own part, and the sums of ranks with different parts are added. So
 no rank needs the whole tensor, and two layouts of the same weights have the same fingerprints, on a CPU and on a GPU.
 Keys are odd, so every change of one element changes it, as do two exchanged elements, rows or columns. It is a check
-against errors, not against an attacker.
+against errors, not against an attacker. Zeros of both signs, and numbers of float32 and bfloat16 below 1.2e-38, count
+as 0: an engine's kernels may compute with them as 0.
 """
 
 from __future__ import annotations
@@ -17,15 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_state.megatron import MegatronContext
+from workers.weights.hashing.bit_sums import IndexKeys, sum_of_bits
 from workers.weights.refit_plan import Span, spans_of
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
 __all__ = ["Fingerprint", "TensorPart", "model_fingerprints", "part_fingerprints", "tensor_fingerprints"]
-
-# 64-bit constants of splitmix64, as signed integers.
-_INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
-_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint(NamedTuple):
@@ -107,7 +104,7 @@ def part_fingerprints(
     keys: list[tuple[str, str]] = []
     sums: list[Tensor] = []
     divided: dict[tuple[bool, dist.ProcessGroup], list[int]] = {}
-    of_dims = _Keys()
+    of_dims = IndexKeys()
     for part in parts:
         for dtype in sorted((dtypes or {}).get(part.name, ())) or [_dtype_name(part.tensor)]:
             if part.group is not None and part.group.size() > 1:
@@ -141,71 +138,17 @@ def _part_of(shard: WeightShard) -> TensorPart:
     return part._replace(dim=shard.dim, spans=spans, group=shard.group, expert=shard.expert)
 
 
-def _sum_of(part: TensorPart, dtype: torch.dtype, keys: _Keys) -> Tensor:
+def _sum_of(part: TensorPart, dtype: torch.dtype, keys: IndexKeys) -> Tensor:
     """The sum over a part's elements: int64, without dims, on its device."""
     tensor = part.tensor.detach()
     if part.dim is None:
         whole = tensor.reshape(part.shape)
-        return _weighted(whole if part.shape else whole.reshape(1), [0] * max(len(part.shape), 1), dtype, keys)
+        return sum_of_bits(whole if part.shape else whole.reshape(1), [0] * max(len(part.shape), 1), dtype, keys)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start, stop, offset in part.spans:
         first = [start if dim == part.dim else 0 for dim in range(len(part.shape))]
-        total += _weighted(tensor.narrow(part.dim, offset, stop - start), first, dtype, keys)
+        total += sum_of_bits(tensor.narrow(part.dim, offset, stop - start), first, dtype, keys)
     return total
-
-
-def _weighted(tensor: Tensor, first: Sequence[int], dtype: torch.dtype, of_dims: _Keys) -> Tensor:
-    """The sum of all bits times keys, a bounded number of elements at a time.
-
-    Args:
-        tensor: a part of the whole tensor.
-        first: the index in the whole tensor of its first element, by dim.
-        dtype: that of the bits.
-        of_dims: the keys of dims, computed once for all tensors.
-    """
-    keys = [
-        of_dims.get(dim, index, size, tensor.device)
-        for dim, (index, size) in enumerate(zip(first, tensor.shape, strict=True))
-    ]
-    most = 1 << 24 if tensor.is_cuda else 1 << 17  # few launches on a GPU; the cache of a CPU
-    rows = max(most // max(tensor[:1].numel(), 1), 1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for top in range(0, len(tensor), rows):
-        block = tensor[top : top + rows].to(dtype).view(_INTEGERS[dtype.itemsize])
-        sums = block.to(torch.int64) if block.dim() == 1 else block
-        if dtype.itemsize == 8:  # keys differ by even numbers, so the highest bits alone would cancel
-            sums = sums.bitwise_xor(sums >> 32)
-        for of_dim in reversed(keys[1:]):
-            sums = (sums * of_dim).sum(-1)
-        total += (sums * keys[0][top : top + rows]).sum()
-    return total
-
-
-class _Keys:
-    """Odd keys of the indices of dims: numbers of splitmix64, seeded with the dim, of a power of two of indices."""
-
-    def __init__(self) -> None:
-        self._all: dict[tuple[int, int, torch.device], Tensor] = {}
-
-    def get(self, dim: int, first: int, count: int, device: torch.device) -> Tensor:
-        """Return the keys of ``count`` indices of a dim from ``first`` on, int64 ``[count]``."""
-        size = 1 << (first + count).bit_length()
-        found = self._all.get((dim, size, device))
-        if found is None:
-            found = self._all[dim, size, device] = _keys(dim, size, device)
-        return found[first : first + count]
-
-
-def _keys(dim: int, count: int, device: torch.device) -> Tensor:
-    mixed = torch.arange(1, count + 1, device=device).mul_(_INCREMENT).add_(dim + 1)
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
-    return mixed.bitwise_xor_(_shifted(mixed, 31)).bitwise_or_(1)
-
-
-def _shifted(values: Tensor, by: int) -> Tensor:
-    """Shift to the right and fill with zeros; ``>>`` fills with the sign."""
-    return (values >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -27,14 +27,14 @@ def described_tensors(
             unknown.append(shard.name)
     for name, buffer in named_buffers(chunks, context):
         tensors.append(buffer)
-        described.append(LocalTensor(name, tuple(buffer.shape), _dtype(buffer), buffer.element_size()))
+        described.append(_whole(name, tuple(buffer.shape), buffer))
         if buffer.dim() == 0:
             unknown.append(name)
     return tensors, described, unknown
 
 
 def _local_tensor(shard: WeightShard) -> LocalTensor:
-    whole = LocalTensor(shard.name, shard.full_shape, _dtype(shard.param), shard.param.element_size())
+    whole = _whole(shard.name, shard.full_shape, shard.param)
     if shard.dim is None:
         return whole
     length, limit = shard.param.size(shard.dim), shard.full_shape[shard.dim]
@@ -42,8 +42,9 @@ def _local_tensor(shard: WeightShard) -> LocalTensor:
     return whole._replace(dim=shard.dim, spans=spans)
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _whole(name: str, shape: tuple[int, ...], tensor: Tensor) -> LocalTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return LocalTensor(name, shape, dtype, tensor.element_size(), contiguous=tensor.is_contiguous())
 
 
 def _is_unknown(shard: WeightShard) -> bool:

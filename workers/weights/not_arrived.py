@@ -21,6 +21,7 @@ class WeightsNotArrived(MControllerError):
         missing: names of tensors of the policy that no rank's engine holds.
         unknown: names of tensors that the engine holds and the policy does not have.
         ranks: ranks whose engine holds a value of ``tensors`` that is not the policy's.
+        stale_tokens: tokens of a prompt of which the engine's prefix cache has keys and values of earlier weights.
     """
 
     update: int
@@ -29,6 +30,7 @@ class WeightsNotArrived(MControllerError):
     missing: list[str]
     unknown: list[str]
     ranks: list[int]
+    stale_tokens: int
 
     @classmethod
     def of_tensors(
@@ -41,6 +43,7 @@ class WeightsNotArrived(MControllerError):
         missing: list[str],
         unknown: list[str],
         ranks: list[int],
+        stale_tokens: int = 0,
         target: str = "the engine",
     ) -> Self:
         """Return the error of fingerprints that differ.
@@ -53,9 +56,13 @@ class WeightsNotArrived(MControllerError):
             missing: see the attributes.
             unknown: see the attributes.
             ranks: see the attributes.
+            stale_tokens: see the attributes.
             target: what the weights did not arrive in.
         """
         text = _text(count, tensors, old, missing, unknown)
+        if stale_tokens:
+            text += "; " if text else ""
+            text += f"its prefix cache has keys and values of earlier weights ({stale_tokens} tokens of a prompt)"
         on = f" (ranks {', '.join(map(str, ranks[:16]))}{' and more' if len(ranks) > 16 else ''})" if ranks else ""
         return cls(
             f"update {update} of the weights did not arrive in {target}{on}: {text}",
@@ -65,6 +72,7 @@ class WeightsNotArrived(MControllerError):
             missing=missing,
             unknown=unknown,
             ranks=ranks,
+            stale_tokens=stale_tokens,
         )
 
 

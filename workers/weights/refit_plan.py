@@ -6,7 +6,7 @@ The planning half of ``workers.weights.refit``: pure, the same on every rank, wi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from math import prod
@@ -14,7 +14,18 @@ from typing import NamedTuple
 
 from mcontroller.errors import DataError
 
-__all__ = ["LocalTensor", "Move", "RefitPlan", "Span", "check_known", "plan_refit", "spans_of"]
+__all__ = [
+    "LocalTensor",
+    "Move",
+    "RefitPlan",
+    "Span",
+    "check_known",
+    "in_buckets",
+    "interleaved",
+    "plan_moves",
+    "plan_refit",
+    "spans_of",
+]
 
 
 class Span(NamedTuple):
@@ -38,6 +49,7 @@ class LocalTensor(NamedTuple):
         dtype, itemsize: the name of its dtype, and the bytes of an element.
         dim: the dim that it is divided along; None if the rank has all of it.
         spans: the parts of that dim that the rank has; padding is in none.
+        contiguous: whether the memory of the rank's own tensor is contiguous.
     """
 
     name: str
@@ -46,6 +58,7 @@ class LocalTensor(NamedTuple):
     itemsize: int
     dim: int | None = None
     spans: tuple[Span, ...] = ()
+    contiguous: bool = True
 
     def along(self, dim: int) -> tuple[Span, ...]:
         """Return the parts of ``dim`` that the rank has; ``dim`` is its own, or that of ranks that have less."""
@@ -114,16 +127,36 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
 def plan_refit(
     sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]], bucket_bytes: int
 ) -> RefitPlan:
-    """Return the moves that fill every target from the sources.
-
-    A part that a rank has already is copied within the rank. If several ranks have a part, the one that has sent the
-    least so far sends it.
+    """Return the moves that fill every target from the sources, in buckets.
 
     Args:
         sources: by rank, its tensors in the layout that weights come from; a slot is an index into that list.
         targets: by rank, its tensors in the layout that weights go to.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once; one index of a tensor's dim is
             never divided.
+
+    Raises:
+        DataError: the two are not the same model, or no source has a part of a tensor; with the names.
+    """
+    copies, moves = plan_moves(sources, targets)
+    least = sum(move.nbytes for move in chain(*moves))
+    return RefitPlan(tuple(copies), tuple(in_buckets(interleaved(moves), bucket_bytes)), least)
+
+
+def plan_moves(
+    sources: Sequence[Sequence[LocalTensor]],
+    targets: Sequence[Sequence[LocalTensor]],
+    distance: Callable[[int, int], int] = lambda source, target: 0,
+) -> tuple[list[Move], list[list[Move]]]:
+    """Return the moves that fill every target from the sources: those within a rank, and by target rank all others.
+
+    A part that a rank has already is copied within the rank. If several ranks have a part, one of the nearest sends it;
+    of these the one that has sent the least so far.
+
+    Args:
+        sources: by rank, its tensors in the layout that weights come from; a slot is an index into that list.
+        targets: by rank, its tensors in the layout that weights go to.
+        distance: from one rank to another.
 
     Raises:
         DataError: the two are not the same model, or no source has a part of a tensor; with the names.
@@ -137,12 +170,11 @@ def plan_refit(
     for rank, local in enumerate(targets):
         for slot, target in enumerate(local):
             for span in target.along(dims[target.name]):
-                for move in _into(rank, slot, span, parts[target.name], sent):
+                for move in _into(rank, slot, span, parts[target.name], sent, distance):
                     (copies if move.source_rank == rank else moves[rank]).append(move)
                     sent[move.source_rank] += move.nbytes if move.source_rank != rank else 0
             _check_filled(target, rank, dims[target.name], parts[target.name])
-    least = sum(move.nbytes for move in chain(*moves))
-    return RefitPlan(tuple(copies), tuple(_buckets(moves, bucket_bytes)), least)
+    return copies, moves
 
 
 def check_known(names: Sequence[str]) -> None:
@@ -179,14 +211,22 @@ def _parts(sources: Sequence[Sequence[LocalTensor]], dims: Mapping[str, int]) ->
     return {name: sorted(found.values(), key=lambda part: part.start) for name, found in parts.items()}
 
 
-def _into(rank: int, slot: int, span: Span, parts: Sequence[_Part], sent: Sequence[int]) -> Iterator[Move]:
+def _into(
+    rank: int,
+    slot: int,
+    span: Span,
+    parts: Sequence[_Part],
+    sent: Sequence[int],
+    distance: Callable[[int, int], int],
+) -> Iterator[Move]:
     """The moves that fill one span of a rank's slot."""
     reached = span.start
     for part in parts:
         first, last = max(reached, part.start), min(span.stop, part.stop)
         if first >= last:
             continue
-        sender = rank if rank in part.holders else min(part.holders, key=lambda holder: (sent[holder], holder))
+        nearest = min(part.holders, key=lambda holder: (distance(holder, rank), sent[holder], holder))
+        sender = rank if rank in part.holders else nearest
         its_slot, offset = part.holders[sender]
         yield Move(
             dtype=part.dtype,
@@ -203,19 +243,25 @@ def _into(rank: int, slot: int, span: Span, parts: Sequence[_Part], sent: Sequen
         reached = last
 
 
-def _buckets(moves: Sequence[Sequence[Move]], limit: int) -> Iterator[tuple[Move, ...]]:
-    """The moves (by target rank), sliced and ordered so that all ranks send and receive at the same time.
+def interleaved(moves: Sequence[Sequence[Move]]) -> list[Move]:
+    """Return the moves (given by target rank) ordered so that all ranks send and receive at the same time.
 
-    Every rank receives from the rank after it first, and from the rank before it last. A slice goes into the bucket
-    that its two ranks have reached, or the next one.
+    Every rank receives from the rank after it first, and from the rank before it last.
     """
     world_size = len(moves)
     ordered = [sorted(own, key=lambda move: (move.source_rank - move.target_rank) % world_size) for own in moves]
-    interleaved = [move for each in zip_longest(*ordered) for move in each if move is not None]
-    for dtype in sorted({move.dtype for move in interleaved}):
+    return [move for each in zip_longest(*ordered) for move in each if move is not None]
+
+
+def in_buckets(moves: Sequence[Move], limit: int) -> Iterator[tuple[Move, ...]]:
+    """Slice moves into buckets of one dtype each, in which no rank sends or receives more bytes than the limit.
+
+    A slice goes into the bucket that its two ranks have reached, or the next one.
+    """
+    for dtype in sorted({move.dtype for move in moves}):
         buckets: list[list[Move]] = []
         outbound, inbound = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # bytes by bucket
-        for move in interleaved:
+        for move in moves:
             if move.dtype == dtype:
                 _add(move, buckets, outbound[move.source_rank], inbound[move.target_rank], limit)
         yield from (tuple(bucket) for bucket in buckets)

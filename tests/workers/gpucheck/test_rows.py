@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from workers.gpucheck.colocated.check import arrival_row, kept_row
 from workers.gpucheck.course import Case, Outcome
 from workers.gpucheck.equality import placement_row, score_row, token_rows, update_rows
 from workers.gpucheck.memory import generation_row, offload_rows
@@ -18,6 +19,7 @@ from workers.gpucheck.rows import Result, Row, Table, status_of
 from workers.gpucheck.several import bandwidth_rows, group_rows, layout_rows
 from workers.gpucheck.speed import waits_row
 from workers.gpucheck.verb import NAMES, SMALLEST
+from workers.weights.not_arrived import WeightsNotArrived
 
 MIB = 1 << 20
 FLOAT32, BFLOAT16 = Case("dense"), Case("dense", "bfloat16")
@@ -64,6 +66,9 @@ def placed(*tensors: tuple[str, torch.Tensor]) -> Row:
 WEIGHT = ("parameter weight", torch.ones(2, dtype=torch.bfloat16))
 MOMENT = ("optimizer 0", torch.ones(2))
 RIGHT = outcome()
+NOT_ALL = WeightsNotArrived.of_tensors(
+    1, 2, tensors={"w": ([1], [2])}, old=[], missing=[], unknown=[], ranks=[0], target="group rollout"
+)
 GREEDY_OF_OTHERS = torch.cat((RIGHT.greedy[:9], RIGHT.greedy[9:] + 1))
 
 KINDS: dict[str, tuple[Callable[[], Iterable[Row]], Callable[[], Iterable[Row]]]] = {
@@ -160,6 +165,15 @@ KINDS: dict[str, tuple[Callable[[], Iterable[Row]], Callable[[], Iterable[Row]]]
         lambda: layout_rows("dp 2", layout_results(), RIGHT),
         lambda: layout_rows("dp 2", layout_results(greedy=RIGHT.greedy[:6]), RIGHT),
     ),
+    "weights that were sent": (
+        lambda: [arrival_row("initial", "cuda_ipc", None, expected="cuda_ipc")],
+        lambda: [arrival_row("initial", "cuda_ipc", NOT_ALL, expected="cuda_ipc")],
+    ),
+    "the transport of weights": (
+        lambda: [arrival_row("initial", "cuda_ipc", None, expected="cuda_ipc")],
+        lambda: [arrival_row("initial", "object_store", None, expected="cuda_ipc")],
+    ),
+    "memory of a transfer whose receiver died": (lambda: [kept_row(0)], lambda: [kept_row(128 << 10)]),
     "scores of a group on Ray": (
         lambda: group_rows({"scores": RIGHT.scores, "after": RIGHT.after, "greedy": RIGHT.greedy}, RIGHT),
         lambda: group_rows({"scores": RIGHT.after, "after": RIGHT.after, "greedy": RIGHT.greedy}, RIGHT),

@@ -63,6 +63,19 @@ def test_every_changed_and_every_exchanged_element_changes_the_value_and_the_ten
                 assert value_of(exchanged) != whole
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_that_a_kernel_may_compute_with_as_zero_count_as_zero(dtype: torch.dtype) -> None:
+    whole = torch.linspace(-2, 2, 5).to(dtype)  # with a zero in the middle
+    zeros = [whole.clone() for _ in range(3)]
+    smallest = torch.finfo(dtype).smallest_normal
+    for tensor, value in zip(zeros, (-0.0, smallest / 2, smallest), strict=True):
+        tensor[2] = value
+    flushed = dtype in (torch.float32, torch.bfloat16)
+    assert (value_of(zeros[0]) == value_of(whole)) == (dtype != torch.float64)
+    assert (value_of(zeros[1]) == value_of(whole)) == flushed
+    assert value_of(zeros[2]) != value_of(whole)
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_sums_of_the_parts_are_the_value_of_the_whole_tensor(dim: int) -> None:
     whole = torch.randn(8, 12, 4, generator=torch.Generator().manual_seed(2))

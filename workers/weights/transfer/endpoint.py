@@ -31,6 +31,7 @@ class Opening(NamedTuple):
         rank, size: its number among the ranks of both groups, and how many these are.
         buckets: what it sends or receives.
         timeout: seconds after which setting up a connection fails.
+        direct: what it sends or receives outside of the buckets.
     """
 
     transfer: str
@@ -40,6 +41,13 @@ class Opening(NamedTuple):
     size: int
     buckets: tuple[tuple[Parcel, ...], ...]
     timeout: float
+    direct: tuple[Move, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the rank sends or receives."""
+        parcels = sum(parcel.nbytes for bucket in self.buckets for parcel in bucket)
+        return parcels + sum(move.nbytes for move in self.direct)
 
 
 class TransferOutcome(NamedTuple):
@@ -90,6 +98,7 @@ class TransferEndpoint:
             opening.buckets,
             device,
             opening.timeout,
+            opening.direct,
             self._in_place,
         )
         self._end: Sender | Receiver = (transport.sender if opening.sends else transport.receiver)(traffic)
@@ -124,12 +133,12 @@ class TransferEndpoint:
         except PeerLost as error:
             failure, peer = error.cause, error.peer
             self.close()  # peers that wait for this rank see it at once
-        nbytes = sum(parcel.nbytes for bucket in self._opening.buckets for parcel in bucket)
         seconds = time.perf_counter() - started
-        return TransferOutcome(nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
+        return TransferOutcome(self._opening.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self, deadline: Deadline) -> None:
         sender: Any = self._end
+        sender.start()
         for index, bucket in enumerate(self._opening.buckets):
             buffer = sender.buffer(index, deadline)
             for parcel in bucket:
@@ -143,11 +152,15 @@ class TransferEndpoint:
         receiver: Any = self._end
         for rows in self._padding:
             rows.zero_()
+        receiver.start()
         for index in range(len(self._opening.buckets)):
             for parcel, data in receiver.receive(index, deadline):
                 self._empty(data, parcel.moves)
                 if data.is_cuda:
                     torch.cuda.current_stream().synchronize()
+        receiver.flush(deadline)
+        if self._tensors[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
 
     def _in_place(self, move: Move) -> Tensor | None:
         """Return the memory of a slice, uint8 ``[bytes]``, if it is large, contiguous and of the dtype that travels."""

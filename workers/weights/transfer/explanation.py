@@ -22,9 +22,11 @@ def explanation(plan: TransferPlan, transport: str, bucket_bytes: int, source: s
         target: the name of the group that they go to.
     """
     sent = sum(plan.routes.values())
+    direct = sum(move.nbytes for move in plan.direct)
+    outside = f"{_size(direct)} directly from weights to weights, {_size(sent - direct)}" if direct else _size(sent)
     lines = [
         f"{source} ({_ranks(plan.source_size)}) -> {target} ({_ranks(plan.target_size)}) by {transport}: "
-        f"{_size(sent)} in {len(plan.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
+        f"{outside} in {len(plan.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
         f"{_size(plan.least_bytes)}"
     ]
     senders: dict[int, dict[int, int]] = defaultdict(dict)

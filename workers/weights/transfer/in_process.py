@@ -34,6 +34,12 @@ class _End:
     def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
         """Do nothing."""
 
+    def start(self) -> None:
+        """Do nothing: everything travels in buckets."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """Do nothing: what was sent can be received, and what was received is there."""
+
     def close(self) -> None:
         """Drop what was not received."""
         for key in [key for key in _SENT if key[0] == self._traffic.transfer and self._traffic.rank in key[1:]]:
@@ -50,9 +56,6 @@ class _Sender(_End):
         for parcel in self._traffic.buckets[index]:
             part = self._filled[parcel.start : parcel.start + parcel.nbytes]
             _SENT[self._traffic.transfer, self._traffic.rank, parcel.peer].append(part)
-
-    def flush(self, deadline: Deadline) -> None:
-        """Do nothing: what was sent can be received."""
 
 
 class _Receiver(_End):

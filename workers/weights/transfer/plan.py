@@ -9,9 +9,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from math import prod
 from typing import NamedTuple
 
-from workers.weights.refit_plan import LocalTensor, Move, check_known, plan_refit
+from workers.weights.refit_plan import LocalTensor, Move, check_known, in_buckets, interleaved, plan_moves
 
 __all__ = ["Holdings", "Parcel", "Piece", "TransferPlan", "is_large", "plan_transfer"]
 
@@ -26,6 +28,7 @@ class Holdings(NamedTuple):
         pid: its process.
         device: ``"cpu"``, or the unique id of its GPU.
         verify: whether its weights are verified after a transfer to it.
+        visible: the unique ids of the GPUs that its process can use, in their order there.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -34,6 +37,7 @@ class Holdings(NamedTuple):
     pid: int
     device: str
     verify: bool = True
+    visible: tuple[str, ...] = ()
 
 
 MESSAGE_BYTES = 1 << 20
@@ -97,12 +101,15 @@ class TransferPlan:
         source_size, target_size: number of ranks of the groups.
         buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
         least_bytes: over all ranks of the target, the bytes of what they have. No plan sends less.
+        direct: moves that travel from the memory of one rank's weights to that of the other's, whole and outside of
+            the buckets, in one order for all ranks, so that they do not wait for each other in a circle.
     """
 
     source_size: int
     target_size: int
     buckets: tuple[tuple[Move, ...], ...]
     least_bytes: int
+    direct: tuple[Move, ...] = ()
 
     @cached_property
     def by_rank(self) -> tuple[tuple[tuple[Parcel, ...], ...], ...]:
@@ -118,24 +125,37 @@ class TransferPlan:
         return tuple(tuple(buckets) for buckets in ranks)
 
     @cached_property
+    def direct_by_rank(self) -> tuple[tuple[Move, ...], ...]:
+        """By rank, the direct moves that it sends or receives."""
+        ranks: list[list[Move]] = [[] for _ in range(self.source_size + self.target_size)]
+        for move in self.direct:
+            ranks[move.source_rank].append(move)
+            ranks[move.target_rank].append(move)
+        return tuple(tuple(moves) for moves in ranks)
+
+    @cached_property
     def routes(self) -> dict[tuple[int, int], int]:
         """The bytes from each rank of the source to each rank of the target, which is counted from 0 here."""
         routes: dict[tuple[int, int], int] = defaultdict(int)
-        for bucket in self.buckets:
-            for move in bucket:
-                routes[move.source_rank, move.target_rank - self.source_size] += move.nbytes
+        for move in chain(self.direct, *self.buckets):
+            routes[move.source_rank, move.target_rank - self.source_size] += move.nbytes
         return dict(sorted(routes.items()))
 
 
-def plan_transfer(sources: Sequence[Holdings], targets: Sequence[Holdings], bucket_bytes: int) -> TransferPlan:
+def plan_transfer(
+    sources: Sequence[Holdings], targets: Sequence[Holdings], bucket_bytes: int, *, direct: bool = False
+) -> TransferPlan:
     """Return the moves that fill every rank of the target group from the ranks of the source group.
 
-    A tensor that has a smaller dtype in the target is converted by the sender.
+    A tensor that has a smaller dtype in the target is converted by the sender. Of several ranks that have a slice, one
+    on the same GPU sends it, or else one on the same node.
 
     Args:
         sources: by rank, what the group has that weights come from.
         targets: by rank, what the group has that weights go to.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once.
+        direct: whether large slices that are contiguous and of the same dtype on both sides travel without a bucket,
+            and then without its limit: they need no memory but that of the weights.
 
     Raises:
         DataError: the two are not the same model, or the position of a weight in the whole model is unknown.
@@ -144,10 +164,37 @@ def plan_transfer(sources: Sequence[Holdings], targets: Sequence[Holdings], buck
     smaller = {tensor.name: tensor for each in targets for tensor in each.tensors}
     sending = [[_on_the_way(tensor, smaller.get(tensor.name)) for tensor in each.tensors] for each in sources]
     none: list[list[LocalTensor]] = [[] for _ in targets]
-    plan = plan_refit(
-        [*sending, *none], [*([] for _ in sources), *(list(each.tensors) for each in targets)], bucket_bytes
+    receiving = [*([] for _ in sources), *(list(each.tensors) for each in targets)]
+    everyone = (*sources, *targets)
+    _, moves = plan_moves([*sending, *none], receiving, lambda one, other: _distance(everyone[one], everyone[other]))
+    ordered = interleaved(moves)
+    whole = {move for move in ordered if direct and _needs_no_bucket(move, everyone)}
+    return TransferPlan(
+        len(sources),
+        len(targets),
+        tuple(in_buckets([move for move in ordered if move not in whole], bucket_bytes)),
+        sum(move.nbytes for move in ordered),
+        tuple(move for move in ordered if move in whole),
     )
-    return TransferPlan(len(sources), len(targets), plan.buckets, plan.least_bytes)
+
+
+def _distance(one: Holdings, other: Holdings) -> int:
+    if one.node != other.node:
+        return 2
+    return int(one.device != other.device)
+
+
+def _needs_no_bucket(move: Move, everyone: Sequence[Holdings]) -> bool:
+    """Whether both ranks have the slice in contiguous memory, in the same dtype."""
+    source = everyone[move.source_rank].tensors[move.source_slot]
+    target = everyone[move.target_rank].tensors[move.target_slot]
+    same = source.dtype == target.dtype
+    return is_large(move) and same and _is_contiguous(move, source) and _is_contiguous(move, target)
+
+
+def _is_contiguous(move: Move, tensor: LocalTensor) -> bool:
+    length = sum(span.stop - span.start for span in tensor.along(move.dim))  # padding is along dim 0 only
+    return tensor.contiguous and (prod(tensor.shape[: move.dim]) == 1 or move.length == length)
 
 
 def _on_the_way(source: LocalTensor, target: LocalTensor | None) -> LocalTensor:

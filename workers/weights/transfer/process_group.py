@@ -1,20 +1,25 @@
 """Weights through a process group of torch.distributed over the ranks of both groups: gloo on CPUs, NCCL on GPUs.
 
 It has a store and connections of its own: the default group of either side is not involved, and stays as it is. Large
-slices that are contiguous travel from the memory of one rank's weights to that of the other's, without a copy.
+slices that are contiguous travel from the memory of one rank's weights to that of the other's, without a copy. All of
+those that are contiguous on both sides start together, before the buckets: with two of them in flight, each wait would
+leave the connection idle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcontroller.errors import DataError
+from workers.weights.refit_plan import Move
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import Holdings, Parcel
 from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
@@ -22,6 +27,13 @@ from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 __all__ = ["TRANSPORT"]
 
 _IN_FLIGHT = 2
+
+_DIRECT = -1
+"""The key of the slices that travel outside of the buckets, among the buckets."""
+
+
+_Operation = Callable[[list[Tensor], int, int], Any]
+"""``send`` or ``recv`` of a process group: from tensors, the peer and a tag to what can be waited for."""
 
 
 class _End:
@@ -57,6 +69,11 @@ class _End:
             raise PeerLost(f"the process group of the transfer: {error}", peer=0, cause=str(error)) from error
         self._memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._traffic.device)
 
+    def flush(self, deadline: Deadline) -> None:
+        """Wait for everything that was started."""
+        for index in sorted(self._works):
+            self._wait_for(index, deadline)
+
     def close(self) -> None:
         """Drop the process group; transfers that others wait for fail."""
         if self._group is not None:
@@ -81,38 +98,55 @@ class _End:
             memory.append(part[message.start :][: message.nbytes] if in_place is None else in_place)
         return memory
 
+    def _start_direct(self, operation: _Operation, peers: Sequence[int]) -> None:
+        self._works[_DIRECT] = [
+            _started(operation, self._memory_of(move), peer)
+            for move, peer in zip(self._traffic.direct, peers, strict=True)
+        ]
+
+    def _memory_of(self, move: Move) -> Tensor:
+        memory = self._traffic.in_place(move)
+        if memory is None:
+            raise DataError(
+                f"a weight that was contiguous {move.dtype} when the transfer was opened is not any more: open a new "
+                "WeightTransfer",
+                dtype=move.dtype,
+            )
+        return memory
+
+    def _wait_for(self, index: int, deadline: Deadline) -> None:
+        for peer, work in self._works.pop(index, ()):
+            self._wait(peer, work, deadline)
+
     def _wait(self, peer: int, work: Any, deadline: Deadline) -> None:
         left = datetime.timedelta(seconds=deadline.left(peer))
-        try:
+        with _lost(peer):
             work.wait(left)
-        except RuntimeError as error:
-            raise PeerLost(f"rank {peer} of the transfer: {error}", peer=peer, cause=str(error)) from error
 
 
 class _Sender(_End):
+    def start(self) -> None:
+        self._start_direct(self._group.send, [move.target_rank for move in self._traffic.direct])
+
     def buffer(self, index: int, deadline: Deadline) -> Tensor:
-        for peer, work in self._works.pop(index - _IN_FLIGHT, ()):
-            self._wait(peer, work, deadline)
+        self._wait_for(index - _IN_FLIGHT, deadline)
         return self._slot(index)
 
     def send(self, index: int, deadline: Deadline) -> None:
         for parcel in self._traffic.buckets[index]:
             for memory in self._messages(index, parcel):
-                work = self._group.send([memory], parcel.peer, 0)
-                self._works.setdefault(index, []).append((parcel.peer, work))
-
-    def flush(self, deadline: Deadline) -> None:
-        for index in sorted(self._works):
-            for peer, work in self._works.pop(index):
-                self._wait(peer, work, deadline)
+                self._works.setdefault(index, []).append(_started(self._group.send, memory, parcel.peer))
 
 
 class _Receiver(_End):
+    def start(self) -> None:
+        self._start_direct(self._group.recv, [move.source_rank for move in self._traffic.direct])
+
     def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
         for ahead in range(index, min(index + _IN_FLIGHT, len(self._traffic.buckets))):
             if ahead not in self._works:
                 self._works[ahead] = [
-                    (parcel.peer, self._group.recv([memory], parcel.peer, 0))
+                    _started(self._group.recv, memory, parcel.peer)
                     for parcel in self._traffic.buckets[ahead]
                     for memory in self._messages(ahead, parcel)
                 ]
@@ -121,6 +155,21 @@ class _Receiver(_End):
             for peer, work in itertools.islice(works, len(parcel.messages())):
                 self._wait(peer, work, deadline)
             yield parcel, self._part(index, parcel)
+
+
+@contextlib.contextmanager
+def _lost(peer: int) -> Iterator[None]:
+    """Raise PeerLost for an error of the process group."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"rank {peer} of the transfer: {error}", peer=peer, cause=str(error)) from error
+
+
+def _started(operation: _Operation, memory: Tensor, peer: int) -> tuple[int, Any]:
+    """Start to send or receive; return the peer and what can be waited for."""
+    with _lost(peer):  # the connection may have ended already
+        return peer, operation([memory], peer, 0)
 
 
 def _new_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device) -> Any:

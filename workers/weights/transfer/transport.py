@@ -32,6 +32,8 @@ class RankTraffic:
         buckets: the parcels of each bucket, in the order in which they travel.
         device: the device of its tensors.
         timeout: seconds after which setting up a connection fails.
+        direct: the slices that travel outside of the buckets, from weights to weights, in order; those of a transport
+            that ``uses_in_place``.
         in_place: returns the memory of a slice in the weights themselves, uint8 ``[bytes]``, if it can travel from or
             to there without being copied through a buffer.
     """
@@ -43,11 +45,12 @@ class RankTraffic:
     buckets: tuple[tuple[Parcel, ...], ...]
     device: torch.device
     timeout: float
+    direct: tuple[Move, ...] = ()
     in_place: Callable[[Move], Tensor | None] = lambda move: None
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """The ranks that this one sends to or receives from."""
+        """The ranks that this one sends to or receives from in buckets."""
         return tuple(sorted({parcel.peer for bucket in self.buckets for parcel in bucket}))
 
     @cached_property
@@ -101,6 +104,18 @@ class End(Protocol):
         """The memory that this end keeps in addition to the weights."""
         ...
 
+    def start(self) -> None:
+        """Start to send or receive the slices that travel outside of the buckets."""
+        ...
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until everything has arrived that was sent here, or that is to be received here.
+
+        Raises:
+            PeerLost: a peer has not received or sent in time, or its process ended.
+        """
+        ...
+
     def close(self) -> None:
         """End all connections and free the buffers; in the middle of a transfer too."""
         ...
@@ -127,14 +142,6 @@ class Sender(End, Protocol):
         """
         ...
 
-    def flush(self, deadline: Deadline) -> None:
-        """Wait until all buckets have arrived.
-
-        Raises:
-            PeerLost: a peer has not received them in time, or its process ended.
-        """
-        ...
-
 
 class Receiver(End, Protocol):
     """The end of a rank that receives."""
@@ -156,7 +163,8 @@ class Transport:
 
     Attributes:
         sender, receiver: make the ends of a rank.
-        uses_in_place: whether its ends send and receive the slices of ``RankTraffic.in_place`` without a buffer.
+        uses_in_place: whether its ends send and receive the slices of ``RankTraffic.in_place`` without a buffer, and
+            so those of ``RankTraffic.direct``.
         why_not: returns why it cannot be used between these ranks; "" if it can.
     """
 

@@ -16,7 +16,7 @@ from workers.weights.transfer.endpoint import Opening, TransferOutcome
 from workers.weights.transfer.errors import TransferError
 from workers.weights.transfer.explanation import explanation
 from workers.weights.transfer.plan import Holdings, TransferPlan, plan_transfer
-from workers.weights.transfer.transports import choose_transport
+from workers.weights.transfer.transports import TRANSPORTS, choose_transport
 from workers.weights.transfer.verification import differing_tensors, dtypes_of
 
 __all__ = ["TransferReport", "WeightTransfer"]
@@ -76,9 +76,11 @@ class WeightTransfer:
         source: the group that weights come from.
         target: the group that weights go to. Its weights and persistent buffers are replaced.
         transport: a name of ``TRANSPORTS``: ``in_process``, ``shared_memory`` (one node), ``process_group`` (gloo or
-            NCCL), ``object_store`` (Ray's); ``auto`` is the first of these that can be used.
+            NCCL), ``cuda_ipc`` (GPUs of one node, which ranks may share), ``object_store`` (Ray's); ``auto`` is the
+            first of these that can be used.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once. A rank keeps at most two such
-            buckets.
+            buckets. Slices that travel from the weights of one rank to those of the other, without a buffer, do not
+            count (large ones by ``process_group``).
         timeout: seconds after which opening or running a transfer fails, if a rank does not answer.
 
     Raises:
@@ -108,7 +110,7 @@ class WeightTransfer:
         self.bucket_bytes = bucket_bytes
         held: tuple[list[Holdings], list[Holdings]] = (source.describe_weights(), target.describe_weights())
         self.transport = choose_transport(transport, *held)
-        self.plan: TransferPlan = plan_transfer(*held, bucket_bytes)
+        self.plan: TransferPlan = plan_transfer(*held, bucket_bytes, direct=TRANSPORTS[self.transport].uses_in_place)
         self._verifies = all(each.verify for each in held[1])
         if not self._verifies:
             logger.warning(
@@ -173,8 +175,8 @@ class WeightTransfer:
     def _connect(self) -> None:
         size = self.plan.source_size + self.plan.target_size
         openings = [
-            Opening(self._id, self.transport, rank < self.plan.source_size, rank, size, buckets, self.timeout)
-            for rank, buckets in enumerate(self.plan.by_rank)
+            Opening(self._id, self.transport, rank < self.plan.source_size, rank, size, buckets, self.timeout, direct)
+            for rank, (buckets, direct) in enumerate(zip(self.plan.by_rank, self.plan.direct_by_rank, strict=True))
         ]
         addresses = [
             *self.source.listen_for_weights(openings[: self.plan.source_size]),

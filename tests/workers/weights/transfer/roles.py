@@ -24,7 +24,7 @@ class Policy(ActorRolloutRefWorker):
         whole = full_state_dict(self.model, self.context)
         found = hashlib.sha256()
         for name, tensor in sorted(whole.items()):
-            found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+            found.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
         return found.hexdigest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -11,13 +11,11 @@ from torch import Tensor
 from mcontroller.errors import CallRejected
 from tests.workers.roles import experience
 from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
-from workers.weights.fingerprints import Fingerprint
 from workers.weights.not_arrived import WeightsNotArrived
 from workers.weights.transfer.in_process import TRANSPORT
 from workers.weights.transfer.plan import Parcel
 from workers.weights.transfer.transport import Transport
 from workers.weights.transfer.transports import TRANSPORTS
-from workers.weights.transfer.verification import differing_tensors
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 Base: Any = TRANSPORT.receiver
@@ -94,12 +92,3 @@ def test_the_check_is_turned_off_by_the_configuration_of_the_target(
     with WeightTransfer(actor, rollout, transport="lossy", bucket_bytes=4096) as transfer:
         assert "weights/verify_seconds" not in transfer.run().metrics()
     assert "rollout receives are not verified" in caplog.text
-
-
-def test_tensors_that_only_one_group_has_are_reported() -> None:
-    one, other = (Fingerprint(name, "float32", 1) for name in ("one", "other"))
-    assert differing_tensors([[one], [one, other]], [[other], [one]], 3, "rollout") is None
-    error = differing_tensors([[one]], [[other], [other]], 3, "rollout")
-    assert error is not None and (error.missing, error.unknown, error.update) == (["one"], ["other"], 3)
-    wrong = differing_tensors([[one]], [[one], [one._replace(value=2)]], 3, "rollout")
-    assert wrong is not None and wrong.tensors == {"one": ([1], [1, 2])} and wrong.ranks == [1]

@@ -1,0 +1,99 @@
+"""Which slices travel from weights to weights without a bucket, and that the rest stays within the limit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from workers.weights.refit_plan import LocalTensor, spans_of
+from workers.weights.transfer.explanation import explanation
+from workers.weights.transfer.plan import Holdings, TransferPlan, plan_transfer
+
+MIB = 1 << 20
+ROWS, COLUMNS = 2048, 512  # 4 MiB in float32
+
+
+def held(name: str, dim: int | None, ways: int, **changes: object) -> list[LocalTensor]:
+    """By rank, its part of a matrix [ROWS, COLUMNS]."""
+    whole = LocalTensor(name, (ROWS, COLUMNS), "float32", 4)
+    if dim is None:
+        return [whole._replace(**changes)] * ways
+    size = whole.shape[dim]
+    return [
+        whole._replace(dim=dim, spans=spans_of(size // ways, 1, ways, rank, size), **changes) for rank in range(ways)
+    ]
+
+
+def plan(sources: list[LocalTensor], targets: list[LocalTensor], direct: bool = True) -> TransferPlan:
+    ranks = [
+        [Holdings((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
+    ]
+    return plan_transfer(*ranks, MIB, direct=direct)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "moves"),
+    [
+        (held("w", None, 1), held("w", None, 1), 1),
+        (held("w", 0, 2), held("w", None, 1), 2),
+        (held("w", None, 1), held("w", 0, 2), 2),
+        (held("w", 1, 2), held("w", 1, 2), 2),
+    ],
+    ids=["whole", "rows to whole", "whole to rows", "columns to the same columns"],
+)
+def test_large_slices_that_are_contiguous_on_both_sides_travel_whole(
+    sources: list[LocalTensor], targets: list[LocalTensor], moves: int
+) -> None:
+    found = plan(sources, targets)
+    assert (len(found.direct), found.buckets) == (moves, ())
+    assert sum(move.nbytes for move in found.direct) == found.least_bytes == sum(found.routes.values()) == 4 * MIB
+    assert sum(len(of_rank) for of_rank in found.direct_by_rank) == 2 * moves
+    assert not plan(sources, targets, direct=False).direct
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [
+        (held("w", 1, 2), held("w", None, 1)),
+        (held("w", None, 1), held("w", 1, 2)),
+        (held("w", None, 1), held("w", None, 1, dtype="bfloat16", itemsize=2)),
+        (held("w", None, 1, contiguous=False), held("w", None, 1)),
+        (held("w", None, 1), held("w", None, 1, contiguous=False)),
+        (held("w", 0, 16), held("w", None, 1)),
+    ],
+    ids=["columns to whole", "whole to columns", "converted", "strided source", "strided target", "small"],
+)
+def test_other_slices_travel_in_buckets_within_the_limit(
+    sources: list[LocalTensor], targets: list[LocalTensor]
+) -> None:
+    found = plan(sources, targets)
+    assert not found.direct
+    assert sum(found.routes.values()) == found.least_bytes > 0
+    for bucket in found.buckets:
+        nbytes: dict[int, int] = defaultdict(int)
+        for move in bucket:
+            nbytes[move.source_rank] += move.nbytes
+            nbytes[move.target_rank] += move.nbytes
+        assert max(nbytes.values()) <= MIB
+
+
+def test_the_explanation_says_what_travels_outside_of_the_buckets() -> None:
+    found = plan(held("w", None, 1), held("w", None, 1))
+    text = explanation(found, "process_group", MIB, "actor", "rollout")
+    assert "by process_group: 4.0 MiB directly from weights to weights, 0 B in 0 buckets of at most 1.0 MiB" in text
+    assert "rollout rank 0 <- 4.0 MiB from rank 0" in text
+
+
+def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
+    (whole,) = held("w", None, 1)
+    places = [("one", "A"), ("one", "B"), ("other", "C"), ("other", "D")]
+    sources = [Holdings((whole,), (), node, pid, gpu) for pid, (node, gpu) in enumerate(places)]
+    targets = [
+        Holdings((whole,), (), node, 10 + pid, gpu)
+        for pid, (node, gpu) in enumerate([*reversed(places), ("other", "E"), ("third", "F")])
+    ]
+    routes = plan_transfer(sources, targets, MIB).routes
+    by_target = {target: source for source, target in routes}
+    assert by_target | {4: 2} == {0: 3, 1: 2, 2: 1, 3: 0, 4: 2, 5: by_target[5]} and by_target[4] in (2, 3)
+    assert all(nbytes == 4 * MIB for nbytes in routes.values())

@@ -1,0 +1,1 @@
+"""Weights between two processes that share a GPU."""
