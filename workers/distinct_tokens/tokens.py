@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.distinct_tokens.attention import RowsOfTokens
+from workers.distinct_tokens.prompts import repeats_prompt
 from workers.distinct_tokens.spread import Spread, spread_of
 
 __all__ = ["DistinctTokens", "distinct_tokens"]
@@ -69,9 +70,7 @@ def distinct_tokens(tokens: Tensor, predictors: Tensor, mask: Tensor, multiple: 
     if len(counted) == 0:
         return None
     prompts = torch.minimum(predictors[:, 0] + 1, needed)[counted]
-    repeats = torch.zeros(len(counted), dtype=torch.bool)
-    equal = (tokens[counted[1:]] == tokens[counted[:-1]]) | (columns >= prompts[1:, None])
-    repeats[1:] = equal.all(1) & (prompts[1:] == prompts[:-1])
+    repeats = repeats_prompt(tokens[counted], prompts)
     own = needed[counted] - prompts
     of_prompt, of_own = prompts[~repeats], own
     used = int(of_prompt.sum() + of_own.sum())

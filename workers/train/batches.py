@@ -29,6 +29,7 @@ from workers.train.packing import Packing
 
 if TYPE_CHECKING:
     from mcontroller.data.protocol import DataProto
+    from workers.router_replay.rows import RowExperts
 
 __all__ = ["TokenBatch", "response_batch", "supervised_batch", "tensor_columns"]
 
@@ -50,6 +51,7 @@ class TokenBatch:
         whole_mask: the mask before it was limited to the targets of this context-parallel rank, while a loss is
             computed; otherwise None.
         own: the targets that count and that this context-parallel rank predicts, after ``for_rank``; otherwise None.
+        experts: what routers record or are to choose (see ``workers.router_replay``); otherwise None.
     """
 
     tokens: Tensor
@@ -63,6 +65,7 @@ class TokenBatch:
     distinct: DistinctTokens | None = None
     own: OwnTargets | None = None
     whole_mask: Tensor | None = None
+    experts: RowExperts | None = None
 
     def __len__(self) -> int:
         return self.tokens.size(0)
@@ -89,12 +92,15 @@ class TokenBatch:
         mask[valid:] = 0.0
         taken = self._map(lambda column: column[index])
         taken.mask = mask
+        taken.experts = None if self.experts is None else self.experts.take(index, valid)
         return taken
 
     def narrow(self, width: int) -> TokenBatch:
         """Return the rows cut to ``width`` tokens; no row may be longer."""
         predictors = self.predictors.clamp(max=width - 1)
-        return replace(self, tokens=self.tokens[:, :width].contiguous(), predictors=predictors, own=None)
+        experts = None if self.experts is None else self.experts.narrow(width)
+        tokens = self.tokens[:, :width].contiguous()
+        return replace(self, tokens=tokens, predictors=predictors, own=None, experts=experts)
 
     def with_distinct_tokens(self, multiple: int) -> TokenBatch:
         """Return the batch with ``distinct`` if that is worth it; call it before ``for_rank``.
@@ -124,6 +130,7 @@ class TokenBatch:
             packing=None if self.packing is None else self.packing.to(device),
             distinct=None if self.distinct is None else self.distinct.to(device),
             own=None if self.own is None else self.own.to(device),
+            experts=None if self.experts is None else self.experts.to(device),
         )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:

@@ -14,7 +14,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from workers.model.vocab_parallel import log_probs_and_entropy
@@ -31,6 +31,7 @@ __all__ = [
     "owned_targets",
     "sum_over_context",
     "takes_distinct_tokens",
+    "token_positions",
     "token_scores",
 ]
 
@@ -146,6 +147,24 @@ def owned_targets(rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
 def loss_of_own_targets(loss: Callable[..., Any], pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
     """Return ``loss`` of a micro-batch whose mask has the targets of this rank only; ``whole_mask`` has all of them."""
     return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask), output)
+
+
+def token_positions(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
+    """Return which tokens of the rows go through the layers of a chunk on this rank, in their order there.
+
+    Args:
+        model: the chunk, wrapped or not.
+        rows: the micro-batch, on the device.
+        pg: the groups of the layout.
+
+    Returns:
+        int64 ``[tokens]``, the place of each in the flattened ``rows.tokens``.
+    """
+    places = torch.arange(rows.tokens.numel(), device=rows.tokens.device).view_as(rows.tokens)
+    local = _local_columns(places, rows, pg).T
+    if get_model_config(model).sequence_parallel:
+        local = local.chunk(pg.tp.size())[pg.tp.rank()]
+    return local.flatten()
 
 
 def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:

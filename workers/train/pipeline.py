@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from workers.train.batches import TokenBatch
+from workers.train.forward import token_positions
 
 __all__ = ["Forward", "Loss", "releasing_inputs", "run_for_gradients", "run_for_scores", "scoring"]
 
@@ -64,7 +65,9 @@ def run_for_scores(
     """
 
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-        return forward(model, next(batches)), lambda output, non_loss_data: output
+        rows = next(batches)
+        with _choosing_experts(model, rows, pg):
+            return forward(model, rows), lambda output, non_loss_data: output
 
     with scoring(chunks), releasing_inputs(chunks):
         return _schedule(chunks, pg)(
@@ -97,17 +100,38 @@ def run_for_gradients(
 
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         rows = next(batches)
-        return forward(model, rows), functools.partial(_with_integer_count, loss, rows)
+        with _choosing_experts(model, rows, pg):
+            return forward(model, rows), functools.partial(_with_integer_count, loss, rows)
 
     for chunk in chunks:
         if not chunk.training:
             chunk.train()
-    with releasing_inputs(chunks):
+    with releasing_inputs(chunks), _ending_replay(micro_batches):
         return _schedule(chunks, pg)(
             forward_step_func=step,
             **_schedule_arguments(chunks, micro_batches, pg),
             forward_only=False,
         )
+
+
+def _choosing_experts(
+    model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection
+) -> contextlib.AbstractContextManager[None]:
+    """The context manager of one pass, in which experts are recorded or replayed if ``rows`` has ``experts``."""
+    if rows.experts is None:
+        return contextlib.nullcontext()
+    return rows.experts.in_pass(unwrap_model(model), token_positions(model, rows, pg))
+
+
+@contextlib.contextmanager
+def _ending_replay(micro_batches: Sequence[TokenBatch]) -> Iterator[None]:
+    """Context manager of forward and backward passes, after which no layer is computed again."""
+    try:
+        yield
+    finally:
+        for rows in micro_batches:
+            if rows.experts is not None:
+                rows.experts.routers.forget()
 
 
 def _with_integer_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -1,0 +1,84 @@
+"""The experts that are recorded in generation are those of a whole pass over the same tokens, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from parallel_state.agreement import all_gather_values
+from tests.ranks import run_ranks
+from tests.workers.roles import PROMPT, SAMPLED, own_shard, prompts
+from tests.workers.router_replay.setup import EXPERTS, LAYERS, TOPK, policy
+
+N = 2
+TP2 = {"tp": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one-process": (1, {}, {}),
+    "many-experts": (1, {}, {"model": {"num_moe_experts": 200}}),
+    "passes": (1, {}, {"rollout": {"max_rows": 5}}),
+    "ep2": (2, {"ep": 2}, {}),
+    "tp2-pp2-ep2": (4, TP2 | {"pp": 2, "ep": 2, "etp": 1}, {}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2}, {}),
+    "copy": (4, {"cp": 2, "pp": 2}, {"rollout": {"parallel": TP2 | {"ep": 2, "etp": 1}}}),
+    "copy-many-experts": (2, {"pp": 2}, {"rollout": {"parallel": {}}, "model": {"num_moe_experts": 200}}),
+}
+
+
+def generated_and_scored(parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any] | None:
+    """Return generated responses, the scores that replay their experts, and those that record experts."""
+    worker = policy(parallel, "rollout", "actor_rollout", **changes)
+    batch = own_shard(prompts(6, SAMPLED | {"n": N}), worker)
+    generated = all_gather_values(worker.generate_sequences(batch), worker.context.pg.pp)[-1]
+    replayed = worker.compute_log_prob(generated)
+    recording = policy(parallel, "old_log_probs", "actor", **changes)
+    recorded = recording.compute_log_prob(generated)
+    if replayed is None:
+        return None
+    return {"generated": generated.batch, "replayed": replayed.batch, "recorded": recorded.batch}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generation_records_the_experts_of_its_tokens(layout: str) -> None:
+    ranks, parallel, changes = LAYOUTS[layout]
+    experts = changes.get("model", {}).get("num_moe_experts", EXPERTS)
+    for found in filter(None, run_ranks(generated_and_scored, ranks, parallel, changes)):
+        generated, scored = found["generated"], found["recorded"]
+        column, whole = generated["routed_experts"], scored["routed_experts"]
+        assert column.shape == (*generated["input_ids"].shape, LAYERS, TOPK)
+        assert column.dtype == whole.dtype == (torch.int8 if experts <= 128 else torch.int16)
+        attention, mask = generated["attention_mask"], generated["response_mask"]
+        fed = attention.clone()
+        fed[:, PROMPT:-1], fed[:, -1] = mask[:, 1:], 0  # the last token of a response is not fed
+        assert torch.equal((column != -1).all(-1).all(-1), fed != 0)
+        assert torch.equal((whole != -1).all(-1).all(-1), attention != 0)
+        inside = fed != 0
+        assert torch.equal(column[inside].sort(-1).values, whole[inside].sort(-1).values)
+        assert int(whole.max()) > experts // 2
+        for scores in (found["replayed"], scored):
+            assert float((scores["old_log_probs"] - generated["rollout_log_probs"]).abs().max()) < 1e-5
+
+
+def lengths_differ(mode: str) -> torch.Tensor | None:
+    """Return the experts of prompts that are in more columns on one data-parallel rank than on the other."""
+    worker = policy({}, mode, "actor_rollout", rollout={"parallel": {"ep": 2}})
+    batch = own_shard(prompts(6, SAMPLED | {"n": N}), worker)
+    if worker.context.pg.dp.rank() == 0:
+        columns = {name: torch.nn.functional.pad(column, (3, 0)) for name, column in batch.batch.items()}
+        short = {name: column[:, 6:] for name, column in columns.items()}
+        short["attention_mask"][:, -1] = 1
+        batch = DataProto.from_dict(short, meta_info=batch.meta_info)
+    generated = worker.generate_sequences(batch)
+    scored = policy({}, "old_log_probs", "actor").compute_log_prob(generated)
+    column, whole = generated.batch["routed_experts"], scored.batch["routed_experts"]
+    assert column.shape == whole.shape == (*generated.batch["input_ids"].shape, LAYERS, TOPK)
+    return torch.stack([column.sort(-1).values, whole.sort(-1).values])
+
+
+def test_prompts_of_other_columns_keep_their_experts() -> None:
+    for column, whole in run_ranks(lengths_differ, 2, "rollout"):
+        recorded = column != -1
+        assert bool(recorded.any()) and torch.equal(column[recorded], whole[recorded])
+        assert int(((column == -1) & (whole != -1))[..., 0, 0].sum(1).max()) == 1  # the last token

@@ -1,0 +1,172 @@
+"""The experts of the tokens of rows, from a batch to its micro-batches and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from workers.router_replay.routers import NOT_RECORDED, ModelRouters
+
+__all__ = ["RecordedExperts", "ReplayedExperts", "RowExperts", "at_columns", "from_first_token"]
+
+
+class RowExperts(Protocol):
+    """The experts of the rows of a token batch, or of a micro-batch of it."""
+
+    routers: ModelRouters
+
+    def take(self, index: Tensor, valid: int) -> RowExperts:
+        """Return those of a micro-batch: of the rows at ``index``, of which those from ``valid`` on only fill it."""
+        ...
+
+    def narrow(self, width: int) -> RowExperts:
+        """Return those of the first ``width`` tokens of every row."""
+        ...
+
+    def to(self, device: torch.device) -> RowExperts:
+        """Return them on ``device``."""
+        ...
+
+    def in_pass(self, chunk: nn.Module, positions: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Return the context manager of a pass of the rows through an unwrapped chunk.
+
+        Args:
+            chunk: the chunk.
+            positions: int64 ``[tokens]``, the place of each token of this rank in the flattened rows ``[rows, seq]``.
+        """
+        ...
+
+
+class ReplayedExperts:
+    """Experts that the routers are to choose for the tokens of rows.
+
+    Args:
+        routers: those of this rank.
+        values: ``[rows, seq, routers, topk]``.
+    """
+
+    def __init__(self, routers: ModelRouters, values: Tensor) -> None:
+        self.routers, self.values = routers, values
+
+    def take(self, index: Tensor, valid: int) -> ReplayedExperts:
+        """Return the experts of a micro-batch; rows that only fill it have theirs too."""
+        return ReplayedExperts(self.routers, self.values[index])
+
+    def narrow(self, width: int) -> ReplayedExperts:
+        """Return the experts of the first ``width`` tokens of every row."""
+        return ReplayedExperts(self.routers, self.values[:, :width])
+
+    def to(self, device: torch.device) -> ReplayedExperts:
+        """Return the experts on ``device``."""
+        return ReplayedExperts(self.routers, self.values.to(device))
+
+    @contextlib.contextmanager
+    def in_pass(self, chunk: nn.Module, positions: Tensor) -> Iterator[None]:
+        """Context manager of a pass in which the routers of a chunk choose these experts."""
+        given = self.values[:, :, self.routers.places(chunk)].flatten(0, 1)[positions]
+        with self.routers.replaying(chunk, given, again=torch.is_grad_enabled()):
+            yield
+
+
+class RecordedExperts:
+    """The experts that the routers choose for the tokens of rows, or of the micro-batches that are taken from them.
+
+    Args:
+        routers: those of this rank.
+        rows: number of rows.
+        width: tokens of a row.
+        index: int64 ``[n]``, the positions of the first ``n`` rows in the batch that they are from; rows after them
+            only fill a micro-batch. None: the rows are the batch.
+    """
+
+    def __init__(self, routers: ModelRouters, rows: int, width: int, index: Tensor | None = None) -> None:
+        self.routers, self.width = routers, width
+        self._rows = rows
+        self._index = torch.arange(rows) if index is None else index
+        self._device = torch.device("cpu")
+        self._passes: list[tuple[slice, Tensor, Tensor]] = []
+        self._taken: list[RecordedExperts] = []
+
+    def take(self, index: Tensor, valid: int) -> RecordedExperts:
+        """Return the experts of a micro-batch, which ``gather`` puts in their rows."""
+        taken = RecordedExperts(self.routers, len(index), self.width, self._index[index[:valid]])
+        self._taken.append(taken)
+        return taken
+
+    def narrow(self, width: int) -> RecordedExperts:
+        """Return the same object, for rows of ``width`` tokens."""
+        self.width = width
+        return self
+
+    def to(self, device: torch.device) -> RecordedExperts:
+        """Return the same object, for passes on ``device``."""
+        self._device = device
+        return self
+
+    @contextlib.contextmanager
+    def in_pass(self, chunk: nn.Module, positions: Tensor) -> Iterator[None]:
+        """Context manager of a pass whose choices are recorded."""
+        with self.routers.recording(chunk) as found:
+            yield
+        self._passes += [(self.routers.places(chunk), positions, chosen) for chosen in found]
+
+    def gather(self, pg: ProcessGroupCollection) -> Tensor:
+        """Return the experts of all rows in all layers, ``[rows, seq, layers, topk]`` on the CPU.
+
+        It is a collective over tp, cp and pp, and every rank gets the result.
+
+        Args:
+            pg: the process groups of the layout.
+        """
+        shape = (self._rows, self.width, self.routers.layers, self.routers.topk)
+        everything = torch.full(shape, NOT_RECORDED, dtype=self.routers.dtype)
+        for part in self._taken or [self]:
+            own = self.routers.largest(part.own(), pg.tp, pg.cp)
+            found = self.routers.of_all_stages(own).cpu()
+            everything[part._index, : part.width] = found[: len(part._index)]
+        return everything
+
+    def own(self) -> Tensor:
+        """Return those of this rank's routers and tokens, ``[rows, seq, routers, topk]``."""
+        sizes = (self._rows * self.width, len(self.routers.own), self.routers.topk)
+        values = torch.full(sizes, NOT_RECORDED, dtype=self.routers.dtype, device=self._device)
+        for places, positions, chosen in self._passes:
+            values[positions, places] = chosen
+        return values.unflatten(0, (self._rows, self.width))
+
+
+def from_first_token(column: Tensor, start: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Return ``[rows, width, ...]``, each row from its first token on, and ``NOT_RECORDED`` after its last.
+
+    Args:
+        column: ``[rows, columns, ...]``.
+        start: int64 ``[rows]``, the column of the first token.
+        lengths: int64 ``[rows]``, the number of tokens.
+        width: of the result.
+    """
+    places = torch.arange(width)[None]
+    return _moved(column, places + start[:, None], places < lengths[:, None])
+
+
+def at_columns(values: Tensor, start: Tensor, lengths: Tensor, columns: int) -> Tensor:
+    """Return ``[rows, columns, ...]``, the inverse of ``from_first_token``.
+
+    Args:
+        values: ``[rows, width, ...]``.
+        start: int64 ``[rows]``, the column of the first token.
+        lengths: int64 ``[rows]``, the number of tokens.
+        columns: of the result.
+    """
+    places = torch.arange(columns)[None] - start[:, None]
+    return _moved(values, places, (places >= 0) & (places < lengths[:, None]))
+
+
+def _moved(values: Tensor, source: Tensor, inside: Tensor) -> Tensor:
+    rows = torch.arange(len(values))[:, None]
+    moved = values[rows, source.clamp(0, values.size(1) - 1)]
+    return moved.masked_fill_(~inside.view(*inside.shape, *[1] * (values.dim() - 2)), NOT_RECORDED)
