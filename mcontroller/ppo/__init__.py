@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.rewards import rule_only as rule_only
     from mcontroller.ppo.rewards import sum_of_rewards as sum_of_rewards
     from mcontroller.ppo.rewards import weighted_sum as weighted_sum
+    from mcontroller.ppo.rollout_restart import restart_rollout as restart_rollout
     from mcontroller.ppo.scoring.config import RewardFunctionConfig as RewardFunctionConfig
     from mcontroller.ppo.scoring.config import RewardsConfig as RewardsConfig
     from mcontroller.ppo.scoring.reward import FunctionRewards as FunctionRewards

@@ -14,6 +14,7 @@ from mcontroller.errors import DataError
 
 __all__ = [
     "RESPONSE_COLUMNS",
+    "ROUTED_EXPERTS",
     "STAGE_COLUMNS",
     "BatchStream",
     "Dataset",
@@ -31,8 +32,12 @@ __all__ = [
 RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 """The columns of generated responses that the trainer reads; others stay on the workers."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""Column of the experts that routers chose, ``[rows, prompt + response, layers with experts, experts of a token]``."""
+
 STAGE_COLUMNS = frozenset(
     {
+        ROUTED_EXPERTS,
         *("old_log_probs", "entropys", "ref_log_prob", "values", "rm_scores"),
         *("token_level_scores", "token_level_rewards", "advantages", "returns", "importance_weights"),
     }

@@ -15,6 +15,7 @@ from mcontroller.config.checks import check_known_keys
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.transport import complete
 
 __all__ = [
@@ -198,10 +199,15 @@ class RewardSources:
             self.training.start(self.seen(batch).union(problems))
 
     def seen(self, batch: ReferencedBatch, *, held_out: bool = False) -> DataProto:
-        """Return a batch of responses with the columns here that the reward function reads."""
+        """Return a batch of responses with the columns here that the reward function reads.
+
+        A function that does not name any gets all but the experts of tokens, the largest column.
+        """
         function = self.held_out if held_out else self.training
         reads: Collection[str] | None = ("response_mask",) if function is None else getattr(function, "reads", None)
-        return batch.here() if reads is None else batch.read({*reads, "response_mask"}).columns
+        return (
+            batch.without([ROUTED_EXPERTS]).here() if reads is None else batch.read({*reads, "response_mask"}).columns
+        )
 
     def of(self, batch: DataProto, *, held_out: bool = False) -> Reward:
         """Return the Reward of a batch.

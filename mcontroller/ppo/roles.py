@@ -17,6 +17,7 @@ from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import Role
 
 __all__ = [
+    "CONFIG_KEYS",
     "RoleWorker",
     "check_reference_sync",
     "check_roles",
@@ -100,6 +101,7 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
     if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(mapping):
         raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
     _check_group_size(config)
+    _check_router_replay(config)
     if hasattr(config.actor_rollout_ref, "check_lengths"):
         config.actor_rollout_ref.check_lengths()
     if config.warm_up.steps and Role.RefPolicy in mapping:
@@ -174,6 +176,19 @@ def _check_group_size(config: PPOConfig) -> None:
             "one prompt: every advantage would be 0. Set actor_rollout_ref.rollout.n to 2 or more, such as 8",
             key="actor_rollout_ref.rollout.n",
             value=n,
+        )
+
+
+def _check_router_replay(config: PPOConfig) -> None:
+    """Raise ConfigError if the pass whose experts are to be replayed is never made."""
+    mode = getattr(config.actor_rollout_ref, "router_replay", "none")
+    if mode == "old_log_probs" and config.algorithm.old_log_probs == "rollout":
+        raise ConfigError(
+            "actor_rollout_ref.router_replay is 'old_log_probs' with algorithm.old_log_probs='rollout', for which no "
+            "pass computes old log-probabilities: set actor_rollout_ref.router_replay=rollout, or "
+            "algorithm.old_log_probs=policy",
+            key="actor_rollout_ref.router_replay",
+            value=mode,
         )
 
 

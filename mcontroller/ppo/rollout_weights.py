@@ -61,6 +61,7 @@ class RolloutWeights:
 
     def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
         """Send from ``actor`` to ``rollout`` from now on; do nothing if they are the same group."""
+        self._transfer = self._generating = None
         if rollout is not actor:
             self._groups, self._stale = (actor, rollout), True
 

@@ -18,6 +18,7 @@ from mcontroller.ppo.ahead.generations import DRAWN, Generations, staleness_metr
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
     RESPONSE_COLUMNS,
+    ROUTED_EXPERTS,
     BatchStream,
     Dataset,
     Tokenizer,
@@ -37,6 +38,7 @@ from mcontroller.ppo.kl_control import make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import (
+    RoleWorker,
     check_reference_sync,
     check_roles,
     needs_reference,
@@ -61,7 +63,7 @@ from mcontroller.ppo.summary import (
     signal_metrics,
     validation_metrics,
 )
-from mcontroller.ray.resource_pool import ResourcePoolManager, Role
+from mcontroller.ray.resource_pool import RayResourcePool, ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
 
@@ -179,12 +181,8 @@ class RayPPOTrainer:
         """
         self.resource_pool_manager.create_resource_pool()
         for worker in self.role_workers:
-            with self.stages("start"):
-                pool = self.resource_pool_manager.get_resource_pool(worker.role)
-                self.display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
-                group = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name, **self._accepted())
-                self.groups[worker.name] = group
-                self.stages.devices.add(group, pool)
+            pool = self.resource_pool_manager.get_resource_pool(worker.role)
+            self.groups[worker.name] = self.start_group(worker, pool)
         for group in self.groups.values():
             with self.stages("start", group.init_model):
                 group.init_model()
@@ -198,10 +196,15 @@ class RayPPOTrainer:
         self.reward_model = self.groups.get("reward")
         self.display.groups(self.groups)
 
-    def _accepted(self) -> dict[str, Any]:
-        """Arguments of groups that accept axes across nodes; a custom class without the argument needs none."""
-        axes = self.config.trainer.axes_across_nodes
-        return {"axes_across_nodes": axes} if axes else {}
+    def start_group(self, worker: RoleWorker, pool: RayResourcePool) -> WorkerGroup:
+        """Start the processes of a role; ``init_model`` is not called."""
+        axes = self.config.trainer.axes_across_nodes  # a custom class without this argument needs none
+        further: dict[str, Any] = {"axes_across_nodes": axes} if axes else {}
+        with self.stages("start"):
+            self.display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
+            group = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name, **further)
+            self.stages.devices.add(group, pool)
+        return group
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -332,13 +335,14 @@ class RayPPOTrainer:
     def score_policies(self, batch: ReferencedBatch, start: OverlappingStages) -> list[StageCall]:
         """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
         rows, old, calls = batch.without_text(), self.config.algorithm.old_log_probs, []
+        others = rows.without([ROUTED_EXPERTS])
         once = updates_once(self.config, self.role_workers[0], len(rows), rows.columns.meta_info.get("n", 1))
         if old == "policy" or (old == "auto" and not once):
             calls.append(start("old log-probs", self.actor.compute_log_prob, rows))
         if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
-            calls.append(start("reference", self.reference.compute_ref_log_prob, rows))
+            calls.append(start("reference", self.reference.compute_ref_log_prob, others))
         if self.critic is not None:
-            calls.append(start("values", self.critic.compute_values, rows))
+            calls.append(start("values", self.critic.compute_values, others))
         return calls
 
     def with_results(self, batch: ReferencedBatch, calls: Sequence[StageCall]) -> ReferencedBatch:
@@ -363,11 +367,12 @@ class RayPPOTrainer:
                 return {"actor/skipped_steps": 1.0}
             batch = batch.with_tensors({"response_mask": kept})
         calls: list[StageCall] = []
+        unread = {name: unread_by_update(self.role_workers, name) for name in self._trained_groups()}
         with self.stages.overlapping() as start:
             if self.critic is not None:
-                calls.append(start("update critic", self.critic.update_critic, self._read_by("critic", batch)))
+                calls.append(start("update critic", self.critic.update_critic, batch.without(unread["critic"])))
             if self.global_steps >= self.config.trainer.critic_warmup:
-                calls.append(start("update actor", self.actor.update_actor, self._read_by("actor", batch)))
+                calls.append(start("update actor", self.actor.update_actor, batch.without(unread["actor"])))
                 self.rollout_weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
@@ -399,7 +404,8 @@ class RayPPOTrainer:
         """
         scores = ReferencedBatch(DataProto())
         if self.reward_model is not None:
-            call = start("held-out" if held_out else "reward model", self.reward_model.compute_rm_score, batch)
+            stage, rows = "held-out" if held_out else "reward model", batch.without([ROUTED_EXPERTS])
+            call = start(stage, self.reward_model.compute_rm_score, rows)
             scores = ReferencedBatch.of(call.future())
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
@@ -552,9 +558,6 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         late = trainer.save_minutes > 0 and time.monotonic() - self._saved_at >= 60.0 * trainer.save_minutes
         return self._is_due(trainer.save_freq) or (trainer.save_freq == 0 and late)
-
-    def _read_by(self, group: str, batch: ReferencedBatch) -> ReferencedBatch:
-        return batch.without(unread_by_update(self.role_workers, group))
 
     def _synchronize_reference(self) -> None:
         """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so."""

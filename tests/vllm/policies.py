@@ -47,6 +47,50 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+class InEngine:
+    """Code that runs in the engine's process when it arrives there, in the arguments of a call."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, tuple[str, dict[str, Any]]]:
+        return exec, (self.code, {})
+
+
+STALE_COPY = """
+from policy_receiver import PolicyReceiver
+begin, finish = PolicyReceiver.begin_policy_update, PolicyReceiver.finish_policy_update
+
+def keep(self):
+    self.modules = dict(self.model_runner.get_model().named_modules())
+    self.experts = self.modules.get("model.layers.1.mlp.experts.routed_experts")
+    self.packed = self.modules["lm_head"].cpu_linear if self.experts is None else self.experts.w2_weight[1].clone()
+    begin(self)
+
+def restore(self):
+    finish(self)
+    if self.experts is None:
+        self.modules["lm_head"].cpu_linear = self.packed
+    else:
+        self.experts.w2_weight[1] = self.packed
+    PolicyReceiver.begin_policy_update, PolicyReceiver.finish_policy_update = begin, finish
+
+PolicyReceiver.begin_policy_update, PolicyReceiver.finish_policy_update = keep, restore
+"""
+"""In the next update, keep what the output layer computes with, or the packed weights of one expert."""
+
+NOT_REPACKED = """
+import policy_receiver
+repack = policy_receiver._repack
+
+def skip(model):
+    policy_receiver._repack = repack
+
+policy_receiver._repack = skip
+"""
+"""In the next update, leave out what this project packs again: vLLM itself leaves it out."""
+
+
 class Actor(ActorRolloutRefWorker):
     """An actor whose engine a test can end or stop, or update incompletely."""
 
@@ -56,6 +100,10 @@ class Actor(ActorRolloutRefWorker):
     def repeat_sampling(self) -> None:
         """Use the seeds of the first sampled batch again."""
         self.sampled_batches = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def engine_pid(self) -> int | None:
@@ -81,6 +129,8 @@ class Actor(ActorRolloutRefWorker):
         elif fault == "cache" and engine is not None:
             call = engine.call
             engine.call = lambda method, **values: None if method == "drop_prefixes" else call(method, **values)  # type: ignore[method-assign]
+        elif fault and engine is not None:
+            engine.call("start", code=InEngine({"copy": STALE_COPY, "repack": NOT_REPACKED}[fault]))
         try:
             metrics = self._current_rollout()[1]
             if not fault:

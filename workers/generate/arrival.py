@@ -128,8 +128,8 @@ class ArrivalCheck:
         plan = self._planned(held, weights, device)
         policy = _POLICY[plan.naming](weights, plan.dtypes)
         nanoseconds = int((time.perf_counter() - start) * 1e9)
-        values, slowest = _exchanged(plan.slots, policy, held.fingerprints, nanoseconds, device)
-        self._check(plan, held, values, update)
+        values, (slowest, stale) = _exchanged(plan.slots, policy, held, nanoseconds, device)
+        self._check(plan, held, values, stale, update)
         self._before = [lowest for (lowest, _), _ in values]
         return {"verify_seconds": slowest / 1e9}
 
@@ -144,7 +144,7 @@ class ArrivalCheck:
             self._before = []
         return plan
 
-    def _check(self, plan: _Plan, held: HeldWeights, values: Sequence[_Values], update: int) -> None:
+    def _check(self, plan: _Plan, held: HeldWeights, values: Sequence[_Values], stale: int, update: int) -> None:
         differing: dict[str, tuple[list[int], list[int]]] = {}
         old, missing, unknown = set(), [], []
         for (name, _), slot in plan.slots.items():
@@ -159,8 +159,9 @@ class ArrivalCheck:
                     old.add(name)
             elif policy[0] != policy[1]:
                 logger.warning("update %d: ranks of the policy hold different values of %s", update, name)
-        if differing or missing or unknown:
+        if differing or missing or unknown or stale:
             mine = any(each.value not in differing.get(each.name, ([each.value],))[0] for each in held.fingerprints)
+            mine = mine or held.stale_tokens > 0
             ranks = [rank for rank, differs in enumerate(all_gather_values(mine)) if differs]
             raise WeightsNotArrived.of_tensors(
                 update,
@@ -170,6 +171,7 @@ class ArrivalCheck:
                 missing=missing,
                 unknown=unknown,
                 ranks=ranks,
+                stale_tokens=stale,
             )
 
 
@@ -215,25 +217,29 @@ def _plan(held: HeldWeights, keys: frozenset[_Key], weights: PolicyWeights) -> _
 def _exchanged(
     slots: Mapping[_Key, int],
     policy: Sequence[Fingerprint],
-    held: Sequence[Fingerprint],
+    held: HeldWeights,
     nanoseconds: int,
     device: torch.device,
-) -> tuple[list[_Values], int]:
-    """Return the values of all ranks by slot, and the largest ``nanoseconds``: one reduction of 32 bytes per tensor."""
+) -> tuple[list[_Values], tuple[int, int]]:
+    """Return the values of all ranks by slot, and the largest ``nanoseconds`` and ``stale_tokens``.
+
+    It is one reduction of 32 bytes per tensor.
+    """
     vectors: list[list[int]] = []
-    for fingerprints in (policy, held):
+    for fingerprints in (policy, held.fingerprints):
         highest, lowest = ([_ABSENT] * len(slots) for _ in range(2))
         for name, dtype, value in fingerprints:
             slot = slots[name, dtype]
             highest[slot] = max(highest[slot], value)
             lowest[slot] = max(lowest[slot], ~value)  # the largest complement is that of the smallest value
         vectors += [highest, lowest]
-    flat = torch.tensor([value for vector in vectors for value in vector] + [nanoseconds], device=device)
+    of_rank = [nanoseconds, held.stale_tokens]
+    flat = torch.tensor([value for vector in vectors for value in vector] + of_rank, device=device)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-    *reduced, slowest = flat.tolist()
+    *reduced, slowest, stale = flat.tolist()
     parts = [reduced[start : start + len(slots)] for start in range(0, len(reduced), len(slots))]
 
     def bounds(highest: int, lowest: int) -> _Bounds:
         return (_ABSENT, _ABSENT) if highest == lowest == _ABSENT else (~lowest, highest)
 
-    return [(bounds(*each[:2]), bounds(*each[2:])) for each in zip(*parts, strict=True)], slowest
+    return [(bounds(*each[:2]), bounds(*each[2:])) for each in zip(*parts, strict=True)], (slowest, stale)

@@ -163,7 +163,7 @@ def _raise_if_lost(update: int, verdicts: Mapping[int, CanaryVerdict]) -> None:
     elif found.lost == 1.0:
         what = f"its log-probabilities did not change (mean square {found.moved:.1g} of the policy's change)"
     else:
-        share = f"{found.lost:.2f} +- {found.error:.2f} of" if math.isfinite(found.error) else "a part of"
+        share = f"{found.lost:.2g} +- {found.error:.1g} of" if math.isfinite(found.error) else "a part of"
         what = (
             f"{share} the policy's change of log-probabilities is missing; they differed by {before:.2g} nats on "
             f"average before it, and by {after:.2g} now"
@@ -178,6 +178,7 @@ def _raise_if_lost(update: int, verdicts: Mapping[int, CanaryVerdict]) -> None:
         missing=[],
         unknown=[],
         ranks=[],
+        stale_tokens=0,
         lost=found.lost,
         error=found.error,
         moved=found.moved,

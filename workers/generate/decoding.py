@@ -13,6 +13,7 @@ all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from workers.generate.inference_linears import inference_linears
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, draw_tokens, position_keys
 from workers.generate.shared_prompts import DistinctPrompts, distinct_prompts, repeat_cache
+from workers.router_replay.generation import GeneratedExperts
+from workers.router_replay.routers import ModelRouters
 
 __all__ = ["generate"]
 
@@ -47,6 +50,7 @@ def generate(
     sampling: Sampling,
     vocab_size: int,
     device: torch.device,
+    routers: ModelRouters | None = None,
 ) -> Generated:
     """Generate one response for every row.
 
@@ -57,6 +61,7 @@ def generate(
         sampling: how tokens are drawn, and when a response ends.
         vocab_size: ids from here on are padding of the vocabulary and are never drawn.
         device: of the model.
+        routers: those of the chunks, whose choices are returned. None: they are not.
 
     Returns:
         The responses, on every rank; the log-probabilities are 0 on all stages but the last.
@@ -64,9 +69,13 @@ def generate(
     prompts, lengths = _left_aligned(samples)
     rows, width = prompts.shape
     distinct = distinct_prompts(chunks, prompts, lengths)
-    decoder = _Decoder(chunks, pg, lengths, distinct, width + sampling.response_length, device)
+    longest = sampling.response_length
+    experts = None
+    if routers is not None:
+        experts = GeneratedExperts(routers, lengths, samples.ids.size(1), longest, device)
+    decoder = _Decoder(chunks, pg, lengths, distinct, width + longest, device, experts)
     prompts, seeds = prompts.to(device), samples.seeds[:, 0].to(device)
-    responses = torch.full_like(prompts[:, :1], sampling.pad_token_id).repeat(1, sampling.response_length)
+    responses = torch.full_like(prompts[:, :1], sampling.pad_token_id).repeat(1, longest)
     log_probs = torch.zeros(responses.shape, device=prompts.device)
     mask = torch.zeros_like(responses)
     done = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
@@ -81,7 +90,7 @@ def generate(
         inference_linears(chunks),
         last_position_only(chunks, decoder.tokens),
     ):
-        for step in range(sampling.response_length):
+        for step in range(longest):
             logits = decoder.next_logits(new)
             if logits is not None:
                 keys = position_keys(seeds, step) if sampling.do_sample else None
@@ -98,7 +107,7 @@ def generate(
             if decoder.all_done(done):
                 break
             new = token[:, None]
-    return Generated(responses, mask, log_probs)
+    return Generated(responses, mask, log_probs, routed_experts=None if experts is None else experts.of_responses(mask))
 
 
 class _Decoder:
@@ -112,8 +121,10 @@ class _Decoder:
         distinct: DistinctPrompts,
         max_length: int,
         device: torch.device,
+        experts: GeneratedExperts | None,
     ) -> None:
         self.chunks: Sequence[Any] = chunks
+        self.experts = experts
         self.pg = pg
         self.stages = dist.get_process_group_ranks(pg.pp)
         self.stage = pg.pp.rank()
@@ -150,7 +161,8 @@ class _Decoder:
             if self.stage > 0 or index > 0:
                 output = None  # of the chunk before, which was sent
                 chunk.set_input_tensor(self._receive(chunk, new, ids.size(0)))
-            output = chunk(ids, positions, mask, inference_context=self.cache, runtime_gather_output=True)
+            with self._recording(chunk, start):
+                output = chunk(ids, positions, mask, inference_context=self.cache, runtime_gather_output=True)
             if not self._is_end(index):
                 self._send(output)
         self.cache.increment_sequence_len_offset(new)
@@ -176,6 +188,11 @@ class _Decoder:
         left = (~done).sum()
         dist.all_reduce(left, group=self.pg.tp_ep)
         return int(left) == 0
+
+    def _recording(self, chunk: Any, start: int) -> contextlib.AbstractContextManager[None]:
+        if self.experts is None:
+            return contextlib.nullcontext()
+        return self.experts.in_pass(chunk, start - self.width if start else None)
 
     def _is_end(self, index: int) -> bool:
         return self.stage == len(self.stages) - 1 and index == len(self.chunks) - 1

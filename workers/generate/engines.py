@@ -19,7 +19,7 @@ from workers.config import ActorConfig
 from workers.config.fit import check_generation
 from workers.generate.rollout_protocol import Rollout
 from workers.generate.vllm.checks import check_vllm
-from workers.generate.vllm.rollout import VllmRollout
+from workers.generate.vllm.rollout import vllm_rollout
 
 __all__ = ["ROLLOUT_ENGINES", "RolloutEngine"]
 
@@ -35,11 +35,14 @@ class RolloutEngine:
             built.
         in_worker: whether it generates with Megatron's layers in the worker's process, whose memory
             ``mcontroller check`` estimates.
+        records_experts: whether it returns the experts of tokens (``Generated.routed_experts``) if
+            ``router_replay=rollout``, which is rejected otherwise.
     """
 
     check: Callable[[ActorConfig], None]
     build: Callable[[Any], Rollout]
     in_worker: bool = False
+    records_experts: bool = False
 
 
 ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
@@ -51,5 +54,8 @@ def _check_megatron(config: ActorConfig) -> None:
         check_generation(config.parallel, "parallel")
 
 
-ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, methodcaller("build_megatron_rollout"), in_worker=True))
-ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, lambda worker: VllmRollout(worker.config, worker.context)))
+ROLLOUT_ENGINES.add(
+    "megatron",
+    RolloutEngine(_check_megatron, methodcaller("build_megatron_rollout"), in_worker=True, records_experts=True),
+)
+ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, lambda worker: vllm_rollout(worker.config, worker.context)))

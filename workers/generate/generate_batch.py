@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError, before_changes
+from mcontroller.ppo.data import ROUTED_EXPERTS
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config import RolloutConfig
 from workers.generate.rollout_protocol import Generated, LogProbBasis, Prompts, Rollout
@@ -80,7 +81,7 @@ def generate_batch(
 
 def _sequences(requested: Prompts, generated: Generated, samples: int) -> dict[str, Tensor]:
     """The columns of the first ``samples`` sequences, on the CPU; those of a placeholder follow them."""
-    responses, mask, log_probs = (column[:samples].cpu() for column in generated[:3])
+    responses, mask, log_probs, *experts = (column[:samples].cpu() for column in generated.columns())
     ids, attention = (column[:samples] for column in requested.samples()[:2])
     whole = torch.cat((attention, mask), 1)
     return {
@@ -91,7 +92,7 @@ def _sequences(requested: Prompts, generated: Generated, samples: int) -> dict[s
         "input_ids": torch.cat((ids, responses), 1),
         "attention_mask": whole,
         "position_ids": (whole.cumsum(1) - 1).clamp(min=0),
-    }
+    } | ({ROUTED_EXPERTS: experts[0]} if experts else {})
 
 
 def _placeholder_prompt(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:

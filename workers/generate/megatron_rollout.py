@@ -16,6 +16,7 @@ from workers.generate.prompt_exchange import PromptExchange, consecutive, even_s
 from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.row_limit import RowLimit, row_bytes
 from workers.generate.sampling import Sampling
+from workers.router_replay.routers import ModelRouters
 from workers.train.pipeline import releasing_inputs, scoring
 from workers.weights.fingerprints import model_fingerprints
 from workers.weights.offload import Offload, buffer_tensors, model_tensors
@@ -34,6 +35,7 @@ class MegatronRollout:
         max_rows: the most rows that are generated at once; 0 means as many as fit into memory.
         memory_fraction: of the free memory that the rows of a pass may take, if ``max_rows`` is 0.
         processes_on_node: processes that share the memory of the host.
+        routers: those of the chunks, whose choices are returned with the responses. None: they are not.
     """
 
     holds_weights = False
@@ -47,11 +49,13 @@ class MegatronRollout:
         *,
         memory_fraction: float = 0.8,
         processes_on_node: int = 1,
+        routers: ModelRouters | None = None,
     ) -> None:
         self.chunks = chunks
         self.context = context
         self.vocab_size = vocab_size
         self.max_rows = max_rows
+        self.routers = routers
         self.device = torch.device(torch.cuda.current_device())
         self._fitting = RowLimit(context.pg, self.device, fraction=memory_fraction, processes_on_node=processes_on_node)
 
@@ -92,10 +96,9 @@ class MegatronRollout:
         with self.context.activate(), scoring(chunks), releasing_inputs(chunks), _without_fp8(chunks):
             for rows in even_shares(len(samples.ids), self._passes(samples, sampling)):
                 some = _rows_or_first(samples, rows)
-                generated = generate(chunks, pg, some, sampling, self.vocab_size, self.device)
-                parts.append([column[: len(rows)] for column in generated[:3]])
-        responses, mask, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Generated(responses, mask, log_probs)
+                generated = generate(chunks, pg, some, sampling, self.vocab_size, self.device, self.routers)
+                parts.append([column[: len(rows)] for column in generated.columns()])
+        return Generated.of_columns([torch.cat(column) for column in zip(*parts, strict=True)])
 
     def _passes(self, samples: Prompts, sampling: Sampling) -> int:
         """The number of passes, the same on all ranks that exchange tokens of experts."""
@@ -142,7 +145,11 @@ class RefitRollout:
         shares = even_shares(len(samples.ids), data_parallel.size())
         generated = self.rollout.responses(_rows_or_first(samples, shares[data_parallel.rank()]), sampling)
         shards = consecutive([length * prompts.seeds.size(1) for length in lengths])
-        return self._exchange.return_responses(generated, shares, shards)
+        returned = self._exchange.return_responses(generated, shares, shards)
+        if returned is None or returned.routed_experts is None:
+            return returned
+        wider = everything.ids.size(1) - prompts.ids.size(1)
+        return returned._replace(routed_experts=returned.routed_experts[:, wider:])
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         """Refit the copy: slices of tensors go directly from the ranks that have them to those that need them.

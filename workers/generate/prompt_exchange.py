@@ -69,14 +69,14 @@ class PromptExchange:
         coming = [self._between(other, rank, shares, shards) for other in range(len(self._ranks))]
         order = sorted((other for other in range(len(coming)) if coming[other]), key=lambda other: coming[other].start)
         columns = []
-        for column in generated[:3]:
+        for kept in generated.columns():
+            column = kept.view(torch.int8) if kept.dtype == torch.int16 else kept  # there is no collective of int16
             outgoing = torch.cat([column[rows.start - own.start : rows.stop - own.start] for rows in going])
             incoming = column.new_empty(sum(map(len, coming)), *column.shape[1:])
             dist.all_to_all_single(incoming, outgoing, [len(rows) for rows in coming], [len(rows) for rows in going])
             parts = incoming.split([len(rows) for rows in coming])
-            columns.append(torch.cat([parts[other] for other in order]) if order else incoming)
-        responses, mask, log_probs = columns
-        return Generated(responses, mask, log_probs) if self._ranks[rank].receives else None
+            columns.append((torch.cat([parts[other] for other in order]) if order else incoming).view(kept.dtype))
+        return Generated.of_columns(columns) if self._ranks[rank].receives else None
 
     def _between(self, sender: int, receiver: int, shares: Sequence[range], shards: Sequence[range]) -> range:
         """The rows that one rank sends to another."""

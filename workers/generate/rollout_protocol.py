@@ -60,12 +60,26 @@ class Generated(NamedTuple):
         basis: what ``log_probs`` are of. None: of the policy at the temperature of the batch, before top-k and top-p,
             as ``compute_log_prob`` returns them. Others are not comparable with those, and become the column
             ``engine_log_probs`` instead of ``rollout_log_probs``.
+        routed_experts: integers ``[rows * n, prompt + response_length, layers, topk]``, the experts that computed each
+            token of prompt and response, in the layers that have experts; -1 for padding, and for the last token of a
+            response, which nothing is predicted from. ``router_replay=rollout`` needs them; otherwise None.
     """
 
     responses: Tensor
     mask: Tensor
     log_probs: Tensor
     basis: LogProbBasis | None = None
+    routed_experts: Tensor | None = None
+
+    def columns(self) -> list[Tensor]:
+        """Return the tensors that have one row for each response: three, or four with ``routed_experts``."""
+        return [*self[:3], *([] if self.routed_experts is None else [self.routed_experts])]
+
+    @staticmethod
+    def of_columns(columns: Sequence[Tensor]) -> Generated:
+        """Return responses with the tensors of ``columns()``, and log-probabilities of the policy."""
+        responses, mask, log_probs = columns[:3]
+        return Generated(responses, mask, log_probs, routed_experts=columns[3] if len(columns) > 3 else None)
 
 
 @dataclass(frozen=True)
@@ -142,10 +156,13 @@ class HeldWeights(NamedTuple):
         naming: whose names they have: ``hugging_face``, or ``megatron``.
         fingerprints: those of the tensors that this rank's engine holds, in the engine's dtypes; none on a rank
             without an engine. An engine that holds several copies of a tensor reports each, under the tensor's name.
+        stale_tokens: tokens of a prompt, read before the last update, of which the engine's prefix cache still has keys
+            and values of the old weights; 0 if there are none, or if the engine cannot say.
     """
 
     naming: str
     fingerprints: Sequence[Fingerprint]
+    stale_tokens: int = 0
 
 
 @runtime_checkable

@@ -9,6 +9,8 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
+from workers.distinct_tokens.prompts import repeats_prompt
+
 __all__ = ["DistinctPrompts", "distinct_prompts", "repeat_cache"]
 
 
@@ -33,16 +35,15 @@ def distinct_prompts(chunks: Sequence[Any], ids: Tensor, lengths: Tensor) -> Dis
 
     Args:
         chunks: the model.
-        ids: int64 ``[rows, width]``, with equal ids in the padding.
+        ids: int64 ``[rows, width]``, from column 0 on.
         lengths: int64 ``[rows]``.
     """
     if chunks[0].config.num_moe_experts is not None:
         return DistinctPrompts(ids, lengths, None)
-    rows = torch.cat((ids, lengths[:, None]), 1)
-    found, of_row = torch.unique_consecutive(rows, dim=0, return_inverse=True)
-    if len(found) == len(rows):
+    first = ~repeats_prompt(ids, lengths)
+    if first.all():
         return DistinctPrompts(ids, lengths, None)
-    return DistinctPrompts(found[:, :-1].contiguous(), found[:, -1].contiguous(), of_row)
+    return DistinctPrompts(ids[first], lengths[first], first.cumsum(0) - 1)
 
 
 def repeat_cache(cache: StaticInferenceContext, of_row: Tensor) -> None:

@@ -1,10 +1,13 @@
 """The current weights in the shape that vLLM's transfer engines read: ``WeightSource`` of vLLM 0.32.
 
-It is duck typed: vLLM is not imported. It was not tried with vLLM's engines for GPUs (nccl, ipc, sharded_rdt).
+It has the methods of vLLM's class, and vLLM is not imported. ``make test-vllm`` sends it with the two sides of vLLM's
+transfer engine nccl, over a pipe in place of NCCL, and checks what sharded_rdt requires. The engines themselves need
+GPUs, and were not tried. The engine nccl_m2n needs a source that describes shards of tensors, which this is not.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -55,6 +58,22 @@ class PolicyWeightSource:
         """Return the names of the tensors that this rank yields: all of them, since they are gathered as they come."""
         return [each.name for each in self.metadata()]
 
+    def groups(self) -> list[list[str]]:
+        """Return the names by layer, in the order of the iteration; those before and after them are groups too."""
+        return [list(names) for _, names in itertools.groupby(self.held_names(), _layer)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor]]]:
+        """Yield the names and tensors of one group after another; a rank has all tensors of a group at a time."""
+        for _, pairs in itertools.groupby(self, lambda pair: _layer(pair[0])):
+            names, tensors = zip(*pairs, strict=True)
+            yield list(names), list(tensors)
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights:
             yield name, tensor if self._dtype is None else tensor.to(self._dtype)
+
+
+def _layer(name: str) -> str:
+    """The name up to its first number, which is that of the layer; the same for all names without one."""
+    parts = name.split(".")
+    return ".".join(parts[: next((index + 1 for index, part in enumerate(parts) if part.isdigit()), 0)])

@@ -27,9 +27,9 @@ def check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
         return
     if Role.Rollout not in roles:
         raise ConfigError(
-            f"{_KEY} is {staleness}, and the actor's processes generate: they cannot train at the same time. Map "
-            "Role.Actor and Role.Rollout, or add a section rollout to the configuration of a run; or set "
-            f"{_KEY}=0",
+            f"{_KEY} is {staleness}, and the actor's processes generate: they cannot train at the same time. Set "
+            "rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs; map Role.Actor "
+            f"and Role.Rollout in a program of your own; or set {_KEY}=0",
             key=_KEY,
             value=staleness,
         )
@@ -71,7 +71,8 @@ def check_generates_alone(
     if others:
         raise ConfigError(
             f"{_KEY} is {staleness}, and Role.Rollout shares the pool {pool!r} with {', '.join(others)}, with which it "
-            f"takes turns: map Role.Rollout to a pool of its own, or set {_KEY}=0",
+            "takes turns: give it a pool of its own, with pools.rollout.process_on_nodes in the configuration of a run "
+            f"or the mapping in a program of your own; or set {_KEY}=0",
             key=_KEY,
             value=staleness,
         )

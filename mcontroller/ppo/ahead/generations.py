@@ -71,6 +71,13 @@ class Generations:
         """Generate with a group from now on; the arguments are those of ``start_responses``."""
         self._rollout, self._sampling, self._rollout_fn = rollout, sampling, rollout_fn
 
+    def restart(self, rollout: WorkerGroup[Any]) -> None:
+        """Generate with another group from now on, and start the batches in flight again, with the newest weights."""
+        waiting, self._rollout = list(self._queue), rollout
+        self._queue.clear()
+        for each in waiting:
+            self._begin(each.number, each.problems)
+
     def __len__(self) -> int:
         return len(self._queue)
 
@@ -108,7 +115,9 @@ class Generations:
                 rows=len(problems),
                 expected=len(self._queue[0].problems),
             )
-        number = self._numbered(problems)
+        self._begin(self._numbered(problems), problems)
+
+    def _begin(self, number: int | None, problems: DataProto) -> None:
         self._weights.update()
         with self._stages("generate", self._rollout.generate_sequences):
             result = start_responses(self._rollout, problems, self._sampling, self._rollout_fn)

@@ -69,7 +69,10 @@ class Stages:
 
     def prepare(self, name: str, method: GroupMethod[..., Any, Any]) -> None:
         """Hand the memory of shared devices to the group of a method, which the stage ``name`` calls next."""
-        self._called.setdefault(method.group.name, (method.group, {}))[1][method.name] = name
+        group, _ = self._called.get(method.group.name, (None, {}))
+        if group is not method.group:  # a group that was started again has the same name
+            self._called[method.group.name] = (method.group, {})
+        self._called[method.group.name][1][method.name] = name
         if self.devices.are_shared(method.group):
             with self._timed("offload"):
                 self.devices.make_room(method)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.config.registry import Registry
@@ -27,6 +29,8 @@ class Conversation:
         tokens: token ids of the response.
         own: for each token, 1 if the policy sampled it, 0 if it is the environment's.
         log_probs: for each token, that of the policy when it sampled it; 0 for the environment's.
+        experts: the experts of the first tokens of prompt and response, in parts ``[tokens, layers, experts]``, if the
+            rollout returns them; tokens after the last turn of the policy have none.
         turn: the position in ``tokens`` at which the policy's last turn begins.
         turns: the number of turns that the policy has begun.
     """
@@ -36,6 +40,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
     turn: int = 0
     turns: int = 1
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.ppo.data import columns
+from mcontroller.ppo.data import ROUTED_EXPERTS, columns
 from mcontroller.ppo.generation import GenerateSequences
 from mcontroller.ppo.turns.environment import Conversation, TurnEnvironment
 
@@ -46,7 +46,9 @@ class MultiTurnRollout:
 
         Returns:
             The columns of ``generate_sequences``. ``response_mask`` is 0 for the environment's tokens, which are in
-            ``attention_mask``; their log-probabilities are 0. ``meta_info["metrics"]`` has numbers of turns.
+            ``attention_mask``; their log-probabilities are 0. ``routed_experts`` of a token, if the rollout returns
+            them, are those of the turn in which the next token was sampled. ``meta_info["metrics"]`` has numbers of
+            turns.
 
         Raises:
             DataError: the environment returned another number of replies than there are responses.
@@ -108,8 +110,12 @@ def _record(conversations: Sequence[Conversation], turn: DataProto, longest: int
     responses, mask = columns(turn, "responses", "response_mask")
     tokens, kept, name = responses.tolist(), mask.sum(1).tolist(), _log_probs_of(turn)
     log_probs = [[0.0] * len(row) for row in tokens] if name is None else columns(turn, name)[0].tolist()
+    experts, prompt_columns = turn.tensors().get(ROUTED_EXPERTS), _widths(turn)[1]
     for row, conversation in enumerate(conversations):
         count = min(int(kept[row]), longest - len(conversation.tokens))
+        if experts is not None:
+            known, before = sum(map(len, conversation.experts)), len(conversation.prompt) + len(conversation.tokens)
+            conversation.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
         conversation.sampled(tokens[row][:count], log_probs[row][:count])
 
 
@@ -151,9 +157,21 @@ def _batch(first: DataProto, conversations: Sequence[Conversation], metrics: dic
     name = _log_probs_of(first)
     if name is not None:
         whole[name] = log_probs
+    experts = first.tensors().get(ROUTED_EXPERTS)
+    if experts is not None:
+        whole[ROUTED_EXPERTS] = _experts(experts, conversations, width, longest)
     others = {name: column for name, column in first.tensors().items() if name not in whole}
     meta_info = {**first.meta_info, "metrics": {**first.meta_info.get("metrics", {}), **metrics}}
     return DataProto.from_dict({**others, **whole}, first.non_tensor_batch, meta_info)
+
+
+def _experts(first: Tensor, conversations: Sequence[Conversation], width: int, longest: int) -> Tensor:
+    """Return the column ``routed_experts`` of whole responses; -1 for tokens that have none."""
+    column = first.new_full((len(conversations), width + longest, *first.shape[2:]), -1)
+    for row, each in enumerate(conversations):
+        found, start = torch.cat(each.experts), width - len(each.prompt)
+        column[row, start : start + len(found)] = found
+    return column
 
 
 def _metrics(conversations: Sequence[Conversation], calls: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
 from mcontroller.ppo import AlgorithmConfig, Callback
+from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.ppo.estimators.registry import register_advantage_estimator
 from mcontroller.ray import Role
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
@@ -89,6 +90,55 @@ def test_an_update_gets_no_column_of_the_stages_that_its_worker_class_does_not_r
     unread = {"entropys", "values", "token_level_scores", "token_level_rewards", "returns"}
     assert of_critic.keys() - of_actor.keys() == unread
     assert all(torch.equal(column, of_critic[name]) for name, column in of_actor.items())
+
+
+def test_the_experts_of_tokens_go_to_the_actor_alone():
+    """The largest column of a mixture of experts is sent to the calls that replay them, and not to the controller."""
+    seen: dict[str, set[str]] = {}
+
+    class Routed(Actor):
+        @classmethod
+        def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
+            return "advantages", "old_log_probs", ROUTED_EXPERTS
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+        def generate_sequences(self, prompts: DataProto) -> DataProto:
+            generated = super().generate_sequences(prompts)
+            shape = (*generated.batch["input_ids"].shape, 3, 2)
+            return generated.with_tensors({ROUTED_EXPERTS: torch.zeros(shape, dtype=torch.int8)})
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def compute_log_prob(self, data: DataProto) -> DataProto:
+            seen["log-probs"] = set(data.tensors())
+            return super().compute_log_prob(data)
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+            seen["reference"] = set(data.tensors())
+            return super().compute_ref_log_prob(data)
+
+    class ReadingCritic(Critic):
+        @classmethod
+        def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
+            return "values", "returns"
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def compute_values(self, data: DataProto) -> DataProto:
+            seen["values"] = set(data.tensors())
+            return super().compute_values(data)
+
+    every = reading()
+    del every.reads
+    roles = {Role.ActorRolloutRef: Routed, Role.Critic: ReadingCritic}
+    RECEIVED.clear()
+    with toy_trainer(toy_config(1), roles, val_dataset=None, reward_fn=every) as trainer:
+        trainer.init_workers()
+        batch, _ = trainer.experience(trainer.draw())
+        trainer.fit()
+    assert ROUTED_EXPERTS in batch.names and ROUTED_EXPERTS not in batch.columns.tensors()
+    assert ROUTED_EXPERTS in seen["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()
+    others = (seen["reference"], seen["values"], set(RECEIVED["critic"].tensors()), every.seen)
+    assert all("responses" in columns and ROUTED_EXPERTS not in columns for columns in others)
 
 
 def test_a_reward_function_sees_the_columns_that_it_names_or_all_of_the_responses():

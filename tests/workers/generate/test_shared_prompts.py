@@ -23,7 +23,7 @@ def chunks_with(experts: int | None) -> list[SimpleNamespace]:
 
 
 def test_prompts_are_distinct_if_their_tokens_or_their_lengths_differ() -> None:
-    ids = torch.tensor([[5, 6], [5, 6], [5, 0], [5, 0], [5, 0], [5, 6]])
+    ids = torch.tensor([[5, 6], [5, 6], [5, 0], [5, 0], [5, 9], [5, 6]])  # what is behind a prompt does not count
     lengths = torch.tensor([2, 2, 2, 1, 1, 2])
     distinct = distinct_prompts(chunks_with(None), ids, lengths)
     assert distinct.ids.tolist() == [[5, 6], [5, 0], [5, 0], [5, 6]]

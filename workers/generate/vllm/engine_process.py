@@ -20,6 +20,7 @@ from mcontroller.errors import MControllerError
 __all__ = ["EngineDied", "EngineError", "EngineHung", "EngineProcess"]
 
 _IN_ENGINE = Path(__file__).parent / "in_engine"
+_HASHING = Path(__file__).parents[2] / "weights" / "hashing"
 _EXIT_S = 10.0
 _LOG_TAIL_LINES = 30
 
@@ -78,7 +79,7 @@ class EngineProcess:
         self._connection, theirs = multiprocessing.Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
-        variables["PYTHONPATH"] = os.pathsep.join([str(program.parent), variables.get("PYTHONPATH", "")])
+        variables["PYTHONPATH"] = os.pathsep.join([str(program.parent), str(_HASHING), variables.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(program), str(theirs.fileno())],
             stdin=subprocess.DEVNULL,

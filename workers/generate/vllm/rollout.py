@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -17,14 +18,18 @@ from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
-from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
+from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import BucketContent, send_in_buckets
+from workers.generate.vllm.checks import KNOWN_FAMILIES
 from workers.generate.vllm.engine_process import EngineProcess
 from workers.generate.vllm.requests import prompt_tokens, responses_of, sampling_parameters
-from workers.weights.hf.config import hf_config_of
+from workers.weights.fingerprints import Fingerprint
+from workers.weights.hf.config import family_of, hf_config_of
 
-__all__ = ["VllmRollout", "engine_arguments", "engine_environment"]
+__all__ = ["ReadableVllmRollout", "VllmRollout", "engine_arguments", "engine_environment", "vllm_rollout"]
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_ROWS = 256
 
@@ -42,28 +47,20 @@ _OF_A_RANK = (
 
 
 class VllmRollout:
-    """Generates with one engine for each data-parallel shard, which the shard's rank that returns results starts.
+    """Generates with one engine for each data-parallel shard, which the shard's rank that returns results has.
 
     On the other ranks it takes part in collecting the weights, and generates nothing.
 
     Args:
         config: of the actor and its rollout.
-        context: the layout of training.
-
-    Raises:
-        EngineError: an engine does not start.
+        engine: that of this rank; None on ranks without one.
     """
 
     holds_weights = True
 
-    def __init__(self, config: ActorConfig, context: MegatronContext) -> None:
+    def __init__(self, config: ActorConfig, engine: EngineProcess | None) -> None:
         self._config = config
-        pg = context.pg
-        on_last_stage = pg.pp.rank() == pg.pp.size() - 1
-        devices = _devices_of_shard(pg.dp.rank(), config.rollout.vllm.tp)
-        self.engine: EngineProcess | None = None
-        if on_last_stage and pg.tp.rank() == 0 and pg.cp.rank() == 0:
-            self.engine = _started(config, devices)
+        self.engine = engine
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
         """Return this rank's responses; None on ranks without an engine.
@@ -117,6 +114,44 @@ class VllmRollout:
         self.engine.result()
 
 
+class ReadableVllmRollout(VllmRollout):
+    """A rollout whose engines report the fingerprints of the weights that they compute with."""
+
+    def fingerprints(self) -> HeldWeights:
+        """Return the fingerprints of this rank's engine, and what its prefix cache has of the old weights."""
+        if self.engine is None:
+            return HeldWeights("hugging_face", [])
+        sums, stale_tokens = self.engine.call("held_weights")
+        return HeldWeights("hugging_face", [Fingerprint(*each) for each in sums], stale_tokens)
+
+
+def vllm_rollout(config: ActorConfig, context: MegatronContext) -> VllmRollout:
+    """Start the engine of this rank's shard, on the rank that returns results, and return the rollout (a collective).
+
+    It is readable if the engines of all ranks can read their weights.
+
+    Args:
+        config: of the actor and its rollout.
+        context: the layout of training.
+
+    Raises:
+        EngineError: an engine does not start.
+    """
+    pg, engine = context.pg, None
+    devices = _devices_of_shard(pg.dp.rank(), config.rollout.vllm.tp)
+    if pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0:
+        engine = _started(config, devices)
+    family = family_of(config.model).model_type
+    reason = "" if family in KNOWN_FAMILIES else f"the names of the layers of {family} are not known"
+    if not reason and engine is not None:
+        reason = engine.facts["unreadable"]
+    reasons = sorted({found for found in all_gather_values(reason) if found})
+    if not reasons:
+        return ReadableVllmRollout(config, engine)
+    logger.warning("vLLM's weights cannot be read, so that fingerprints cannot be compared: %s", "; ".join(reasons))
+    return VllmRollout(config, engine)
+
+
 def _started(config: ActorConfig, devices: list[str]) -> EngineProcess:
     """The engine, built from a ``config.json`` of the policy that it reads while it starts; without its weights."""
     settings = config.rollout.vllm
@@ -150,6 +185,7 @@ def engine_arguments(config: ActorConfig, folder: str, *, on_gpu: bool) -> dict[
     return {
         "seed": 0,
         "enforce_eager": not on_gpu,  # compilation for a CPU takes minutes
+        "enable_chunked_prefill": on_gpu,  # vLLM's CPU build cannot sample with seeds if it reads prompts in chunks
         **rollout.vllm.options,
         "model": folder,
         "load_format": "dummy",

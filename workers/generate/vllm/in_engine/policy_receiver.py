@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from held_weights import PartSum, part_sums, unreadable
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -57,6 +58,14 @@ class PolicyReceiver:
         missing = sorted(self.policy_names_expected - self.policy_names_received)
         if missing:
             raise RuntimeError(f"the update had no values for {len(missing)} weights of vLLM's model: {missing[:8]}")
+
+    def unreadable_policy(self) -> str:
+        """Return why the weights that this process computes with cannot be read, or an empty text."""
+        return unreadable(self.model_runner.get_model())
+
+    def policy_sums(self) -> list[PartSum]:
+        """Return the sums of the parts of the weights that this process computes with."""
+        return part_sums(self.model_runner.get_model())
 
     def set_policy_temperature(self, temperature: float) -> None:
         """Divide all logits by ``temperature``, in float32, before vLLM computes log-probabilities from them.

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from held_weights import whole_sums
+
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
 
@@ -53,6 +55,7 @@ class Served:
         self._connection = connection
         self._llm = vllm.LLM(**arguments, worker_extension_cls="policy_receiver.PolicyReceiver")
         self._requests = 0
+        self._has_policy = self._probe_was_read = False
         self._reported = time.monotonic()
 
     def start(self) -> dict[str, Any]:
@@ -60,7 +63,11 @@ class Served:
         import vllm
 
         config = self._llm.llm_engine.vllm_config.model_config
-        return {"version": vllm.__version__, "vocab_size": config.get_vocab_size()}
+        return {
+            "version": vllm.__version__,
+            "vocab_size": config.get_vocab_size(),
+            "unreadable": next(filter(None, self._llm.collective_rpc("unreadable_policy")), ""),
+        }
 
     def generate(
         self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], temperature: float
@@ -95,7 +102,10 @@ class Served:
         return [answers[number] for number in range(first, self._requests)]
 
     def begin_update(self) -> None:
-        """Start an update of the weights."""
+        """Start an update of the weights; first read a prompt with the old ones, so that the prefix cache has it."""
+        self._probe_was_read = self._has_policy
+        if self._probe_was_read:
+            self._cached_tokens()
         self._llm.collective_rpc("begin_policy_update")
 
     def receive_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
@@ -109,6 +119,18 @@ class Served:
             RuntimeError: a weight was not received.
         """
         self._llm.collective_rpc("finish_policy_update")
+        self._has_policy = True
+
+    def held_weights(self) -> tuple[list[tuple[str, str, int]], int]:
+        """Return what shows whether an update has arrived.
+
+        Returns:
+            Name, dtype and sum of all tensors, once for each copy; see ``held_weights``. The tokens of a prompt, read
+            with the old weights, that are still in the prefix cache.
+        """
+        stale = self._cached_tokens() if self._probe_was_read else 0
+        self._probe_was_read = False
+        return whole_sums(self._llm.collective_rpc("policy_sums")), stale
 
     def drop_prefixes(self) -> None:
         """Drop the keys and values of earlier prompts, which the old weights computed.
@@ -124,12 +146,24 @@ class Served:
         before = sum(self._llm.collective_rpc("free_device_memory"))
         if before == 0:
             return 0
+        self._has_policy = False
         self._llm.sleep(level=2)  # the weights are not kept
         return sum(self._llm.collective_rpc("free_device_memory")) - before
 
     def wake_up(self) -> None:
         """Allocate the memory of the GPUs again."""
         self._llm.wake_up()
+
+    def _cached_tokens(self) -> int:
+        """Read a prompt that fills a block of the prefix cache, and return how many of its tokens came from there."""
+        from vllm import SamplingParams
+
+        config = self._llm.llm_engine.vllm_config
+        length = min(config.cache_config.block_size + 1, config.model_config.max_model_len - 1)
+        prompt = {"prompt_token_ids": [token % config.model_config.get_vocab_size() for token in range(length)]}
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        [output] = self._llm.generate([prompt], sampling, use_tqdm=False)
+        return output.num_cached_tokens or 0
 
     def _report_progress(self) -> None:
         if time.monotonic() - self._reported > _PROGRESS_S:

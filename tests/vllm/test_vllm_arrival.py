@@ -1,0 +1,104 @@
+"""After one update at a learning rate of 1e-6, weights that did not all arrive in vLLM are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
+from tests.vllm.policies import POLICIES, Actor, actor_config, prompts
+from tests.vllm.test_vllm_rollout import GREEDY, update
+from workers.weights.not_arrived import CanariesNotFollowed, WeightsNotArrived
+
+TINY_STEPS = {"lr": 1e-6, "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0}
+EXPERTS, EMBEDDING, ONE_EXPERT = 24, "model.embed_tokens.weight", "model.layers.1.mlp.experts.1.down_proj.weight"
+ENGINE_OF_TWO = {  # an engine with two ranks that have the same head of keys, and half of each expert
+    "model": POLICIES["moe-ep2"]["model"] | {"num_query_groups": 1, "tie_embeddings": True},
+    "parallel": {"tp": 1, "ep": 1, "pp": 2},
+    "rollout": {"vllm": {"tp": 2}},
+}
+COPY = {
+    "dense-tp2": "lm_head.weight",
+    "tied-tp2": EMBEDDING,
+    "moe-ep2": "model.layers.1.mlp.experts.1.down_proj.weight",
+}
+
+
+@contextmanager
+def updating(policy: str, dtype: str, verify: str, **changes: Any) -> Iterator[tuple[MegatronRayWorkerGroup, Any]]:
+    """An actor whose engine has its first weights, and a batch to train on."""
+    changes["model"] = {**changes.get("model", {}), "dtype": dtype}
+    changes["rollout"] = {**changes.get("rollout", {}), "verify_weights": verify}
+    config = actor_config(policy, **{**changes, "optim": TINY_STEPS, "ppo_epochs": 1})
+    name = f"arrival-{policy}"
+    with (
+        RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=1) as pool,
+        MegatronRayWorkerGroup(
+            pool, RayClassWithInitArgs(Actor, config, role="actor_rollout"), name_prefix=name
+        ) as group,
+    ):
+        group.init_model()
+        group.update_engine()
+        yield group, group.generate_sequences(prompts(**GREEDY))
+
+
+def of_fault(group: MegatronRayWorkerGroup, batch: Any, fault: str) -> Any:
+    """What the first rank reports after an update with a fault; the next update, without, is accepted."""
+    update(group, batch)
+    first, second = group.update_engine(fault)
+    assert type(first) is type(second)
+    assert all(not isinstance(each, WeightsNotArrived) for each in group.update_engine())
+    return first
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [("dense-tp2", {}), ("tied-tp2", {}), ("moe-ep2", {}), ("moe-ep2", ENGINE_OF_TWO)],
+    ids=["dense", "tied", "experts", "tied-experts-engine-of-two-ranks"],
+)
+def test_fingerprints_separate_new_old_and_half_old_weights_packed_copies_and_prefixes_after_one_bfloat16_update(
+    ray_cluster: None, policy: str, changes: dict[str, Any]
+) -> None:
+    with updating(policy, "bfloat16", "fingerprints", **changes) as (group, batch):
+        for _ in range(3):
+            update(group, batch)
+            assert all(metrics["verify_seconds"] > 0 for metrics in group.update_engine())
+        old, half, cache = (of_fault(group, batch, fault) for fault in ("old", "half", "cache"))
+        assert set(old.old) == set(old.tensors) and len(old.old) > 15 and not old.stale_tokens
+        assert set(half.old) == set(half.tensors) and 0 < len(half.old) < len(old.old)
+        assert (cache.stale_tokens, cache.tensors) == (128, {}) and cache.ranks
+        if not changes:  # code arrives in the process of an engine with one rank only
+            copy, repack = (of_fault(group, batch, fault) for fault in ("copy", "repack"))
+            assert copy.old == list(copy.tensors) == [COPY[policy]]
+            if policy == "dense-tp2":
+                assert repack["verify_seconds"] > 0  # vLLM packs all of this model again
+            else:
+                assert set(repack.tensors) == {EMBEDDING} if policy == "tied-tp2" else len(repack.tensors) == EXPERTS
+
+
+@pytest.mark.parametrize("policy", ["dense-tp2", "tied-tp2", "moe-ep2"])
+def test_canaries_report_float32_weights_that_did_not_arrive(ray_cluster: None, policy: str) -> None:
+    with updating(policy, "float32", "canaries") as (group, batch):
+        for _ in range(3):
+            update(group, batch)
+            for metrics in group.update_engine():
+                assert metrics["canary_judged"] == 1.0 and abs(metrics["canary_lost"]) < 0.05
+        for fault in ("old", "half", "cache"):
+            assert isinstance(of_fault(group, batch, fault), CanariesNotFollowed), fault
+
+
+@pytest.mark.parametrize("policy", ["dense-tp2", "tied-tp2", "moe-ep2"])
+def test_canaries_in_bfloat16_report_old_weights_and_claim_nothing_of_a_part(ray_cluster: None, policy: str) -> None:
+    """One update changes log-probabilities by 1e-4, and rounding by 0.04 nats."""
+    with updating(policy, "bfloat16", "canaries", rollout={"canary_prompts": 64}) as (group, batch):
+        for _ in range(3):
+            update(group, batch)
+            for metrics in group.update_engine():
+                assert metrics["canary_judged"] == 0.0 and metrics["canary_mismatch"] > 0.01
+        assert isinstance(of_fault(group, batch, "old"), CanariesNotFollowed)
+        for fault in ("half", "copy", "cache"):
+            found = of_fault(group, batch, fault)
+            assert isinstance(found, CanariesNotFollowed) or found["canary_judged"] == 0.0, fault
