@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
+from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
@@ -30,6 +32,8 @@ from workers.generate.generate_batch import generate_batch
 from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
 from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
+from workers.router_replay.replay import RouterReplay, check_recorded
+from workers.router_replay.routers import ModelRouters
 from workers.train.batch_checks import check_response_length, require_columns
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
@@ -96,6 +100,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         self.reference: list[nn.Module] = []
         self.rollout: Rollout | None = None
         self.rollout_version: int | None = None
+        self.router_replay = RouterReplay("none", None)
         self._rollout_context: MegatronContext | None = None
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
@@ -185,7 +190,8 @@ class ActorRolloutRefWorker(TransferringWorker):
         """Return which columns that the stages of a step add ``update_actor`` reads; None if it is overridden."""
         if cls.update_actor is not ActorRolloutRefWorker.update_actor:
             return None
-        return columns_of_update(config, {"old_log_probs", "importance_weights", "rollout_log_probs"})
+        read = columns_of_update(config, {"old_log_probs", "importance_weights", "rollout_log_probs"})
+        return read + [ROUTED_EXPERTS] * (config.router_replay != "none")
 
     # ---- called through the group ------------------------------------------------------------------------------------
 
@@ -198,6 +204,8 @@ class ActorRolloutRefWorker(TransferringWorker):
         if self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
+            if self.config.router_replay != "none":
+                self.router_replay = RouterReplay(self.config.router_replay, ModelRouters(self.model, self.context.pg))
         if "rollout" in self.roles:
             self.rollout = self.build_rollout()
             canaries = CanaryCheck(self.config, self.context, self._response_scores)
@@ -228,6 +236,8 @@ class ActorRolloutRefWorker(TransferringWorker):
             policy which generated the row. Samples of one prompt are next to each other. Log-probabilities are the
             policy's at the temperature, before top-k and top-p; those of an engine that reports others are in the
             column ``engine_log_probs`` instead, with what they are in ``meta_info`` (see ``LogProbBasis``).
+            With ``router_replay=rollout`` also ``routed_experts``: the experts of each token, int8 or int16
+            ``[rows * n, prompt + response, layers with experts, topk]``; -1 for padding and for the last token.
             ``meta_info`` has ``temperature`` and ``n``, so that later calls score at the same temperature. If the
             rollout got new weights first, ``meta_info["metrics"]`` has the cost of that. None off the last stage.
 
@@ -254,6 +264,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             dp_group=self.context.pg.dp,
         )
         if generated is not None:
+            check_recorded(self.config.router_replay, generated.tensors(), rollout)
             generated = self.with_policy_version(generated)
             generated.meta_info.setdefault("temperature", self.config.rollout.temperature)
             generated.meta_info.setdefault("n", self.config.rollout.n)
@@ -277,10 +288,12 @@ class ActorRolloutRefWorker(TransferringWorker):
         Args:
             data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``
                 ``[rows, response]``, int64. ``meta_info["temperature"]``, or else the rollout's, divides the logits.
+                With ``router_replay=rollout``, ``routed_experts`` of ``generate_sequences``.
 
         Returns:
-            ``old_log_probs`` and ``entropys``, float32 ``[rows, response]``, 0 if there is no response token. None
-            off the last stage.
+            ``old_log_probs`` and ``entropys``, float32 ``[rows, response]``, 0 if there is no response token. With
+            ``router_replay=old_log_probs`` also ``routed_experts``, as ``generate_sequences`` returns them, with those
+            of the last token. None off the last stage.
 
         Raises:
             ConfigError: the role does not include ``actor``, or the temperature is not above 0.
@@ -288,8 +301,16 @@ class ActorRolloutRefWorker(TransferringWorker):
                 ``rollout.response_length``.
         """
         self._require_role("actor", "compute_log_prob")
-        scores = self._response_scores(data, "compute_log_prob")
-        return None if scores is None else DataProto.from_dict({"old_log_probs": scores[0], "entropys": scores[1]})
+        replay = self.router_replay
+        rows = self._response_rows(data, "compute_log_prob", [], replay=True)
+        recorded = replay.recording(*rows.tokens.shape) if replay.mode == "old_log_probs" else None
+        scores = self._scores(rows if recorded is None else replace(rows, experts=recorded), self.model)
+        columns = (
+            {} if recorded is None else replay.column(recorded, rows.lengths, tensor_columns(data), self.context.pg)
+        )
+        if scores is None:
+            return None
+        return DataProto.from_dict({"old_log_probs": scores[0], "entropys": scores[1], **columns})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
@@ -307,7 +328,8 @@ class ActorRolloutRefWorker(TransferringWorker):
 
         Args:
             data: the result of ``generate_sequences``, with ``advantages`` ``[rows, response]``, ``old_log_probs``
-                unless the update makes one optimizer step of the batch (see ``updates_once``),
+                unless the update makes one optimizer step of the batch (see ``updates_once``), ``routed_experts`` if
+                ``router_replay`` is ``rollout``, or is ``old_log_probs`` and these are there,
                 ``ref_log_prob`` under ``use_kl_loss``, and the columns that the policy loss names.
                 ``importance_weights`` ``[rows, response]``, if there, multiply the policy loss of every token.
                 ``meta_info["n"]`` is the number of responses to a prompt, under ``ppo_mini_batch_prompts``.
@@ -325,7 +347,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         """
         self._require_role("actor", "update_actor")
         config = self.config
-        rows = self._response_rows(data, "update_actor", self._columns_of_update(data))
+        rows = self._response_rows(data, "update_actor", self._columns_of_update(data), replay=True)
         self.use_phase("ppo")
         metrics = self.train(
             "update_actor",
@@ -357,7 +379,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         """
         self._require_role("actor", "forward_backward")
         config = self.config
-        rows = self._response_rows(data, "forward_backward", self._columns_of_update(data))
+        rows = self._response_rows(data, "forward_backward", self._columns_of_update(data), replay=True)
         self.use_phase("ppo")
         metrics = self.compute_gradients(
             "forward_backward",
@@ -482,6 +504,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             settings.max_rows,
             memory_fraction=settings.memory_fraction,
             processes_on_node=self.local_world_size,
+            routers=ModelRouters(chunks, context.pg) if self.config.router_replay == "rollout" else None,
         )
 
     def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
@@ -501,8 +524,10 @@ class ActorRolloutRefWorker(TransferringWorker):
         return self.rollout, metrics
 
     def _response_scores(self, data: DataProto, method: str, chunks: list[Any] | None = None) -> Tensor | None:
-        rows = self._response_rows(data, method, [])
-        scores = self.score(chunks or self.model, rows, self._scoring_size)
+        return self._scores(self._response_rows(data, method, []), chunks or self.model)
+
+    def _scores(self, rows: TokenBatch, chunks: list[Any]) -> Tensor | None:
+        scores = self.score(chunks, rows, self._scoring_size)
         return None if scores is None else scores * rows.mask
 
     def _require_role(self, role: str, method: str) -> None:
@@ -527,7 +552,7 @@ class ActorRolloutRefWorker(TransferringWorker):
     def _reports_mismatch(self, rows: TokenBatch) -> bool:
         return "rollout_log_probs" in rows.columns and type(self).loss is ActorRolloutRefWorker.loss
 
-    def _response_rows(self, data: DataProto, method: str, columns: list[str]) -> TokenBatch:
+    def _response_rows(self, data: DataProto, method: str, columns: list[str], *, replay: bool = False) -> TokenBatch:
         temperature = data.meta_info.get("temperature", self.config.rollout.temperature)
         if not isinstance(temperature, numbers.Real) or not float(temperature) > 0:
             raise ConfigError(
@@ -536,14 +561,16 @@ class ActorRolloutRefWorker(TransferringWorker):
                 value=temperature,
             )
         divisor = float(temperature)
-        return self.rows_of_every_rank(lambda: self._checked_rows(tensor_columns(data), method, columns, divisor))
+        batch = tensor_columns(data)
+        replayed = replay and self.router_replay.replays(method, batch)
+        return self.rows_of_every_rank(lambda: self._checked_rows(batch, method, columns, divisor, replayed))
 
     def _checked_rows(
-        self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float
+        self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float, replayed: bool
     ) -> TokenBatch:
         require_columns(batch, ("input_ids", "responses"), method)
         check_response_length(batch, self.config.rollout.response_length, method)
-        return response_batch(
+        rows = response_batch(
             batch,
             columns,
             method=method,
@@ -552,6 +579,9 @@ class ActorRolloutRefWorker(TransferringWorker):
             multiple=self.sequence_multiple,
             temperature=temperature,
         )
+        if replayed:
+            rows.experts = self.router_replay.replayed(batch, rows.lengths, rows.tokens.size(1), method)
+        return rows
 
     def _overridden_builds(self) -> set[str]:
         builds = ("build_model", "build_rollout_model", "build_rollout")

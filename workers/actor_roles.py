@@ -34,9 +34,22 @@ def check_engine(by_name: bool, config: ActorConfig) -> None:
     Args:
         by_name: False if the class has an engine of its own: then nothing is checked.
         config: of the actor.
+
+    Raises:
+        ConfigError: the engine cannot run with a field.
     """
-    if by_name:
-        ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).check(config)
+    if not by_name:
+        return
+    engine = ROLLOUT_ENGINES.get_or_raise(config.rollout.engine)
+    engine.check(config)
+    if config.router_replay == "rollout" and not engine.records_experts:
+        recording = [name for name in ROLLOUT_ENGINES if ROLLOUT_ENGINES[name].records_experts]
+        raise ConfigError(
+            f"router_replay is 'rollout', but rollout.engine {config.rollout.engine!r} does not return the experts of "
+            f"its tokens: set router_replay to old_log_probs or none, or rollout.engine to {' or '.join(recording)}",
+            key="router_replay",
+            value=config.router_replay,
+        )
 
 
 def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, overridden: Collection[str]) -> None:

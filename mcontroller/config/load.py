@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mcontroller.config.fields import mapped_config, nested_config, unknown_field
 from mcontroller.config.problems import Problems
 from mcontroller.errors import ConfigError, MControllerError
 
-__all__ = ["load_config", "read_yaml"]
+__all__ = ["given_values", "load_config", "read_yaml"]
 
 C = TypeVar("C")
 
@@ -60,6 +60,24 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
     return config
 
 
+def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the values of all sources and overrides as they are, without types, defaults and resolved references.
+
+    Args:
+        sources: as those of ``load_config``.
+        overrides: as those of ``load_config``.
+
+    Raises:
+        ConfigError: a source or an override cannot be read.
+    """
+    layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
+    try:
+        merged = OmegaConf.merge(*layers)
+    except (OmegaConfBaseException, TypeError) as error:
+        raise ConfigError(f"the configuration cannot be merged: {_line(error)}", key="", value=None) from error
+    return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
+
+
 def _lacks_values(cls: type[Any], layers: Sequence[DictConfig]) -> bool:
     """Return whether a value that was removed has no default."""
     error = Problems()
@@ -74,13 +92,22 @@ def _errors_of_sections(cls: type[Any], layers: Sequence[DictConfig]) -> list[MC
     for item in dataclasses.fields(cls):
         nested = nested_config(cls, item.name)
         if nested is not None and isinstance(OmegaConf.select(whole, item.name), DictConfig):
-            problems.attempt(partial(_built, nested, [_resolved(whole[item.name])]))
+            section = _resolved(whole[item.name])
+            if section is not None:
+                problems.attempt(partial(_built, nested, [section]))
     return problems.errors
 
 
-def _resolved(section: DictConfig) -> DictConfig:
-    """Return a copy of a section whose values do not refer to other sections."""
-    return typing.cast(DictConfig, OmegaConf.create(OmegaConf.to_container(section, resolve=True)))
+def _resolved(section: DictConfig) -> DictConfig | None:
+    """Return a copy of a section whose values do not refer to other sections.
+
+    None if a value refers to one that is not given: then its section has an error too, or a default that is not known
+    before the whole is built.
+    """
+    try:
+        return typing.cast(DictConfig, OmegaConf.create(OmegaConf.to_container(section, resolve=True)))
+    except InterpolationResolutionError:
+        return None
 
 
 def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:

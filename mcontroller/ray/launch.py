@@ -193,12 +193,11 @@ def _build(
 
 def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[ProcessInfo]) -> list[ProcessInfo]:
     """Return the processes with the threads that each computes with, which depend on the processes of its node."""
-    neighbors = Counter(bundle.group.id for bundle in lease.bundles)
+    beside = [] if pool.use_gpu or pool.threads is not None else pool.bundles_beside()
+    neighbors = Counter(bundle.address for bundle in (*lease.bundles, *beside))
 
     def threads(info: ProcessInfo, bundle: Bundle) -> int | None:
-        return threads_of_rank(
-            pool.threads, info.threads, info.cores, neighbors[bundle.group.id], bundle.gpu is not None
-        )
+        return threads_of_rank(pool.threads, info.threads, info.cores, neighbors[bundle.address], pool.use_gpu)
 
     return [replace(info, threads=threads(info, at)) for info, at in zip(infos, lease.bundles, strict=True)]
 

@@ -104,7 +104,8 @@ class RayResourcePool(ResourcePool):
             rank waits for which, in which collective; see docs/reliability.md.
         threads: threads that each process computes with on the CPU. By default OMP_NUM_THREADS of the node's Ray if
             it is set, or the CPUs that a process asks for; otherwise, without GPUs, the cores of the node divided by
-            the processes of a group there, and 1 with GPUs or ``warm_start=False``.
+            the processes of a group there, and those of a group of each other pool of one ``ResourcePoolManager``; and
+            1 with GPUs or ``warm_start=False``.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
@@ -136,6 +137,7 @@ class RayResourcePool(ResourcePool):
         self.channel = channel or ChannelOptions()
         self.record_collectives = record_collectives
         self.threads = threads
+        self._beside: tuple[Reservation, ...] = ()
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
 
@@ -172,6 +174,18 @@ class RayResourcePool(ResourcePool):
         nodes = [(id(bundle.group), bundle.node) for bundle in found]
         self._store = [len(list(same)) for _, same in itertools.groupby(nodes)]
         return found
+
+    def set_beside(self, pools: Iterable[RayResourcePool]) -> None:
+        """Share the cores of each node with the groups of these pools, by the default of ``threads``."""
+        self._beside = tuple(part.reservation for pool in pools for part in pool._parts)
+
+    def bundles_beside(self) -> list[Bundle]:
+        """Return the bundles of the pools of ``set_beside``; reserve them if they are not reserved yet.
+
+        Raises:
+            ResourceError: as ``reserve`` does.
+        """
+        return [bundle for reservation in self._beside for bundle in reservation.bundles()]
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """Reserve the pool and return its placement groups, one for each node, in rank order."""
@@ -432,7 +446,8 @@ class ResourcePoolManager:
         resource_pool_spec: number of processes on each node, by name of the pool.
         mapping: name of the pool of each role.
         use_gpu: whether the pools have GPUs.
-        max_colocate_count: slots of each bundle; by default one for every role in the pool.
+        max_colocate_count: slots of each bundle, of all pools or by name of the pool; by default one for every role in
+            the pool.
         isolate_gpus: whether each process sees only its own GPU; see ``RayResourcePool``.
         record_collectives: whether each process records its last collectives; see ``RayResourcePool``.
         threads: threads that each process computes with on the CPU; see ``RayResourcePool``.
@@ -445,7 +460,7 @@ class ResourcePoolManager:
     resource_pool_spec: Mapping[str, Sequence[int]]
     mapping: Mapping[Role, str]
     use_gpu: bool = True
-    max_colocate_count: int | None = None
+    max_colocate_count: int | Mapping[str, int] | None = None
     isolate_gpus: bool = field(default=False, kw_only=True)
     record_collectives: bool = field(default=True, kw_only=True)
     threads: int | None = field(default=None, kw_only=True)
@@ -467,18 +482,18 @@ class ResourcePoolManager:
             ResourceError: the cluster is too small; the message lists the requested, existing and taken resources.
         """
         self.resource_pool_dict = {name: self._pool(name) for name in self.resource_pool_spec}
+        for name, pool in self.resource_pool_dict.items():
+            pool.set_beside(other for key, other in self.resource_pool_dict.items() if key != name)
         if ray.is_initialized():
             shapes = [shape for pool in self.resource_pool_dict.values() for shape in pool.shapes]
             check_fits(shapes, ", ".join(self.resource_pool_dict))
 
     def _pool(self, name: str) -> RayResourcePool:
-        roles = sum(pool == name for pool in self.mapping.values())
-        slots = self.max_colocate_count or max(1, roles)
         return RayResourcePool(
             self.resource_pool_spec[name],
             self.use_gpu,
             name,
-            max_colocate_count=slots,
+            max_colocate_count=self.slots_of(name),
             isolate_gpus=self.isolate_gpus,
             record_collectives=self.record_collectives,
             threads=self.threads,
@@ -498,6 +513,16 @@ class ResourcePoolManager:
         if not self.resource_pool_dict:
             raise ResourceError("the pools have not been created: call create_resource_pool() first")
         return self.resource_pool_dict[self.mapping[role]]
+
+    def slots_of(self, name: str) -> int:
+        """Return the number of slots of each bundle of a pool."""
+        given = self.max_colocate_count
+        chosen = given.get(name) if isinstance(given, Mapping) else given
+        return chosen or max(1, sum(pool == name for pool in self.mapping.values()))
+
+    def get_n_slots(self) -> int:
+        """Return the number of slots of all bundles together: the CPUs that the pools reserve."""
+        return sum(sum(nodes) * self.slots_of(name) for name, nodes in self.resource_pool_spec.items())
 
     def get_n_gpus(self) -> int:
         """Return the number of bundles of all pools together."""

@@ -43,7 +43,7 @@ def test_the_held_out_questions_come_before_those_to_train_on():
 @pytest.mark.parametrize(("layout", "bundles"), [(4, [4]), (8, [8])])
 def test_the_layout_switch_is_the_number_of_bundles_in_the_pool(layout, bundles):
     config = read_run_config(CONFIG, [f"layout={layout}"])
-    assert config.pool.process_on_nodes == bundles and config.pool.max_colocate_count == 2
+    assert config.pool.process_on_nodes == bundles
     assert (config.actor_rollout_ref.parallel.tp, config.actor_rollout_ref.parallel.pp) == (2, 2)
     assert (config.critic.parallel.tp, config.critic.parallel.pp) == (1, 1)
 

@@ -28,7 +28,9 @@ class ManyCalls:
         return [REPLY] * len(conversations)
 
 
-def a_group(simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parallel: dict[str, int]) -> Any:
+def a_group(
+    simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parallel: dict[str, int], **changes: Any
+) -> Any:
     config = {
         "model": MODEL,
         "optim": OPTIM,
@@ -38,7 +40,7 @@ def a_group(simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parall
         "ppo_micro_batch_size": 2,
         "entropy_coeff": 0.1,
     }
-    group = simulated_group(ActorRolloutRefWorker, layout, load_config(ActorConfig, config, {}), "actor_rollout")
+    group = simulated_group(ActorRolloutRefWorker, layout, load_config(ActorConfig, config, changes), "actor_rollout")
     group.init_model()
     return group
 
@@ -83,3 +85,23 @@ def test_the_tokens_of_the_environment_are_no_targets_of_the_loss(simulated_grou
     plain, noisy, all_targets = gradients(0.0, mask), gradients(3.0, mask), gradients(0.0, inside)
     assert all(torch.equal(*pair) for pair in zip(plain, noisy, strict=True))
     assert max(float((one - other).abs().max()) for one, other in zip(plain, all_targets, strict=True)) > 1e-3
+
+
+def test_experts_of_all_turns_are_recorded(simulated_group: SimulatedGroupMaker) -> None:
+    """They are those of a pass over the whole responses, apart from the tokens after the last one that was fed."""
+    experts = {"model": {"num_moe_experts": 8, "moe_ffn_hidden_size": 32}}
+    group = a_group(simulated_group, ParallelLayout(2, pp=2), {"pp": 2}, router_replay="rollout", **experts)
+    batch = responses_of(group)
+    scoring = a_group(simulated_group, ParallelLayout(1), {}, router_replay="old_log_probs", **experts)
+    whole = scoring.compute_log_prob(batch).batch["routed_experts"]
+    recorded = batch.batch["routed_experts"]
+    known, inside = (recorded != -1).all(-1).all(-1), batch.batch["attention_mask"] != 0
+    assert whole.shape == recorded.shape and whole.dtype == recorded.dtype
+    assert torch.equal(recorded[known].sort(-1).values, whole[known].sort(-1).values)
+    sampled = torch.cat((torch.zeros(len(batch), PROMPT), batch.batch["response_mask"]), 1)
+    last = sampled.shape[1] - 1 - sampled.flip(1).argmax(1)  # the last token that the policy sampled
+    assert torch.equal(known, inside & (torch.arange(sampled.shape[1]) < last[:, None]))
+    assert int((sampled[:, PROMPT:].diff(dim=1) == 1).sum()) >= ROWS  # turns after the first
+    replayed = group.compute_log_prob(batch).batch["old_log_probs"]
+    mask = batch.batch["response_mask"].bool()
+    torch.testing.assert_close(replayed[mask], batch.batch["rollout_log_probs"][mask], atol=1e-4, rtol=0)

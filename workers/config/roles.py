@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_above, check_at_least
+from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.aggregation import AGGREGATIONS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
+from workers.config.choices import ROUTER_REPLAY
 from workers.config.ddp import check_ddp
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
@@ -61,6 +62,13 @@ class ActorConfig:
     """Compute a prompt once for the rows of a pass that begin with it, and no padding, in training and scoring.
 
     Not where it is not the same: with experts, dropout, context parallelism or packed rows, and in models of your own.
+    """
+    router_replay: str = "none"
+    """What chooses the experts of tokens in ``update_actor``: its own routers (none), or routers of an earlier pass.
+
+    old_log_probs: those of the pass that computed the old log-probabilities. rollout: those of generation, which are
+    replayed for the old log-probabilities too. The weights of the chosen experts are always computed from their present
+    logits, so routers are trained.
     """
     ppo_epochs: int = 1
     """[epochs] Passes over the batch in one call of ``update_actor``."""
@@ -127,6 +135,7 @@ class ActorConfig:
         if self.sft_optim is not None:
             check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
+        _check_router_replay(self)
 
     def check_lengths(self) -> None:
         """Check that a prompt and its response fit into the model's sequences, for an actor that generates.
@@ -249,3 +258,22 @@ def _check_buffers(config: ActorConfig) -> None:
                 key=f"sft_optim.{name}",
                 value=sft,
             )
+
+
+def _check_router_replay(config: ActorConfig) -> None:
+    """Raise ConfigError if there are no routers, or none whose choice can be recorded."""
+    mode, model = config.router_replay, config.model
+    check_one_of("router_replay", mode, ROUTER_REPLAY)
+    if mode == "none":
+        return
+    if model.num_moe_experts is None:
+        text = f"router_replay is {mode!r}, but the model has no experts: set it to none"
+        raise ConfigError(text, key="router_replay", value=mode)
+    if model.transformer.get("moe_router_fusion"):
+        key = "model.transformer.moe_router_fusion"
+        raise ConfigError(
+            f"{key} is True with router_replay={mode!r}: the fused kernel does not report its choice, nor takes one; "
+            "leave it out",
+            key=key,
+            value=True,
+        )

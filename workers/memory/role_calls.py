@@ -36,11 +36,13 @@ class CallMemory:
     """The memory of one call on the GPU of each pipeline stage.
 
     Attributes:
+        key: the key of the role whose group makes the call, such as ``actor_rollout_ref``.
         role: the role.
         call: what it does: train, score or generate.
         stages: the memory by stage.
     """
 
+    key: str
     role: str
     call: str
     stages: tuple[Memory, ...]
@@ -52,13 +54,13 @@ class CallMemory:
 
 
 def calls_of_run(
-    configs: Mapping[str, RoleConfig], world_size: int, lengths: Lengths, *, fused: bool
+    configs: Mapping[str, RoleConfig], world_sizes: Mapping[str, int], lengths: Lengths, *, fused: bool
 ) -> list[CallMemory]:
     """Return the memory of every call of every role.
 
     Args:
-        configs: by key: ``actor_rollout_ref``, ``critic``, ``ref``, ``reward_model``.
-        world_size: ranks of each group.
+        configs: by key: ``actor_rollout_ref``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
+        world_sizes: ranks of each group, by the same keys.
         lengths: of the rows.
         fused: whether layers are those of Transformer Engine.
 
@@ -68,15 +70,17 @@ def calls_of_run(
     """
     calls: list[CallMemory] = []
     for key, config in configs.items():
-        run = _OfRole(config, world_size, lengths, fused)
+        run = _OfRole(key, config, world_sizes[key], lengths, fused)
         if key == "ref":
             calls.append(run.score("reference"))
+        elif key == "rollout":
+            calls += run.generate()
         elif isinstance(config, ActorConfig):
             calls += run.trained("actor")
-            if ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).in_worker:
-                calls.append(run.generate())
-            if "ref" not in configs:
-                calls.append(run.score("reference"))
+            if "rollout" not in configs:
+                calls += run.generate()
+                if "ref" not in configs:
+                    calls.append(run.score("reference"))
         elif isinstance(config, CriticConfig):
             calls += run.trained("critic")
         else:
@@ -85,8 +89,8 @@ def calls_of_run(
 
 
 class _OfRole:
-    def __init__(self, config: RoleConfig, world_size: int, lengths: Lengths, fused: bool) -> None:
-        self.config, self.world_size, self.lengths, self.fused = config, world_size, lengths, fused
+    def __init__(self, key: str, config: RoleConfig, world_size: int, lengths: Lengths, fused: bool) -> None:
+        self.key, self.config, self.world_size, self.lengths, self.fused = key, config, world_size, lengths, fused
         self.value_head = not isinstance(config, ActorConfig)
 
     def trained(self, role: str) -> Iterator[CallMemory]:
@@ -115,9 +119,12 @@ class _OfRole:
             )
         return self._call(role, "score", lambda stage: built.score(stage, self._batch(rows, 1)))
 
-    def generate(self) -> CallMemory:
+    def generate(self) -> Iterator[CallMemory]:
+        """An engine outside of the worker is not estimated."""
         config = self.config
         assert isinstance(config, ActorConfig)
+        if not ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).in_worker:
+            return
         parallel, model = config.rollout.parallel, config.model
         if parallel is not None:
             model = divided_for(config.model, parallel, config.parallel)
@@ -127,7 +134,7 @@ class _OfRole:
         prompt, response = self.lengths.prompt, self.lengths.response
         stages = range(built.parallel.pp)
         memories = tuple(built.generate(stage, at_once, prompt, response) for stage in stages)
-        return CallMemory("rollout", "generate", memories)
+        yield CallMemory(self.key, "rollout", "generate", memories)
 
     def _role(self, *, trained: bool) -> PlannedRole:
         config = self.config
@@ -145,4 +152,4 @@ class _OfRole:
         return Batch(rows, lengths.prompt + lengths.response, lengths.response, count, chunk)
 
     def _call(self, role: str, call: str, of_stage: Callable[[int], Memory]) -> CallMemory:
-        return CallMemory(role, call, tuple(of_stage(stage) for stage in range(self.config.parallel.pp)))
+        return CallMemory(self.key, role, call, tuple(of_stage(stage) for stage in range(self.config.parallel.pp)))

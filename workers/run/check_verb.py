@@ -10,18 +10,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.roles import CONFIG_KEYS
 from parallel_state.topology import Topology
 from workers.config import ActorConfig
 from workers.memory.estimate import Memory
 from workers.memory.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
-from workers.run.config import RunConfig, read_run_config
-from workers.run.parts import make_parts
+from workers.run.config import MAIN_POOL, RunConfig, read_run_config
+from workers.run.parts import make_parts, roles_of
+from workers.run.pools import pool_names, pool_nodes
 from workers.run.resources import locality_lines, resource_lines
 
 __all__ = ["add_arguments", "layout_of_role", "memory_table", "pool_size", "read_roles", "run"]
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
     parser.add_argument("--role", help="the file has the configuration of this role only, e.g. critic")
     parser.add_argument("--config", metavar="MODULE:CLASS", help="the dataclass of the file, of a program of your own")
-    parser.add_argument("--world-size", type=int, help="ranks of each group; by default those of pool.process_on_nodes")
+    parser.add_argument("--world-size", type=int, help="ranks of each group; by default those of the role's pool")
     parser.add_argument(
         "--layers",
         choices=("transformer_engine", "local"),
@@ -48,18 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     config, roles = read_roles(arguments)
-    world_size = arguments.world_size or pool_size(config)
-    lines = [*_problems(config), *(f"{key}: {layout_of_role(role, world_size)}" for key, role in roles.items())]
+    sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
+    lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
+    pools: Mapping[str, str] = {}
     if isinstance(config, RunConfig):
         lines += [*locality_lines(config), *resource_lines(config)]
-    calls = calls_of_run(roles, world_size, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
-    sys.stdout.write("\n".join([*lines, "", memory_table(calls), ""]))
+        pools = pool_names(config)
+    calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
+    sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools), ""]))
     return 0
 
 
 def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
     """Return the configuration in a file, None for that of a single role, and the roles by key."""
-    classes, parts = roots([arguments.config] if arguments.config else [])
+    classes, registered = roots([arguments.config] if arguments.config else [])
+    parts = {key: cls for key, cls in registered.items() if issubclass(cls, RoleConfig)}
     if arguments.role is not None:
         if arguments.role not in parts:
             text = f"--role is {arguments.role!r}; expected one of {', '.join(parts)}"
@@ -70,7 +75,8 @@ def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig
         config: Any = read_run_config(arguments.file, arguments.overrides)
     else:
         config = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
-    sections = {key: getattr(config, key, None) for key in parts}
+    keys = [CONFIG_KEYS[role] for role in roles_of(config)] if isinstance(config, RunConfig) else parts
+    sections = {key: getattr(config, key, None) for key in keys}
     roles: dict[str, Any] = {key: section for key, section in sections.items() if section is not None}
     for key, section in roles.items():
         if not dataclasses.is_dataclass(section):
@@ -87,8 +93,10 @@ def _problems(config: Any) -> list[str]:
     return parts.problem_lines()
 
 
-def pool_size(config: Any) -> int:
-    """Return the number of bundles that a configuration reserves."""
+def pool_size(config: Any, role: str) -> int:
+    """Return the number of bundles in the pool of a role, by its key."""
+    if isinstance(config, RunConfig):
+        return sum(pool_nodes(config)[pool_names(config).get(role, MAIN_POOL)])
     pool = getattr(config, "pool", None)
     if pool is None:
         raise ConfigError("the configuration has no pool.process_on_nodes: pass --world-size", key="--world-size")
@@ -113,8 +121,13 @@ def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
     return Lengths(0, longest, 0)
 
 
-def memory_table(calls: Sequence[CallMemory]) -> str:
-    """Return a table with a row for every call, of the stage that needs the most memory, in units of 2**30 bytes."""
+def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = None) -> str:
+    """Return a table with a row for every call, of the stage that needs the most memory, in units of 2**30 bytes.
+
+    Args:
+        calls: the calls.
+        pools: the name of the pool of each role, by its key. None: all are in one.
+    """
     rows = [("role", "call", "stage", *_COLUMNS, "total")]
     for call in calls:
         memory = call.stages[call.most]
@@ -122,11 +135,18 @@ def memory_table(calls: Sequence[CallMemory]) -> str:
         rows.append((call.role, call.call, str(call.most), *(f"{size / _GB:.2f}" for size in (*sizes, memory.total))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, *_sums(calls)])
+    of_pool: dict[str, list[CallMemory]] = {}
+    for call in calls:
+        of_pool.setdefault((pools or {}).get(call.key, MAIN_POOL), []).append(call)
+    if len(of_pool) == 1:
+        sums = [f"if all roles share the GPUs: {_sums(calls)}"]
+    else:
+        sums = [f"if the roles of a pool share its GPUs, {name}: {_sums(same)}" for name, same in of_pool.items()]
+    return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, "", *sums])
 
 
-def _sums(calls: Sequence[CallMemory]) -> list[str]:
-    """The most memory of a GPU that all roles share, if they hand it over and if they keep it."""
+def _sums(calls: Sequence[CallMemory]) -> str:
+    """The most memory of a GPU that roles share, if they hand it over and if they keep it."""
     totals = [call.stages[call.most] for call in calls]
     handed = max(memory.total for memory in totals)
     nccl = sum(memory.nccl for memory in {call.role: call.stages[call.most] for call in calls}.values())
@@ -136,8 +156,5 @@ def _sums(calls: Sequence[CallMemory]) -> list[str]:
         kept[call.role] = max(kept[call.role], size)
     moment = max(memory.activations + memory.logits + memory.cache for memory in totals)
     handed += nccl - max(memory.nccl for memory in totals)
-    return [
-        "",
-        f"if all roles share the GPUs: {handed / _GB:.2f} GB with trainer.offload=auto, "
-        f"{(sum(kept.values()) + moment + nccl) / _GB:.2f} GB with trainer.offload=never",
-    ]
+    never = sum(kept.values()) + moment + nccl
+    return f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never"

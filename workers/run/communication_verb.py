@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
     parser.add_argument("--role", help=f"the file has the configuration of this role only: {_ROLE} or ref")
     parser.add_argument("--config", metavar="MODULE:CLASS", help="the dataclass of the file, of a program of your own")
-    parser.add_argument("--world-size", type=int, help="ranks of the group; by default those of pool.process_on_nodes")
+    parser.add_argument("--world-size", type=int, help="ranks of the group; by default those of the role's pool")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     role = roles.get(arguments.role or _ROLE)
     if not isinstance(role, ActorConfig):
         raise ConfigError(f"{arguments.file} has no actor; expected the section {_ROLE}", key=_ROLE)
-    world_size = arguments.world_size or pool_size(config)
+    world_size = arguments.world_size or pool_size(config, arguments.role or _ROLE)
     rollout = role.rollout
     step = StepRows(role.ppo_mini_batch_size, rollout.prompt_length + rollout.response_length, rollout.response_length)
     lines = [

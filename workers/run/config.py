@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from mcontroller.config.checks import check_at_least
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import nested_config, strict_fields
 from mcontroller.config.imports import absolute_path_of, import_module
-from mcontroller.config.load import load_config, read_yaml
+from mcontroller.config.load import given_values, load_config
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.datasets.config import DatasetConfig, ProblemsConfig
 from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
 from mcontroller.ppo.scoring.config import RewardsConfig
 from mcontroller.ppo.turns.environment import MultiTurnConfig
-from workers.config import ActorConfig, CriticConfig, ModelConfig, RewardConfig
+from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
 
-__all__ = ["ClusterConfig", "PoolConfig", "RunConfig", "read_run_config"]
+__all__ = [
+    "MAIN_POOL",
+    "OWN_POOL_ROLES",
+    "ROLES",
+    "ClusterConfig",
+    "FurtherPoolConfig",
+    "PoolConfig",
+    "RunConfig",
+    "read_run_config",
+]
 
-
-ROLES = ("actor_rollout_ref", "rollout", "critic", "ref", "reward_model")
+OWN_POOL_ROLES = ("rollout", "critic", "ref", "reward_model")
+"""The roles that can be in a pool of ``pools``."""
+ROLES = ("actor_rollout_ref", *OWN_POOL_ROLES)
 """The fields that are configurations of roles."""
+MAIN_POOL = "pool"
+"""The name of the pool of all roles that are in no other pool."""
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """The resource pool that all roles share."""
+    """The resource pool of the actor, and of every role that is in no pool of ``pools``.
+
+    All fields but ``process_on_nodes`` and ``max_colocate_count`` hold for the pools of ``pools`` too.
+    """
 
     process_on_nodes: list[int] = field(default_factory=lambda: [1])
     """[bundles] Bundles on each node: one GPU each, or one CPU without GPUs."""
-    max_colocate_count: int = 2
-    """[slots] Slots for processes in each bundle: one for each group, such as the actor and the critic."""
+    max_colocate_count: int | None = None
+    """[slots] Slots for processes in each bundle. None: one for each role in the pool, such as actor and critic."""
     use_gpu: bool = False
     """Reserve GPUs; False runs on CPUs."""
     isolate_gpus: bool = False
@@ -46,16 +59,24 @@ class PoolConfig:
     """Each process records its last collectives; ``CallTimeout`` then reports which rank waits for which."""
     threads: int | None = None
     """Threads that each process computes with on the CPU. None: OMP_NUM_THREADS if it is set; otherwise, without GPUs,
-    the cores of the node divided by its processes of one group."""
+    the cores of the node divided by the bundles of all pools on it."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if not self.process_on_nodes:
-            text = "pool.process_on_nodes is empty; expected the number of bundles on each node, at least one"
-            raise ConfigError(text, key="pool.process_on_nodes", value=self.process_on_nodes)
-        for count in self.process_on_nodes:
-            check_at_least("pool.process_on_nodes", count, 1)
-        check_at_least("pool.max_colocate_count", self.max_colocate_count, 1)
+        _check_nodes("pool.process_on_nodes", self.process_on_nodes)
+        if self.max_colocate_count is not None:
+            check_at_least("pool.max_colocate_count", self.max_colocate_count, 1)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class FurtherPoolConfig:
+    """A further resource pool, with a slot in each bundle for every role in it."""
+
+    process_on_nodes: list[int]
+    """[bundles] Bundles on each node: one GPU each, or one CPU without GPUs, as ``pool.use_gpu`` says."""
+    roles: list[str] = field(default_factory=list)
+    """The roles in the pool: rollout, critic, ref, reward_model. Empty: the role that is the name of the pool."""
 
 
 @strict_fields
@@ -66,7 +87,7 @@ class ClusterConfig:
     address: str | None = None
     """Address of a running cluster. None: start one on this machine for this run."""
     num_cpus: int = 0
-    """[CPUs] CPUs of the cluster that is started. 0: as many as the pool reserves."""
+    """[CPUs] CPUs of the cluster that is started. 0: as many as the pools reserve."""
     object_store_memory: int = 300_000_000
     """[bytes] Object store of the cluster that is started."""
 
@@ -79,7 +100,11 @@ class RunConfig(PPOConfig):
     actor_rollout_ref: ActorConfig
     """The actor, its rollout and its reference."""
     rollout: ActorConfig | None = None
-    """The rollout in a group of its own. None: the rollout is in the actor's workers."""
+    """The rollout in a group of its own. None: the rollout is in the actor's workers.
+
+    In a file, values that are not given are those of actor_rollout_ref, but not ``rollout.parallel``. ``parallel`` is
+    taken over as a whole: if it is given, axes without a size are 1.
+    """
     critic: CriticConfig | None = None
     """The critic. None: an estimator without a critic."""
     ref: ActorConfig | None = None
@@ -97,7 +122,9 @@ class RunConfig(PPOConfig):
     model: ModelConfig | None = None
     """A model that the roles can refer to as ``${model}``."""
     pool: PoolConfig = field(default_factory=PoolConfig)
-    """The resource pool."""
+    """The resource pool of the actor, and of every role that is in no further pool."""
+    pools: dict[str, FurtherPoolConfig] = field(default_factory=dict)
+    """Further resource pools by name: those of a rollout, critic, ref or reward_model that is not in ``pool``."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The Ray cluster."""
     layout: int = 1
@@ -110,6 +137,11 @@ class RunConfig(PPOConfig):
     """Names of the trackers of metrics: jsonl, tensorboard, console, wandb, mlflow, trackio."""
     imports: list[str] = field(default_factory=list)
     """Modules, or files that end in .py, that are imported first: they register your own losses, tokenizers, etc."""
+
+    def __post_init__(self) -> None:
+        """Check the further pools; their roles are checked with the others, see ``workers.run.pools.pool_problems``."""
+        for name, pool in self.pools.items():
+            _check_nodes(f"pools.{name}.process_on_nodes", pool.process_on_nodes)
 
     def within(self, directory: Path) -> RunConfig:
         """Return a copy with the checkpoints inside the run's directory, and all paths absolute."""
@@ -150,21 +182,55 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
         ConfigError: an unknown key (the message contains close matches), or a value that does not fit.
     """
     overrides = list(overrides)
-    for module in _imports(Path(path), overrides):
+    given = given_values(path, overrides=overrides)
+    for module in _imports(given):
         import_module(module, "imports")
-    return load_config(RunConfig, path, overrides=overrides)
+    defaults = _rollout_defaults(given)
+    return load_config(RunConfig, defaults, path, overrides=overrides)
 
 
-def _imports(path: Path, overrides: list[str]) -> list[str]:
-    """Return ``imports`` of a file and overrides, without reading the rest."""
-    chosen = OmegaConf.from_dotlist([each for each in overrides if each.startswith("imports=")])
-    given = OmegaConf.merge(read_yaml(path), chosen)
-    found = OmegaConf.select(given, "imports")
+def _imports(given: Mapping[str, Any]) -> list[str]:
+    found = given.get("imports")
     if found is None:
         return []
-    if not OmegaConf.is_list(found):
+    if not isinstance(found, list):
         raise ConfigError(f"imports is {found!r}; expected a list of modules", key="imports", value=found)
     return [str(each) for each in found]
+
+
+def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return references to the actor's values for those that a section ``rollout`` does not have.
+
+    Args:
+        given: the values of the file and the overrides.
+    """
+    rollout, actor = given.get("rollout"), given.get("actor_rollout_ref")
+    if not isinstance(rollout, Mapping) or not isinstance(actor, Mapping) or "model" not in actor:
+        return {}
+    sampling = rollout.get("rollout", {})
+    if isinstance(sampling, Mapping):  # the layout in which the actor's own processes would generate is none of these
+        rollout = {**rollout, "rollout": {"parallel": None, **sampling}}
+    return {"rollout": _references(ActorConfig, rollout, "actor_rollout_ref")}
+
+
+def _references(cls: type, given: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return references to the fields of ``source`` that are not given; of nested ones but layouts, by field."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        nested = nested_config(cls, item.name)
+        if item.name not in given:
+            found[item.name] = f"${{{source}.{item.name}}}"
+        elif nested not in (None, ParallelConfig) and isinstance(given[item.name], Mapping):
+            found[item.name] = _references(nested, given[item.name], f"{source}.{item.name}")
+    return found
+
+
+def _check_nodes(key: str, counts: list[int]) -> None:
+    if not counts:
+        text = f"{key} is empty; expected the number of bundles on each node, at least one"
+        raise ConfigError(text, key=key, value=counts)
+    for count in counts:
+        check_at_least(key, count, 1)
 
 
 def _with_absolute_path(dataset: DatasetConfig) -> DatasetConfig:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mcontroller.config.problems import Problems
-from mcontroller.errors import ConfigError, LayoutError
+from mcontroller.errors import ConfigError
 from mcontroller.ppo.ahead.checks import check_generates_alone
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.datasets.loading import load_records
@@ -23,17 +22,17 @@ from mcontroller.ppo.scoring.server import LoadedFunction
 from mcontroller.ppo.scoring.trial import TRIED
 from mcontroller.ppo.turns.environment import Demonstrating, make_environment
 from mcontroller.ppo.turns.rollout import MultiTurnRollout
-from mcontroller.ray.resource_pool import ResourcePoolManager, Role
+from mcontroller.ray.resource_pool import Role
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ParallelConfig
 from workers.critic import CriticWorker
 from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
-from workers.run.config import ROLES, RunConfig
+from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
+from workers.run.pools import check_layout, pool_problems, pools_of, role_layouts
 
-__all__ = ["RunParts", "make_parts", "pools_of", "role_layouts", "roles_of"]
+__all__ = ["RunParts", "make_parts", "roles_of"]
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,10 @@ def make_parts(config: RunConfig) -> RunParts:
     """
     problems = Problems()
     attempt = problems.attempt
-    for role, parallel in role_layouts(config):
-        attempt(partial(check_layout, config, role, parallel))
+    for placed in role_layouts(config):
+        attempt(partial(check_layout, placed))
     roles = roles_of(config)
+    problems.errors += pool_problems(config, roles)
     attempt(lambda: check_roles(config, roles))
     attempt(lambda: role_workers(config, roles))
     has_rollout_fn = config.multi_turn.environment is not None
@@ -160,20 +160,6 @@ def roles_of(config: RunConfig) -> dict[Role, Any]:
     return roles
 
 
-def pools_of(config: RunConfig, roles: Mapping[Role, Any]) -> ResourcePoolManager:
-    """Return the pool of the run, in each bundle of which every role has a slot."""
-    pool = config.pool
-    return ResourcePoolManager(
-        resource_pool_spec={"pool": pool.process_on_nodes},
-        mapping=dict.fromkeys(roles, "pool"),
-        use_gpu=pool.use_gpu,
-        max_colocate_count=pool.max_colocate_count,
-        isolate_gpus=pool.isolate_gpus,
-        record_collectives=pool.record_collectives,
-        threads=pool.threads,
-    )
-
-
 def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:
     """Return the tokenizer of the configuration."""
     path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
@@ -198,23 +184,3 @@ def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:
                 key=f"{role}.model.vocab_size",
                 value=section.model.vocab_size,
             )
-
-
-def check_layout(config: RunConfig, role: str, parallel: ParallelConfig) -> None:
-    """Raise LayoutError if the axes of a role do not divide the pool."""
-    bundles = sum(config.pool.process_on_nodes)
-    try:
-        parallel.layout(bundles)
-    except LayoutError as error:
-        raise LayoutError(f"{role} on a pool of {bundles} bundles: {error}", **error.fields) from error
-
-
-def role_layouts(config: RunConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    """Yield the key and the layout of every role, and that of generation if it has its own."""
-    for role in ROLES:
-        section = getattr(config, role)
-        if section is not None:
-            yield role, section.parallel
-    rollout = config.actor_rollout_ref.rollout.parallel
-    if rollout is not None:
-        yield "actor_rollout_ref.rollout", rollout

@@ -23,7 +23,8 @@ from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trackers import Run, make_trackers
 from workers.run.config import RunConfig
-from workers.run.parts import RunParts, make_parts, pools_of
+from workers.run.parts import RunParts, make_parts, roles_of
+from workers.run.pools import pools_of
 
 __all__ = ["CONFIG_FILE", "interruptible", "make_trainer", "start_ray", "train"]
 
@@ -69,7 +70,7 @@ def train(config: RunConfig, console: Console) -> Path:
 
 
 def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: Console) -> RayPPOTrainer:
-    """Return the trainer of a run; every role's group has a slot in each bundle of one pool."""
+    """Return the trainer of a run; every role's group has a slot in each bundle of its pool."""
     return RayPPOTrainer(
         config=config,
         tokenizer=parts.tokenizer,
@@ -88,13 +89,13 @@ def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: C
 
 def start_ray(config: RunConfig) -> None:
     """Connect to the cluster of the configuration, or start one on this machine for this run only."""
-    cluster, pool = config.cluster, config.pool
+    cluster = config.cluster
     if cluster.address is not None:
         ray.init(address=cluster.address, log_to_driver=False)
         return
     ray.init(
         address="local",
-        num_cpus=cluster.num_cpus or sum(pool.process_on_nodes) * pool.max_colocate_count,
+        num_cpus=cluster.num_cpus or pools_of(config, roles_of(config)).get_n_slots(),
         object_store_memory=cluster.object_store_memory,
         include_dashboard=False,
         log_to_driver=False,

@@ -18,6 +18,13 @@ def test_a_pool_has_a_slot_for_every_role_in_it(ray_cluster: None) -> None:
     assert manager.get_n_gpus() == 3
 
 
+def test_slots_can_be_chosen_for_one_pool() -> None:
+    mapping = {Role.Actor: "main", Role.Critic: "main", Role.Rollout: "aside"}
+    manager = ResourcePoolManager({"main": [2, 1], "aside": [1]}, mapping, max_colocate_count={"main": 4})
+    assert [manager.slots_of(name) for name in ("main", "aside")] == [4, 1]
+    assert manager.get_n_slots() == 3 * 4 + 1
+
+
 def test_pools_that_do_not_fit_together_are_rejected_before_launch(ray_cluster: None) -> None:
     mapping = {Role.Actor: "left", Role.Critic: "right"}
     manager = ResourcePoolManager({"left": [10], "right": [10]}, mapping, use_gpu=False)

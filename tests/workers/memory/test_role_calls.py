@@ -7,6 +7,7 @@ import pytest
 from workers import ActorConfig, load_config
 from workers.memory.role_calls import Lengths, calls_of_run
 
+KEY = "actor_rollout_ref"
 MODEL = {
     "vocab_size": 64,
     "max_sequence_length": 64,
@@ -21,5 +22,5 @@ MODEL = {
 )
 def test_generation_is_estimated_for_engines_in_the_worker(engine: str, calls: list[str]) -> None:
     config = load_config(ActorConfig, {"model": MODEL, "rollout": {"engine": engine}})
-    found = calls_of_run({"actor_rollout_ref": config}, 1, Lengths(prompt=16, response=16, rows=4), fused=False)
+    found = calls_of_run({KEY: config}, {KEY: 1}, Lengths(prompt=16, response=16, rows=4), fused=False)
     assert [call.call for call in found] == calls

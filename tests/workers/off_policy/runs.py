@@ -70,17 +70,24 @@ def trainer_of(
     bundles: int = 1,
     trackers: Sequence[Any] = (),
     callbacks: Sequence[Callback] = (),
+    settings: Mapping[str, Any] | None = None,
+    of_rollout: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> RayPPOTrainer:
-    """Return a trainer of GRPO with truncated importance sampling, with a pool each for actor and rollout."""
+    """Return a trainer of GRPO with truncated importance sampling, with a pool each for actor and rollout.
+
+    ``settings`` are further ones of both, ``of_rollout`` of the rollout alone.
+    """
     rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "n": SAMPLES, "seed": 3}
     rows = PROBLEMS * SAMPLES
     common = {"model": MODEL, "rollout": rollout, "ppo_mini_batch_size": rows, "ppo_micro_batch_size": 8}
     mapping = dict(roles or {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker})
     separate = Role.Rollout in mapping
     config = PPOConfig(
-        actor_rollout_ref=load_config(ActorConfig, {**common, "optim": dict(optim), "parallel": dict(parallel)}),
-        rollout=load_config(ActorConfig, common) if separate else None,
+        actor_rollout_ref=load_config(
+            ActorConfig, {**common, "optim": dict(optim), "parallel": dict(parallel)}, dict(settings or {})
+        ),
+        rollout=load_config(ActorConfig, common, dict(settings or {}), dict(of_rollout or {})) if separate else None,
         data=DataConfig(train_batch_size=PROBLEMS),
         algorithm=AlgorithmConfig(
             adv_estimator="grpo", importance=ImportanceConfig(level="token", threshold=THRESHOLD)

@@ -48,7 +48,7 @@ def test_check_prints_data_layout_locality_resources_and_memory(config_file, cap
     assert "data.train: 2 prompts, 1 dropped: longer than 8 tokens" in printed
     assert "actor_rollout_ref: 4 ranks, tp 4 x dp 1" in printed
     assert "actor_rollout_ref: tp crosses nodes" in printed or "tp" in printed.split("locality")[0]
-    assert "pool: 4 bundles of 1 CPU on 2 nodes, 8 slots for processes" in printed and "this machine" in printed
+    assert "pool: 4 bundles of 1 CPU on 2 nodes, 4 slots for processes" in printed and "this machine" in printed
     assert "GB (2**30 bytes)" in printed
     assert not ray.is_initialized()
 

@@ -44,9 +44,9 @@ def names_in_shared_folders() -> set[str]:
     return {str(path) for shared in (tempfile.gettempdir(), "/dev/shm") for path in Path(shared).glob("*mcontroller*")}
 
 
-def shards(run: Path) -> dict[str, str]:
+def shards(run: Path, step: int = 2) -> dict[str, str]:
     """Return the SHA-256 of what the last checkpoint of the actor has in its shards."""
-    directory = run / "checkpoints" / "actor" / "global_step_2"
+    directory = run / "checkpoints" / "actor" / f"global_step_{step}"
     files = json.loads((directory / "manifest.json").read_text())["files"]
     return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
 
