@@ -1,0 +1,125 @@
+"""The least that two calls in each training step cost on this machine, without any code of this project.
+
+    python benchmarks/roundtrip_floor.py [--bytes 87000] [--repeats 20]
+
+8 processes get the bytes, sleep for half a step, and answer; then a message without bytes, and the same again: nothing
+is planned, packed or checked. ``roundtrip.py`` prints the figures beside those of a group's calls; this program prints
+them as JSON, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import secrets
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+
+import zmq
+
+PROCESSES, STEP_SECONDS = 8, 0.2
+KINDS = {"curve": "ZeroMQ with CURVE", "plain": "ZeroMQ, not encrypted", "pipes": "pipes"}
+"""What the messages travel over."""
+
+Exchange = Callable[[bytes], None]
+"""Sends a message to every process, and waits for their answers."""
+
+Keys = tuple[bytes, bytes, bytes]
+"""The server's public key, and the client's pair."""
+
+
+def name_of(rank: int) -> bytes:
+    return b"rank%d" % rank
+
+
+def over_pipes() -> Exchange:
+    pairs = [multiprocessing.Pipe() for _ in range(PROCESSES)]
+    for _, theirs in pairs:
+        multiprocessing.Process(target=serve_pipe, args=(theirs,), daemon=True).start()
+    pipes = [ours for ours, _ in pairs]
+
+    def exchange(message: bytes) -> None:
+        for pipe in pipes:
+            pipe.send_bytes(message)
+        late = list(pipes)
+        while late:
+            for ready in wait(late):
+                if isinstance(ready, Connection):
+                    ready.recv_bytes()
+                    late.remove(ready)
+
+    return exchange
+
+
+def over_zmq(encrypted: bool) -> Exchange:
+    router = zmq.Context().socket(zmq.ROUTER)
+    router.linger = 0
+    keys: Keys | None = None
+    if encrypted:
+        server, client = zmq.curve_keypair(), zmq.curve_keypair()
+        router.curve_server, router.curve_secretkey = True, server[1]
+        keys = server[0], *client
+    url = f"ipc://@mcontroller-floor-{secrets.token_hex(8)}"
+    router.bind(url)
+    for rank in range(PROCESSES):
+        multiprocessing.Process(target=serve_zmq, args=(url, name_of(rank), keys), daemon=True).start()
+    for _ in range(PROCESSES):
+        router.recv_multipart()  # each says that it is there
+
+    def exchange(message: bytes) -> None:
+        for rank in range(PROCESSES):
+            router.send_multipart([name_of(rank), message])
+        for _ in range(PROCESSES):
+            router.recv_multipart()
+
+    return exchange
+
+
+def serve_pipe(pipe: Connection) -> None:
+    while True:
+        pipe.recv_bytes()
+        time.sleep(STEP_SECONDS / 2)
+        pipe.send_bytes(b"done")
+
+
+def serve_zmq(url: str, name: bytes, keys: Keys | None) -> None:
+    dealer = zmq.Context().socket(zmq.DEALER)
+    dealer.routing_id = name
+    if keys is not None:
+        dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = keys
+    dealer.connect(url)
+    dealer.send(b"here")
+    while True:
+        dealer.recv()
+        time.sleep(STEP_SECONDS / 2)
+        dealer.send(b"done")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=int, default=87_000)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    multiprocessing.set_start_method("spawn")
+    exchanges = {"curve": over_zmq(True), "plain": over_zmq(False), "pipes": over_pipes()}
+    message = bytes(options.bytes)
+    times: dict[str, list[float]] = {name: [] for name in (*exchanges, "alone")}
+    for repeat in range(options.repeats + 2):
+        for name, taken in times.items():
+            began = time.perf_counter()
+            for content in (message, b""):
+                if name == "alone":
+                    time.sleep(STEP_SECONDS / 2)
+                else:
+                    exchanges[name](content)
+            if repeat >= 2:
+                taken.append(time.perf_counter() - began)
+    alone = statistics.median(times.pop("alone"))
+    print(json.dumps({name: statistics.median(taken) - alone for name, taken in times.items()}))
+
+
+if __name__ == "__main__":
+    main()
