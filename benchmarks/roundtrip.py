@@ -49,9 +49,10 @@ LAYOUT = ParallelLayout(8, tp=2, pp=2)
 TOPOLOGY = Topology.from_layout(LAYOUT)
 SEQUENCE = 1024
 STEP_SECONDS, STEP_MEGABYTES, STEP_TARGET = 0.2, 0.2, 0.01
-STEPS_IN_A_ROW = 5
+STEPS_IN_A_ROW = 10
+SETTLE_SECONDS = 0.1
 TARGETS = {0.2: 0.5, 15: 1.05, 120: 1.05}
-EMPTY_TARGET = 0.25
+EMPTY_SECONDS = 1.2e-3
 PEER_TARGETS = {0.2: 1.5, 15: 3.0, 120: 10.0}
 
 
@@ -155,15 +156,22 @@ def make_batch(megabytes: float) -> DataProto:
     return DataProto.from_dict({**ids, "score": torch.rand(rows, SEQUENCE)})
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Return the median seconds of each, run alternately so that other load on the machine slows all of them."""
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, *, in_a_row: int = 1) -> dict[str, float]:
+    """Return the median seconds of each, run alternately so that other load on the machine slows all of them.
+
+    With ``in_a_row``, each runs so often before the next one does, after a pause: what one leaves to background threads
+    is not counted in the other.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 2):
         for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            if repeat >= 2:
-                times[name].append(time.perf_counter() - began)
+            if in_a_row > 1:
+                time.sleep(SETTLE_SECONDS)
+            for _ in range(in_a_row):
+                began = time.perf_counter()
+                run()
+                if repeat >= 2:
+                    times[name].append(time.perf_counter() - began)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -244,7 +252,7 @@ def report_compiled(bare: BareRay, repeats: int) -> None:
     graph = bare.compiled_empty()
     runs = {"compiled": lambda: ray.get(graph.execute(None)), "bare": bare.empty}
     try:
-        taken = interleaved(runs, repeats)
+        taken = interleaved(runs, repeats, in_a_row=10)
         compiled, plain = taken["compiled"], taken["bare"]
         figures = f"{compiled * 1e3:>9.2f} {plain * 1e3:>9.2f} {compiled / plain:>7.2f}"
     except RayChannelTimeoutError as error:
@@ -259,7 +267,6 @@ def report_step(group: Any, repeats: int) -> None:
     A program may wait for both, or read the results of a step while the next one runs.
     """
     batch = make_batch(STEP_MEGABYTES)
-    before: list[Any] = []
 
     def alone() -> None:
         time.sleep(STEP_SECONDS / 2)
@@ -269,18 +276,25 @@ def report_step(group: Any, repeats: int) -> None:
         group.forward_backward(batch)
         group.optim_step()
 
+    def alone_in_a_row() -> None:
+        for _ in range(STEPS_IN_A_ROW):
+            alone()
+
     def read_late() -> None:
-        futures = [group.forward_backward.options(blocking=False)(batch), group.optim_step.options(blocking=False)()]
+        before: list[Any] = []
+        for _ in range(STEPS_IN_A_ROW):
+            loss = group.forward_backward.options(blocking=False)(batch)
+            norm = group.optim_step.options(blocking=False)()
+            for future in before:
+                future.get()
+            before = [loss, norm]
         for future in before:
             future.get()
-        before[:] = futures
 
     taken = interleaved({"alone": alone, "waited": waited}, repeats)
     rows = {"both waited for": taken["waited"] - taken["alone"]}
-    taken = interleaved({"alone": several(alone), "late": several(read_late)}, max(4, repeats // STEPS_IN_A_ROW))
-    rows["read while the next step runs"] = (taken["late"] - taken["alone"]) / STEPS_IN_A_ROW
-    for future in before:
-        future.get()
+    taken = interleaved({"alone": alone_in_a_row, "late": read_late}, max(3, repeats // STEPS_IN_A_ROW))
+    rows[f"{STEPS_IN_A_ROW} steps, each read while the next runs"] = (taken["late"] - taken["alone"]) / STEPS_IN_A_ROW
     print(f"added to a step of {STEP_SECONDS:g} s by forward_backward, with {STEP_MEGABYTES:g} MB, and by optim_step:")
     for what, seconds in rows.items():
         share = seconds / STEP_SECONDS
@@ -291,16 +305,6 @@ def report_step(group: Any, repeats: int) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     for kind, seconds in json.loads(done.stdout).items():
         print(f"  {f'the same bytes over {KINDS[kind]}':<48} {seconds * 1e3:>6.2f} ms {seconds / STEP_SECONDS:>6.1%}")
-
-
-def several(step: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that runs several steps one after the other."""
-
-    def run() -> None:
-        for _ in range(STEPS_IN_A_ROW):
-            step()
-
-    return run
 
 
 def report_failure(group: Any) -> None:
@@ -377,8 +381,8 @@ def main() -> None:
             target = TARGETS.get(megabytes, max(TARGETS.values()))
             report(f"{megabytes:g} MB: {what}", taken["ours"], taken["bare"], target)
             ours[f"{megabytes:g} {method}"] = taken["ours"]
-    taken = interleaved({"ours": group.empty, "bare": bare.empty}, options.repeats * 5)
-    report("empty call", taken["ours"], taken["bare"], EMPTY_TARGET)
+    taken = interleaved({"ours": group.empty, "bare": bare.empty}, options.repeats, in_a_row=10)
+    report("empty call", taken["ours"], taken["bare"], EMPTY_SECONDS / taken["bare"])
     report_compiled(bare, options.repeats)
     report_step(group, options.repeats)
     largest = make_batch(max(options.megabytes))
