@@ -183,7 +183,8 @@ class Executor(Protocol):
             measure: whether to provide ``InFlightCall.lengths``.
 
         Raises:
-            GroupBroken: an earlier call has failed. The failure of this call is raised by ``InFlightCall.result``.
+            WorkerDied: a process ended before this call. What fails later is raised by ``InFlightCall.result``.
+            GroupBroken: an earlier call has failed.
         """
 
     def fetch(self, handles: Sequence[Handle]) -> list[Any]:

@@ -86,7 +86,8 @@ class PortedRayGroup:
             every_n_seconds: accepted for ported code, and not used.
 
         Raises:
-            GroupBroken: a process has ended, or an earlier call failed.
+            WorkerDied: a process has ended.
+            GroupBroken: an earlier call failed.
             GroupError: the group has been shut down.
         """
         self.executor.processes.check(self.name)

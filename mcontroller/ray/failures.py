@@ -15,7 +15,10 @@ from mcontroller.ray.node_processes import on_node, recorded_status
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.warm_start import exits
 
-__all__ = ["RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
+__all__ = ["NO_CALL", "RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
+
+NO_CALL = "no call"
+"""In place of a method's name, for a rank that had no call."""
 
 LOG_LINES = 20
 LOG_BYTES = 16 * 1024
@@ -146,9 +149,9 @@ def _unexpected(failure: RankFailure, followers: int) -> WorkerError:
 def _died(failure: RankFailure, followers: int) -> WorkerDied:
     exit_cause = _exit_cause(str(failure.error), failure.label.info)
     log_tail = tail(failure.label.info)
+    when = "between calls" if failure.method == NO_CALL else f"in {failure.method}"
     return WorkerDied(
-        f"{failure.label} died in {failure.method}: {exit_cause}{_counted(followers)}\n"
-        f"last lines of its log:\n{log_tail}",
+        f"{failure.label} died {when}: {exit_cause}{_counted(followers)}\nlast lines of its log:\n{log_tail}",
         **_rank_fields(failure),
         exit_cause=exit_cause,
         log_tail=log_tail,

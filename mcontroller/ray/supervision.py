@@ -36,7 +36,7 @@ from mcontroller.errors import (
     WorkerDied,
 )
 from mcontroller.ray.call_messages import CallHeader, read_answer, write_call
-from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
+from mcontroller.ray.failures import NO_CALL, RankFailure, RankLabel, first_cause
 from mcontroller.ray.hangs import look_at_ranks, stopped_ranks
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import ArgumentLost
@@ -238,10 +238,12 @@ class GroupProcesses:
         )
 
     def check(self, role: str) -> None:
-        """Raise GroupBroken if an earlier call has failed, whether or not the caller asked for its result."""
+        """Raise GroupBroken if an earlier call has failed, read or not; WorkerDied if a process ended between calls."""
         ended = self.handles.ended
         if not ended and self._poll():
-            self._break(lambda: self._cause_of(self._drain()))
+            cause = self._break(lambda: self._cause_of(self._drain()))
+            if all(call.number < 0 for call, _, _ in self._errors):
+                raise cause
         if self._broken is not None:
             self._raise_broken(role)
         if ended:
@@ -461,7 +463,7 @@ class GroupProcesses:
     def _first_call(self, rank: int) -> SentCall:
         """Return the call that a rank is running, or a stand-in if it has none."""
         calls = (call for call in tuple(self._calls.values()) if rank in call.pending)
-        return next(calls, None) or SentCall(self.name, "no call", (rank,), number=-1)
+        return next(calls, None) or SentCall(self.name, NO_CALL, (rank,), number=-1)
 
     def _connection_lost(self, rank: int) -> ConnectionLost:
         call, info = self._first_call(rank), self.handles.infos[rank]
@@ -538,7 +540,10 @@ class GroupProcesses:
         """Return the first failure of each rank, after waiting for more of them."""
         failed = {call.number: call for call, _, _ in self._errors}.values()
         failing = {rank for _, rank, _ in self._errors}
-        self.hub.wait(lambda: bool(failed) and all(call.pending <= failing for call in failed), DRAIN_SECONDS)
+        lost = [since for rank, since in tuple(self._lost.items()) if rank in failing]
+        began = min(lost, default=time.monotonic())
+        left = max(DRAIN_SECONDS / 2, DRAIN_SECONDS + began - time.monotonic())  # Ray's cause comes after the loss
+        self.hub.wait(lambda: bool(failed) and all(call.pending <= failing for call in failed), left)
         self._look_for_deaths()
         found: dict[int, RankFailure] = {}
         for call, rank, error in self._errors:

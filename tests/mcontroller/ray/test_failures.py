@@ -110,6 +110,20 @@ def test_the_error_of_a_dead_process_has_how_it_ended_and_the_last_lines_of_its_
     assert "the last words of a rank" in error.log_tail
 
 
+def test_a_process_that_ended_between_calls_is_named_by_the_next_call_and_breaks_those_after_it(start: Start) -> None:
+    group = start("actor", Plain)
+    pids = group.pid()
+    os.kill(pids[1], signal.SIGKILL)
+    while runs(pids[1]):
+        time.sleep(0.01)
+    with pytest.raises(WorkerDied, match=r"rank 1 on .* died (between calls|in pid): killed by SIGKILL") as caught:
+        group.pid()
+    assert (caught.value.rank, caught.value.pid) == (1, pids[1])
+    with pytest.raises(GroupBroken) as later:
+        group.pid()
+    assert later.value.first_cause is caught.value
+
+
 def test_an_exception_without_a_text_is_reported_with_its_type_and_traceback(start: Start) -> None:
     with pytest.raises(WorkerError) as caught:
         start().execute_all_sync("fail_without_text")
