@@ -242,7 +242,7 @@ class GroupProcesses:
         ended = self.handles.ended
         if not ended and self._poll():
             cause = self._break(lambda: self._cause_of(self._drain()))
-            if all(call.number < 0 for call, _, _ in self._errors):
+            if all(call.method == NO_CALL for call, _, _ in self._errors):
                 raise cause
         if self._broken is not None:
             self._raise_broken(role)
