@@ -3,14 +3,15 @@
     python -m tests.count_call
 
 A real Ray group of one rank runs ``compute_log_prob`` on a tiny Megatron model. The frames are those on the stack of
-the controller when it calls ZeroMQ, and those on the stack of the worker process when ``GPTModel.forward`` is called.
-The types are the classes of this project that are instantiated meanwhile: in the controller during the whole call, in
-the process until ``GPTModel.forward``. The call's payload is listed, but not counted: batches in all their forms,
-how their rows are split, and how values are serialized.
+the controller when it writes to a socket, and on that of the worker process when ``GPTModel.forward`` is called. The
+types are the classes of this project that are instantiated meanwhile: in the controller during the whole call, in the
+process until ``GPTModel.forward``. The call's payload is listed, but not counted: batches in all their forms, how their
+rows are split, and how values are serialized.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -43,9 +44,14 @@ class Count(NamedTuple):
 
 
 class Recorder:
-    """Records project frames and types through ``sys.setprofile`` until ``stop_at`` is true for a frame."""
+    """Records project frames and types through ``sys.setprofile``, the frames when ``stop_at`` is true.
 
-    def __init__(self, stop_at: Callable[[FrameType], bool], *, whole_call: bool) -> None:
+    Args:
+        stop_at: called with a frame, and with the function in C that it calls or None.
+        whole_call: whether types are recorded after that too.
+    """
+
+    def __init__(self, stop_at: Callable[[FrameType, Any], bool], *, whole_call: bool) -> None:
         self.frames: list[str] = []
         self.types: list[str] = []
         self._stop_at = stop_at
@@ -57,13 +63,15 @@ class Recorder:
     def stop(self) -> None:
         sys.setprofile(None)
 
-    def _record(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call":
+    def _record(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call"):
             return
-        if not self.frames and self._stop_at(frame):
+        if not self.frames and self._stop_at(frame, argument):
             self.frames = _project_frames(frame)
             if not self._whole_call:
                 self.stop()
+        if event == "c_call":
+            return
         created = _created_type(frame)
         if created is not None and created not in self.types:
             self.types.append(created)
@@ -77,7 +85,7 @@ class Counted(ActorRolloutRefWorker):
         from megatron.core.models.gpt import GPTModel
 
         forward: CodeType = GPTModel.forward.__code__
-        self.recorder = Recorder(lambda frame: frame.f_code is forward, whole_call=False)
+        self.recorder = Recorder(lambda frame, _: frame.f_code is forward, whole_call=False)
         self.recorder.start()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -106,7 +114,7 @@ def count_call() -> Count:
         batch = experience(4)
         group.compute_log_prob(batch)  # plans and what else is cached after a first call
         group.start_count()
-        controller = Recorder(lambda frame: frame.f_globals.get("__name__") == "zmq.sugar.socket", whole_call=True)
+        controller = Recorder(lambda _, function: _writes(function), whole_call=True)
         controller.start()
         group.compute_log_prob(batch)
         controller.stop()
@@ -115,6 +123,11 @@ def count_call() -> Count:
     carriers = [name for name in created if not name.startswith(PAYLOAD)]
     payload = [name for name in created if name.startswith(PAYLOAD)]
     return Count(controller.frames, frames, carriers, payload)
+
+
+def _writes(function: Any) -> bool:
+    """Whether this function in C is ``send`` of a socket."""
+    return isinstance(getattr(function, "__self__", None), socket.socket) and function.__name__ == "send"
 
 
 def _is_ours(module: str) -> bool:

@@ -54,7 +54,7 @@ class Address:
         query_port: port for queries.
         server_key: public key of the endpoint.
         client: the key pair that the endpoint accepts.
-        local_calls: the ZeroMQ endpoint for calls from the same network namespace, a Unix socket; empty without one.
+        local: the name of its ``LocalListener``; empty without one.
         namespace: the network namespace of the process.
     """
 
@@ -63,14 +63,17 @@ class Address:
     query_port: int
     server_key: bytes
     client: KeyPair = field(repr=False)
-    local_calls: str = ""
+    local: str = ""
     namespace: str = ""
 
     @property
+    def is_local(self) -> bool:
+        """Whether this process can open a local connection to it: both are in the same network namespace."""
+        return bool(self.local) and self.namespace == network_namespace(os.getpid())
+
+    @property
     def calls(self) -> str:
-        """The ZeroMQ endpoint for calls from this process: a Unix socket takes less of the kernel's time than TCP."""
-        if self.local_calls and self.namespace == network_namespace(os.getpid()):
-            return self.local_calls
+        """The ZeroMQ endpoint for calls."""
         return endpoint_url(self.host, self.call_port)
 
     @property

@@ -1,4 +1,8 @@
-"""Endpoint: the side of a worker process. It receives calls on the main thread, and answers queries on another."""
+"""Endpoint: the side of a worker process. It receives calls on the main thread, and answers queries on another.
+
+Calls of controllers on the same machine arrive over their local connections, which the thread of queries accepts, and
+the main thread reads: see ``local_connection``.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,25 @@ import errno
 import hmac
 import logging
 import os
-import secrets
+import select
 import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import zmq
+from typing_extensions import Buffer
 from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, network_namespace
 from mcontroller.channel.cancellation import Cancellation
-from mcontroller.channel.links import configure, monitor, send_frames
+from mcontroller.channel.links import configure, has_messages, monitor, receive_frames, send_frames
+from mcontroller.channel.local_connection import LocalConnection, OutgoingMessage
+from mcontroller.channel.local_listener import LocalListener
 from mcontroller.channel.messages import pack_answer, pack_reply, unpack_call, unpack_query
 from mcontroller.channel.order import MISSING_SECONDS, CallOrder, CallQueue
 from mcontroller.channel.ports import reserve_port
@@ -41,8 +48,11 @@ HANDSHAKE_MS = 5_000
 FRAME_BYTES = 1 << 30
 """Size of the largest frame that is accepted."""
 
-WAIT_MS = 200
-"""Milliseconds between looks for a call that is missing in the order of several controllers."""
+WAIT_SECONDS = 0.2
+"""Seconds between looks for a call that is missing in the order of several controllers."""
+
+ESTABLISHED_SECONDS = 0.5
+"""Seconds to wait for the connection over ZeroMQ of a controller that has a local connection."""
 
 Reply = Callable[..., None]
 """Answers a query: called once, on any thread, with the value and optionally frames to send with it."""
@@ -56,13 +66,13 @@ class ReceivedCall:
         caller: the controller.
         number: its number there.
         body: the content of the first frame.
-        frames: the other frames.
+        frames: the other frames, in memory of their own.
     """
 
     caller: bytes
     number: int
     body: memoryview
-    frames: list[zmq.Frame]
+    frames: list[Buffer]
 
 
 class Endpoint:
@@ -102,12 +112,21 @@ class Endpoint:
         self._queries = _bound(self._context, keys)
         monitors = [monitor(each, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) for each in self._sockets]
         call_port, query_port = (_listen(each, host, ports) for each in self._sockets)
-        namespace = network_namespace(os.getpid())
-        local_calls = _listen_locally(self._calls) if namespace else ""
+        self._opened: SimpleQueue[tuple[bytes, LocalConnection]] = SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._local: dict[bytes, LocalConnection] = {}
+        self._caller_at: dict[int, bytes] = {}
+        self._look = True
+        self._calls_at = self._calls.fileno()
+        self._poll = select.epoll()
+        for descriptor in (self._calls_at, self._wake):
+            self._poll.register(descriptor, select.EPOLLIN)
+        listener = _listen_locally(keys.client.secret, self._opened_locally)
         server_key, client = keys.server.public, keys.client
-        self.address = Address(host, call_port, query_port, server_key, client, local_calls, namespace)
+        name, namespace = ("", "") if listener is None else (listener.name, network_namespace(os.getpid()))
+        self.address = Address(host, call_port, query_port, server_key, client, name, namespace)
         self._queue: CallQueue[ReceivedCall] = CallQueue()
-        self._answers: dict[bytes, OrderedDict[int, Sequence[Any]]] = {}
+        self._answers: dict[bytes, OrderedDict[int, OutgoingMessage]] = {}
         self._forget = forget
         self._unreachable: dict[bytes, float] = {}
         own = {
@@ -115,7 +134,7 @@ class Endpoint:
             "commit": self._commit,
             "place": lambda reply, *call: reply(self.order.assign(*call)),
         }
-        server = _QueryServer(self._queries, {**own, **queries}, authenticator, monitors)
+        server = _QueryServer(self._queries, {**own, **queries}, authenticator, monitors, listener)
         queries_thread = threading.Thread(target=server.serve, name="channel queries", daemon=True)
         queries_thread.start()
         self.query_thread = queries_thread.native_id or 0
@@ -133,28 +152,74 @@ class Endpoint:
             call = self._queue.next()
             if call is not None:
                 return call
-            if self._queue.waiting and not self._calls.poll(WAIT_MS):
-                continue
-            caller = self._calls.recv()
-            first, *frames = self._calls.recv_multipart(copy=False)
-            try:
-                (number, settled, after), body = unpack_call(first)
-            except DataError as error:
-                _logger.warning("dropped a message of controller %r: %s", caller, error)
-                continue
-            if caller not in self._answers:
-                self._look_for_unreachable()
-            if self._unreachable:
-                self._drop_unreachable()
-            self._drop_answers(caller, settled)
-            if not self._queue.add(caller, number, after, ReceivedCall(caller, number, body, frames)):
-                self._answer_again(caller, number)
+            for caller, frames in self._arrived():
+                self._add(caller, frames)
 
-    def answer(self, call: ReceivedCall, body: bytes, frames: Sequence[zmq.Frame] = ()) -> None:
+    def _arrived(self) -> Iterator[tuple[bytes, list[Buffer]]]:
+        """Wait, and yield the callers and the frames of messages: one of ZeroMQ's, or one of each local connection."""
+        if self._look:
+            self._look = has_messages(self._calls)
+            if self._look:
+                yield self._calls.recv(), receive_frames(self._calls.recv)
+                return
+        for descriptor, _ in self._poll.poll(WAIT_SECONDS if self._queue.waiting else None):
+            if descriptor == self._calls_at:
+                self._look = True
+            elif descriptor == self._wake:
+                self._add_local()
+            elif descriptor in self._caller_at:
+                caller = self._caller_at[descriptor]
+                try:
+                    frames = self._local[caller].receive()
+                except (OSError, DataError) as error:
+                    self._close_local(descriptor, error)
+                    continue
+                if frames is not None:
+                    yield caller, frames
+
+    def _add(self, caller: bytes, frames: list[Buffer]) -> None:
+        try:
+            (number, settled, after), body = unpack_call(frames.pop(0))
+        except DataError as error:
+            _logger.warning("dropped a message of controller %r: %s", caller, error)
+            return
+        if caller not in self._answers:
+            self._look_for_unreachable()
+        if self._unreachable:
+            self._drop_unreachable()
+        self._drop_answers(caller, settled)
+        if not self._queue.add(caller, number, after, ReceivedCall(caller, number, body, frames)):
+            self._answer_again(caller, number)
+
+    def answer(self, call: ReceivedCall, body: bytes, frames: Sequence[bytes] = ()) -> None:
         """Send the answer of a call."""
-        message = [call.caller, pack_answer(call.number, body), *frames]
+        message = OutgoingMessage([pack_answer(call.number, body), *frames])
         self._answers.setdefault(call.caller, OrderedDict())[call.number] = message
-        self._send(message)
+        self._send(call.caller, message)
+
+    def _opened_locally(self, caller: bytes, connection: LocalConnection) -> None:
+        """Pass a connection to the main thread; called on the thread of queries."""
+        self._opened.put((caller, connection))
+        os.eventfd_write(self._wake, 1)
+
+    def _add_local(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while not self._opened.empty():
+            caller, connection = self._opened.get()
+            if caller in self._local:
+                self._close_local(self._local[caller].fileno())
+            self._local[caller] = connection
+            self._caller_at[connection.fileno()] = caller
+            self._poll.register(connection.fileno(), select.EPOLLIN)
+
+    def _close_local(self, descriptor: int, reason: Exception | None = None) -> None:
+        """Close a local connection. Its controller sends again what was not answered, over ZeroMQ."""
+        caller = self._caller_at.pop(descriptor)
+        if isinstance(reason, DataError):
+            _logger.warning("the local connection of controller %r is closed: %s", caller, reason)
+        self._poll.unregister(descriptor)
+        self._local.pop(caller).close()
 
     def _commit(self, reply: Reply, caller: bytes, number: int, cancelled: bool) -> None:
         self.cancellation.commit(caller, number, cancelled)
@@ -162,22 +227,42 @@ class Endpoint:
 
     def _answer_again(self, caller: bytes, number: int) -> None:
         if number in self._answers.get(caller, ()):  # else it has not run yet
-            self._send(self._answers[caller][number])
+            self._send(caller, self._answers[caller][number])
 
-    def _send(self, message: Sequence[Any]) -> bool:
-        """Send an answer; return False if its controller is not connected, which asks again if it lives."""
-        try:
-            send_frames(self._calls, message)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            return False
-        return True
+    def _send(self, caller: bytes, message: OutgoingMessage) -> bool:
+        """Send an answer; return False if its controller is not connected, which asks again if it lives.
+
+        If only its connection over ZeroMQ is missing, wait a little for it: it was established before the local one,
+        as the controller saw it.
+        """
+        seconds = 0.0
+        if caller in self._local:
+            packet, seconds = message.packet(None), ESTABLISHED_SECONDS
+            try:
+                if packet is not None:
+                    self._local[caller].write(packet)
+                    return True
+            except ConnectionError:
+                seconds = 0.0
+            except OSError:  # the controller has many unread packets
+                pass
+        self._look = True  # sending may reset the descriptor of messages that have arrived
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                send_frames(self._calls, [caller, *message.frames])
+                return True
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.001)
 
     def _look_for_unreachable(self) -> None:
         """Note the controllers that are not connected now. Sending an answer again is harmless."""
         for caller, answers in self._answers.items():
-            if answers and not self._send(next(iter(answers.values()))):
+            if answers and not self._send(caller, next(iter(answers.values()))):
                 self._unreachable.setdefault(caller, time.monotonic())
 
     def _drop_unreachable(self) -> None:
@@ -186,7 +271,7 @@ class Endpoint:
             if time.monotonic() - since > MISSING_SECONDS:
                 del self._unreachable[caller]
                 answers = self._answers[caller]
-                if answers and not self._send(next(iter(answers.values()))):
+                if answers and not self._send(caller, next(iter(answers.values()))):
                     del self._answers[caller]
                     self._forget(caller)
 
@@ -197,7 +282,7 @@ class Endpoint:
 
 
 class _QueryServer:
-    """Answers queries, checks keys and bounds the number of connections, on one thread."""
+    """Answers queries, accepts local connections, checks keys and bounds the number of connections, on one thread."""
 
     def __init__(
         self,
@@ -205,8 +290,10 @@ class _QueryServer:
         handlers: Mapping[str, Callable[..., None]],
         authenticator: _Authenticator,
         monitors: Sequence[zmq.Socket[Any]],
+        listener: LocalListener | None,
     ) -> None:
         self._socket = sock
+        self._listener = listener
         self._handlers = handlers
         self._authenticator = authenticator
         self._connections = {monitor: _Connections() for monitor in monitors}
@@ -218,8 +305,14 @@ class _QueryServer:
         poller = zmq.Poller()
         for each in (self._socket, self._authenticator.socket, *self._connections, self._wake):
             poller.register(each, zmq.POLLIN)
+        if self._listener is not None:
+            poller.register(self._listener.fileno(), zmq.POLLIN)
         while True:
-            for ready, _ in poller.poll():
+            seconds = None if self._listener is None else self._listener.seconds
+            readable = poller.poll(None if seconds is None else round(seconds * 1e3))
+            if self._listener is not None:
+                self._listener.serve()
+            for ready, _ in readable:
                 if ready is self._socket:
                     client, *frames = self._socket.recv_multipart()
                     self._handle(client, b"".join(frames))
@@ -227,7 +320,7 @@ class _QueryServer:
                     self._authenticator.answer()
                 elif ready == self._wake:
                     self._send_replies()
-                else:
+                elif ready in self._connections:
                     self._connections[ready].note(recv_monitor_message(ready))
 
     def _handle(self, client: bytes, query: bytes) -> None:
@@ -297,12 +390,7 @@ class _Connections:
 def _shut_down(descriptor: int, endpoint: str) -> None:
     """Shut down a connection to this endpoint; ZeroMQ then closes it. The descriptor may belong to another by now."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        name = connection.getsockname()
-        if connection.family == socket.AF_UNIX:
-            same = endpoint == f"ipc://@{name[1:].decode(errors='replace')}"
-        else:
-            same = endpoint.endswith(f":{name[1]}")
-        if same:
+        if endpoint.endswith(f":{connection.getsockname()[1]}"):
             connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -327,11 +415,12 @@ def _listen(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> 
     return _bind(sock, "*", "", ports)
 
 
-def _listen_locally(sock: zmq.Socket[Any]) -> str:
-    """Bind to a Unix socket as well, and return its ZeroMQ endpoint: abstract, so it is no file, with a random name."""
-    url = f"ipc://@mcontroller-{secrets.token_hex(16)}"
-    sock.bind(url)
-    return url
+def _listen_locally(key: bytes, accepted: Callable[[bytes, LocalConnection], None]) -> LocalListener | None:
+    """Return a listener for controllers on the same machine; None if the system has no such sockets."""
+    try:
+        return LocalListener(key, CONNECTIONS, accepted) if network_namespace(os.getpid()) else None
+    except OSError:
+        return None
 
 
 def _bind(sock: zmq.Socket[Any], interface: str, host: str, ports: tuple[int, int] | None) -> int:

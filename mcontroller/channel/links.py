@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 import select
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import zmq
+from typing_extensions import Buffer
 from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
 
-__all__ = ["RECONNECT_SECONDS", "SNDMORE", "Links", "configure", "monitor", "send", "send_frames"]
+__all__ = [
+    "RECONNECT_SECONDS",
+    "SNDMORE",
+    "Links",
+    "configure",
+    "has_messages",
+    "monitor",
+    "receive_frames",
+    "send",
+    "send_frames",
+]
 
 SILENT_SECONDS = 30
 """Time after which a connection to a node that vanished without closing it is lost."""
@@ -83,24 +94,21 @@ class Links:
             self.socket.disconnect(url)
 
     def send(self, link: bytes, frames: Sequence[Any]) -> None:
-        """Send a message: bytes are copied, ``zmq.Frame`` objects are not."""
+        """Send a message."""
         send_frames(self.socket, [link, *frames])
 
-    def receive(self) -> Iterator[tuple[bytes, list[Any]]]:
+    def receive(self) -> Iterator[tuple[bytes, list[Buffer]]]:
         """Yield the messages that have arrived: the link and the frames of each. Does not wait."""
         socket, recv = self.socket, self.socket.recv
-        while _get(socket, _EVENTS) & _POLLIN:
+        while has_messages(socket):
             link: bytes = recv()
-            frames = [recv(copy=False)]
-            while frames[-1].more:
-                frames.append(recv(copy=False))
-            yield link, frames
+            yield link, receive_frames(recv)
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
         if not self._monitor_poll.poll(0):  # costs less than asking ZeroMQ
             return
-        while _get(self._monitor, _EVENTS) & _POLLIN:
+        while has_messages(self._monitor):
             event = recv_monitor_message(self._monitor)
             link = self._ids.get(event["endpoint"].decode())
             if link is not None:
@@ -115,10 +123,25 @@ class Links:
 
 
 def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
-    """Send a message of bytes, which are copied, and ``zmq.Frame`` objects, which are not."""
+    """Send a message. Only small frames are copied, because bytes never change."""
     for frame in frames[:-1]:
         send(socket, frame, SNDMORE, False)
     send(socket, frames[-1], 0, False)
+
+
+def receive_frames(recv: Callable[..., Any]) -> list[Buffer]:
+    """Return the frames of a message with the ``recv`` of its socket, in memory of their own."""
+    frame = recv(copy=False)
+    frames = [frame.buffer]
+    while frame.more:
+        frame = recv(copy=False)
+        frames.append(frame.buffer)
+    return frames
+
+
+def has_messages(socket: zmq.Socket[Any]) -> bool:
+    """Return whether messages have arrived; until then, its descriptor announces the next one."""
+    return bool(_get(socket, _EVENTS) & _POLLIN)
 
 
 def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:

@@ -11,7 +11,7 @@ import pickle
 import struct
 from typing import Any
 
-import zmq
+from typing_extensions import Buffer
 
 from mcontroller.channel.order import Place
 from mcontroller.errors import DataError
@@ -44,13 +44,13 @@ def pack_call(head: CallHead, body: bytes) -> bytes:
     return _CALL.pack(number, settled, after is not None, *(after or (b"", 0))) + body
 
 
-def unpack_call(frame: zmq.Frame) -> tuple[CallHead, memoryview]:
+def unpack_call(frame: Buffer) -> tuple[CallHead, memoryview]:
     """Return the head of a call, and its body.
 
     Raises:
         DataError: If the frame is shorter than the head.
     """
-    buffer = frame.buffer
+    buffer = memoryview(frame)
     try:
         number, settled, follows, caller, after = _CALL.unpack_from(buffer)
     except struct.error:
@@ -63,13 +63,13 @@ def pack_answer(number: int, body: bytes) -> bytes:
     return _ANSWER.pack(number) + body
 
 
-def unpack_answer(frame: zmq.Frame) -> tuple[int, memoryview]:
+def unpack_answer(frame: Buffer) -> tuple[int, memoryview]:
     """Return the number of the call that is answered, and the body of the answer.
 
     Raises:
         DataError: If the frame is shorter than the head.
     """
-    buffer = frame.buffer
+    buffer = memoryview(frame)
     try:
         [number] = _ANSWER.unpack_from(buffer)
     except struct.error:
@@ -100,13 +100,13 @@ def pack_reply(number: int, value: Any) -> bytes:
     return pickle.dumps((number, value))
 
 
-def unpack_reply(frame: zmq.Frame) -> tuple[int, Any]:
+def unpack_reply(frame: Buffer) -> tuple[int, Any]:
     """Return the number of the query, and the value of the reply.
 
     Raises:
         DataError: If the frame is not a reply.
     """
-    reply = load(frame.buffer, "reply")
+    reply = load(frame, "reply")
     match reply:
         case (int(number), value):
             return number, value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcontroller.channel.messages import load
 from mcontroller.errors import DataError, GroupError
@@ -16,25 +16,17 @@ Content = tuple[Any, ...]
 """A value as plain values for a message's pickle: the content of an ``Encoded``."""
 
 
-class CallHeader(NamedTuple):
-    """The header of a call to the ranks that get the same arguments; it is sent in front of the arguments.
+CallHeader = tuple[str | None, str, Sequence[int], bool]
+"""The header of a call to the ranks that get the same arguments; it is sent in front of the arguments.
 
-    Attributes:
-        role: the role whose worker runs the method; None for a method of the process itself.
-        method: name of the method.
-        returning: the ranks, of those with these arguments, whose values are sent back.
-        keep: whether the value stays in the process, and only its row count is sent back.
-    """
-
-    role: str | None
-    method: str
-    returning: Sequence[int]
-    keep: bool
+The role whose worker runs the method, None for a method of the process itself; the name of the method; the ranks, of
+those with these arguments, whose values are sent back; whether the value stays in the process, and only its row count
+is sent back."""
 
 
 def write_call(header: CallHeader, arguments: Content) -> bytes:
     """Return the body of a call."""
-    return pickle.dumps((tuple(header), arguments))
+    return pickle.dumps((header, arguments))
 
 
 def read_call(body: Any) -> tuple[CallHeader, Content]:
@@ -46,12 +38,14 @@ def read_call(body: Any) -> tuple[CallHeader, Content]:
     call = load(body, "call")
     match call:
         case (str() | None as role, str(method), list() | tuple() as returning, bool(keep)), (int(), *_) as arguments:
-            return CallHeader(role, method, returning, keep), arguments
+            return (role, method, returning, keep), arguments
     raise DataError(f"a call is {call!r}: expected ((role, method, ranks, keep), arguments)", call=call)
 
 
 def write_answer(error: GroupError | None, value: Content) -> bytes:
     """Return the body of the answer of a rank."""
+    if error is None and value == _NOTHING:
+        return _DONE
     return pickle.dumps((error, value))
 
 
@@ -71,4 +65,4 @@ def read_answer(body: Any) -> tuple[GroupError | None, Content]:
 
 
 _NOTHING = encode(None, 0).content
-_DONE = write_answer(None, _NOTHING)
+_DONE = pickle.dumps((None, _NOTHING))

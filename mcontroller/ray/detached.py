@@ -15,10 +15,10 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ResourceError
+from mcontroller.ray.calls.supervision import GroupProcesses, living_groups
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.resource_pool import SlotLease
-from mcontroller.ray.supervision import GroupProcesses, living_groups
 
 __all__ = ["NAMESPACE", "DetachedRecord", "RecordedLease", "attach", "find"]
 

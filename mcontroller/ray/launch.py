@@ -16,13 +16,14 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
+from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
+from mcontroller.ray.calls.sent_call import SentCall
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
-from mcontroller.ray.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
-from mcontroller.ray.supervision import GroupProcesses, SentCall
 from mcontroller.ray.threads import threads_of_rank
 from mcontroller.ray.values.handles import Stored, StoredValue
 from mcontroller.ray.values.wire import Packed, pack, store

@@ -9,12 +9,12 @@ from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.locality import check_axes, locality, log_findings
 from mcontroller.porting.group_names import PortedRayGroup, check_bin_pack
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
 from mcontroller.ray.detached import attach, find
-from mcontroller.ray.executor import RayExecutor
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
-from mcontroller.ray.supervision import GroupProcesses
 from mcontroller.worker import W_co
 from parallel_state.topology import Topology
 

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import psutil
 import ray
-import zmq
 from ray import cloudpickle
 from ray.actor import ActorHandle
+from typing_extensions import Buffer
 
 from mcontroller.data.tensordicts import is_tensordict_itself
 from mcontroller.errors import DataError
@@ -107,7 +107,7 @@ class Encoded(NamedTuple):
     """
 
     content: tuple[Any, ...]
-    frames: list[zmq.Frame]
+    frames: list[bytes]
     stored: ray.ObjectRef[Any] | None = None
 
 
@@ -138,7 +138,7 @@ def encode(value: Any, inline_bytes: int) -> Encoded:
     if size <= COPIED_BYTES:
         copies = [bytearray(memoryview(buffer)) for buffer in packed.buffers]
         return Encoded((_COPIED, packed.data, copies, held), [])
-    frames = [zmq.Frame(buffer, copy=True, track=False) for buffer in packed.buffers]  # the caller may write later
+    frames = [bytes(memoryview(buffer)) for buffer in packed.buffers]  # copies, because the caller may write later
     return Encoded((_FRAMES, packed.data, held), frames)
 
 
@@ -146,7 +146,7 @@ _PLAIN_VALUE, _COPIED, _FRAMES, _STORED = range(4)
 """How a value travels, at the head of ``Encoded.content``."""
 
 
-def decode(messages: Sequence[tuple[tuple[Any, ...], Sequence[zmq.Frame]]], shared: bool = False) -> list[Any]:
+def decode(messages: Sequence[tuple[tuple[Any, ...], Sequence[Buffer]]], shared: bool = False) -> list[Any]:
     """Return the values of messages, given as content and frames, in private memory; ``shared`` as in ``unpack``.
 
     Raises:
@@ -160,14 +160,14 @@ def decode(messages: Sequence[tuple[tuple[Any, ...], Sequence[zmq.Frame]]], shar
         raise DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}") from error
 
 
-def _decoded(content: tuple[Any, ...], frames: Sequence[zmq.Frame], objects: Iterator[Packed], shared: bool) -> Any:
+def _decoded(content: tuple[Any, ...], frames: Sequence[Buffer], objects: Iterator[Packed], shared: bool) -> Any:
     if content[0] == _PLAIN_VALUE:
         return content[1]
     held = [] if content[-1] is None else cloudpickle.loads(content[-1])
     if content[0] == _COPIED:
         return _load(content[1], content[2], held)
     if content[0] == _FRAMES:
-        return _load(content[1], [frame.buffer for frame in frames], held)
+        return _load(content[1], [*frames], held)
     return next(objects)._replace(held=held).unpack(shared)
 
 

@@ -12,11 +12,11 @@ import pytest
 from mcontroller.channel import endpoint
 from mcontroller.channel.address import ChannelKeys
 from mcontroller.channel.links import SILENT_SECONDS
-from tests.mcontroller.channel.endpoints import SECONDS, Controller, start_endpoint, without_unix_socket
+from tests.mcontroller.channel.endpoints import SECONDS, Controller, elsewhere, start_endpoint
 
 
 def test_the_kernel_ends_a_connection_without_answers() -> None:
-    address = without_unix_socket(start_endpoint(ChannelKeys.generate()))
+    address = elsewhere(start_endpoint(ChannelKeys.generate()))
     Controller([address]).call(0, b"x")
     sides = [each for each in _connections() if address.call_port in (each.getsockname()[1], each.getpeername()[1])]
     assert len(sides) == 2

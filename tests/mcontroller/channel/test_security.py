@@ -19,9 +19,10 @@ from tests.free_ports import free_ports
 from tests.mcontroller.channel.endpoints import (
     SECONDS,
     Controller,
+    elsewhere,
     open_connection,
+    open_local_connection,
     start_endpoint,
-    without_unix_socket,
 )
 
 
@@ -36,9 +37,9 @@ def shared_address() -> Address:
     return start_endpoint(ChannelKeys.generate())
 
 
-@pytest.fixture(params=["tcp", "unix"])
+@pytest.fixture(params=["tcp", "local"])
 def address(shared_address: Address, request: pytest.FixtureRequest) -> Address:
-    return without_unix_socket(shared_address) if request.param == "tcp" else shared_address
+    return elsewhere(shared_address) if request.param == "tcp" else shared_address
 
 
 def test_a_client_with_another_key_gets_no_answer(address: Address) -> None:
@@ -52,7 +53,7 @@ def test_a_client_that_expects_another_server_sends_nothing(address: Address) ->
     assert ask([replace(address, server_key=KeyPair.generate().public)], "double", 3, timeout=SECONDS) == [None]
 
 
-@pytest.mark.parametrize("seen_as", [lambda address: address, without_unix_socket], ids=["unix", "tcp"])
+@pytest.mark.parametrize("seen_as", [lambda address: address, elsewhere], ids=["local", "tcp"])
 def test_a_call_with_another_key_does_not_run(keys: ChannelKeys, seen_as: Callable[[Address], Address]) -> None:
     runs: list[list[bytes]] = []
     address = seen_as(start_endpoint(keys, lambda frames: (runs.append(frames), frames)[1]))
@@ -70,7 +71,7 @@ def test_secrets_are_not_shown(address: Address, keys: ChannelKeys) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"\xff\0\0\0\0\0\0\0\x01\x7f\x03"])
 def test_garbage_delays_nobody_and_leaves_no_trace(
-    address: Address, sent: bytes, capfd: pytest.CaptureFixture[str]
+    address: Address, shared_address: Address, sent: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     controller = Controller([address])
     with ExitStack() as open_ones:
@@ -78,24 +79,28 @@ def test_garbage_delays_nobody_and_leaves_no_trace(
             stranger = open_ones.enter_context(open_connection(url))
             with suppress(ConnectionError):
                 stranger.sendall(sent)
+        for _ in range(20):
+            stranger = open_ones.enter_context(open_local_connection(shared_address))
+            with suppress(ConnectionError):
+                stranger.send(sent)
         assert controller.call(0, b"x") == {0: [b"x"]}
         assert Controller([address]).call(0, b"x") == {0: [b"x"]}
         assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
     assert capfd.readouterr().err == ""
 
 
-def test_a_silent_connection_is_closed(address: Address) -> None:
-    with open_connection(address.calls) as silent:
-        while silent.recv(100):  # the greeting of ZeroMQ, then the end of the connection
-            pass
+def test_a_silent_connection_is_closed(shared_address: Address) -> None:
+    for silent in (open_connection(shared_address.calls), open_local_connection(shared_address)):
+        with silent:
+            while silent.recv(100):  # what ZeroMQ, or the listener, says first; then the end of the connection
+                pass
 
 
-@pytest.mark.parametrize("seen_as", [lambda address: address, without_unix_socket], ids=["unix", "tcp"])
 def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
-    keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch, seen_as: Callable[[Address], Address]
+    keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "CONNECTIONS", 5)
-    address = seen_as(start_endpoint(keys))
+    address = elsewhere(start_endpoint(keys))
     controller = Controller([address])
     controller.call(0, b"x")
     with ExitStack() as open_ones:
@@ -134,15 +139,15 @@ def test_a_reserved_port_of_the_range_is_left_to_the_store_of_torch(keys: Channe
         each.close()
 
 
-def test_a_process_of_the_same_network_namespace_calls_over_a_unix_socket_and_any_other_over_tcp(
-    keys: ChannelKeys,
-) -> None:
+def test_only_a_process_of_the_same_network_namespace_opens_a_local_connection(keys: ChannelKeys) -> None:
     address = start_endpoint(keys)
-    assert address.calls.startswith("ipc://@mcontroller-")
-    elsewhere = replace(address, namespace="another kernel net:[1]")
-    assert elsewhere.calls == f"tcp://127.0.0.1:{address.call_port}"
-    for name, seen in ((b"here", address), (b"there", elsewhere)):
-        assert Controller([seen], name).call(0, name) == {0: [name]}
+    there = replace(address, namespace="another kernel net:[1]")
+    assert address.is_local and not there.is_local
+    assert address.calls == there.calls == f"tcp://127.0.0.1:{address.call_port}"
+    for name, seen, local in ((b"here", address, 1), (b"there", there, 0)):
+        controller = Controller([seen], name).open_local_connections()
+        assert controller.call(0, name) == {0: [name]}
+        assert controller.hub.local_ranks == local
 
 
 def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address) -> None:

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from mcontroller import DataProto, Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
 from mcontroller.errors import CallTimeout, ResourceError, WorkerDied
-from mcontroller.ray import supervision
+from mcontroller.ray.calls import supervision
 
 NODES = ("127.0.0.10", "127.0.0.9")
 """In the order in which they join; as text, and as they joined, the tenth would come first."""

@@ -2,84 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from mcontroller.channel.links import Links
 from mcontroller.channel.messages import pack_call, unpack_answer
 from mcontroller.errors import ConnectionLost, DataError, GroupBroken, WorkerError
-from mcontroller.ray import RayWorkerGroup, supervision
+from mcontroller.ray import RayWorkerGroup
 from mcontroller.ray.call_messages import read_answer
-from mcontroller.ray.executor import RayCall, RayExecutor
-from mcontroller.ray.supervision import GroupProcesses
+from mcontroller.ray.calls import supervision
+from mcontroller.ray.calls.executor import RayCall, RayExecutor
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.transport import Arguments
+from tests.mcontroller.channel.endpoints import cut_local_connections
+from tests.mcontroller.channel.network import Network
 from tests.mcontroller.ray.roles import Numbered, Plain
 
 Start = Callable[..., RayWorkerGroup]
-
-T = TypeVar("T")
-
-
-class Network:
-    """Passes bytes on to an address, until it is cut."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._target = (host, port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._connections: list[socket.socket] = []
-        self._losing, self._lost = threading.Event(), threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, far = self._listener.accept()[0], socket.create_connection(self._target)
-                self._connections += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
-
-    def lose_while(self, send: Callable[[], T]) -> T:
-        """Drop the bytes of a message, then close the connections; new ones are accepted."""
-        self._lost.clear()
-        self._losing.set()
-        sent = send()
-        assert self._lost.wait(60)
-        self.cut()
-        self._losing.clear()
-        return sent
-
-    def cut(self) -> None:
-        """Close the connections; new ones are accepted."""
-        while self._connections:
-            with contextlib.suppress(OSError):
-                self._connections.pop().shutdown(socket.SHUT_RDWR)
-
-    def end(self) -> None:
-        """Close the connections and accept no more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while content := source.recv(65536):
-                if self._losing.is_set():
-                    self._lost.set()
-                else:
-                    target.sendall(content)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -101,7 +44,7 @@ def through(networks: list[Network], group: RayWorkerGroup) -> RayExecutor:
         there = info.address
         calls, queries = (Network(there.host, port) for port in (there.call_port, there.query_port))
         networks += [calls, queries]
-        here = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port, local_calls="")
+        here = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port, local="")
         infos.append(replace(info, address=here))
     return RayExecutor(GroupProcesses("plain", replace(handles, infos=infos), detached=True), "plain")
 
@@ -118,6 +61,19 @@ def test_a_call_goes_on_after_its_connection_is_restored_and_runs_once(start: St
         running = executor.submit("number", dict.fromkeys((0, 1), Arguments()), (0, 1), timeout=60)
         networks[0].cut()
         assert running.result() == [number, number]
+
+
+def test_calls_go_on_after_local_connections_are_lost_and_run_once(start: Start) -> None:
+    group = start("plain", Numbered)
+    executor = group.executor
+    assert call(executor, "number") == [1, 1]
+    assert executor.processes.hub.local_ranks == 2
+    running = [executor.submit("number", dict.fromkeys((0, 1), Arguments()), (0, 1), timeout=60) for _ in range(20)]
+    for info in executor.processes.handles.infos:
+        cut_local_connections(info.address)
+    assert [each.result() for each in running] == [[number, number] for number in range(2, 22)]
+    assert executor.processes.hub.wait(lambda: executor.processes.hub.local_ranks == 0, 60)
+    assert call(executor, "number") == [22, 22]
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -19,7 +19,8 @@ from ray._private import internal_api
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
-from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, executor
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from mcontroller.ray.calls import executor
 from parallel_state import ParallelLayout, Topology
 from tests.mcontroller.ray.batch_roles import Batches, Chained
 

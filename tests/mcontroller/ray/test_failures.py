@@ -20,7 +20,7 @@ from ray.util import list_named_actors
 from mcontroller.channel.hub import Hub
 from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
-from mcontroller.ray.failures import LOG_BYTES, is_follower
+from mcontroller.ray.calls.failures import LOG_BYTES, is_follower
 from parallel_state import ParallelLayout
 from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit, Reporting
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from mcontroller.errors import CallTimeout
-from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, supervision
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from mcontroller.ray.calls import supervision
 from mcontroller.testing import simulated_worker_group
 from parallel_state import ParallelLayout, Topology
 from parallel_state.simulated import Deadlock

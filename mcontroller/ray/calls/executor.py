@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import ray
-import zmq
+from typing_extensions import Buffer
 
 from mcontroller.channel.queries import notify_from_finalizer
 from mcontroller.errors import GroupError
 from mcontroller.ray.call_messages import CallHeader, write_call
+from mcontroller.ray.calls.sent_call import SentCall
+from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.supervision import GroupProcesses, SentCall
 from mcontroller.ray.values.handles import (
     ArgumentFailed,
     KeptValues,
@@ -93,13 +94,13 @@ class RayExecutor:
                 number=processes.next_call(),
                 keep=measure,
             )
-            messages: dict[int, tuple[bytes, list[zmq.Frame]]] = {}
+            messages: dict[int, tuple[bytes, list[bytes]]] = {}
             ordered = []
             for each in arguments.values():
                 key = id(each)
                 message = messages.get(key)
                 if message is None:
-                    header = CallHeader(self.role, method, readers[key], measure)
+                    header = (self.role, method, readers[key], measure)
                     message = messages[key] = self._message(call, header, each)
                 ordered.append(message)
             try:
@@ -109,7 +110,7 @@ class RayExecutor:
                 raise
         return call
 
-    def _message(self, call: RayCall, header: CallHeader, arguments: Arguments) -> tuple[bytes, list[zmq.Frame]]:
+    def _message(self, call: RayCall, header: CallHeader, arguments: Arguments) -> tuple[bytes, list[bytes]]:
         """Return the body and the frames of a message, and keep what it refers to until the call is complete."""
         arguments = _with_objects(arguments)
         encoded = encode(arguments, self.processes.handles.options.inline_bytes)
@@ -150,12 +151,12 @@ class RayCall(SentCall):
         self._returned = frozenset(returning)
         self._keep = keep
         self._kept = self._keep_values(returning) if keep else None
-        self._contents: dict[int, tuple[tuple[Any, ...], list[zmq.Frame]]] = {}
+        self._contents: dict[int, tuple[tuple[Any, ...], Sequence[Buffer]]] = {}
         self._values: list[Any] | None = None
         if keep:
             processes.keep_until_end(self)
 
-    def take(self, rank: int, content: tuple[Any, ...], frames: list[zmq.Frame]) -> None:
+    def take(self, rank: int, content: tuple[Any, ...], frames: Sequence[Buffer]) -> None:
         """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
         if rank in self._returned and not self._keep:
             self._contents[rank] = content, frames

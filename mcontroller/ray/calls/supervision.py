@@ -16,13 +16,13 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import RECONNECT_SECONDS
-from mcontroller.channel.messages import CallHead, pack_call, unpack_answer
+from mcontroller.channel.messages import CallHead, unpack_answer
 from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import (
@@ -35,15 +35,16 @@ from mcontroller.errors import (
     ResourceError,
     WorkerDied,
 )
-from mcontroller.ray.call_messages import CallHeader, read_answer, write_call
-from mcontroller.ray.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.hangs import look_at_ranks, stopped_ranks
+from mcontroller.ray.call_messages import read_answer, write_call
+from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
+from mcontroller.ray.calls.hangs import look_at_ranks, stopped_ranks
+from mcontroller.ray.calls.sent_call import SentCall
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import ArgumentLost
 from mcontroller.ray.values.wire import encode
 from mcontroller.transport import Arguments, rejection
 
-__all__ = ["GroupProcesses", "SentCall", "living_groups"]
+__all__ = ["GroupProcesses", "living_groups"]
 
 _logger = logging.getLogger(__name__)
 
@@ -64,74 +65,6 @@ WATCH_SECONDS = 1.0
 
 LOST_SECONDS = 0.02
 """Time between such questions while a connection is lost."""
-
-
-class SentCall:
-    """A method that was sent to ranks, as supervision sees it.
-
-    Attributes:
-        role: the role that is called.
-        method: name of the method.
-        ranks: the ranks that run it.
-        timeout: deadline in seconds after ``started``; None for no deadline.
-        number: number of the call among those of this controller.
-        started: when the call was made, by ``time.monotonic``.
-        pending: the ranks that have not answered.
-        sent: the message to each rank that it was sent to, until the call is complete.
-        held: what must exist until the call is complete: the handles and references in its arguments.
-        failed: whether a rank has answered with an error.
-        rejections: the errors of the ranks that have rejected the call before they changed anything, by rank.
-        rejected: the error of the call, if every rank has rejected it.
-        error: what every later read of the result raises: the failure that a wait has found, or a cancellation.
-        rejected_since: when the first rank rejected it, by ``time.monotonic``.
-    """
-
-    def __init__(
-        self, role: str, method: str, ranks: tuple[int, ...], *, timeout: float | None = None, number: int
-    ) -> None:
-        self.role = role
-        self.method = method
-        self.ranks = ranks
-        self.timeout = timeout
-        self.number = number
-        self.started = time.monotonic()
-        self.pending = set(ranks)
-        self.sent: dict[int, list[Any]] = {}
-        self.held: list[Any] = []
-        self.failed = False
-        self.rejections: dict[int, CallRejected] = {}
-        self.rejected: CallRejected | None = None
-        self.error: GroupError | None = None
-        self.rejected_since = 0.0
-
-    def remaining(self, timeout: float | None = None) -> float | None:
-        """Return the seconds until the deadline, or ``timeout`` if that is less; None for no limit."""
-        limits = [] if timeout is None else [timeout]
-        if self.timeout is not None:
-            limits.append(self.started + self.timeout - time.monotonic())
-        return max(0.0, min(limits)) if limits else None
-
-    def outgoing(self, messages: Iterable[tuple[CallHead, tuple[bytes, list[Any]]]]) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the frames for each rank, and keep them to be sent again if the connection is lost.
-
-        Args:
-            messages: for each rank the head and the message, its body and further frames. Ranks that get the same
-                arguments have the same message.
-        """
-        packed: dict[tuple[CallHead, int], list[Any]] = {}
-        for rank, (head, message) in zip(self.ranks, messages, strict=True):
-            key = head, id(message)
-            if key not in packed:
-                body, frames = message
-                packed[key] = [pack_call(head, body), *frames]
-            self.sent[rank] = packed[key]
-            yield rank, packed[key]
-
-    def take(self, rank: int, content: tuple[Any, ...], frames: list[Any]) -> None:
-        """Keep the answer of a rank. The base class drops it."""
-
-    def read_before_end(self) -> None:
-        """Read values that the processes keep, because they are about to be ended. The base class has none."""
 
 
 class GroupProcesses:
@@ -167,6 +100,7 @@ class GroupProcesses:
             self.caller,
             lambda rank, frames: _alive(itself)._deliver(rank, frames),
             lambda rank, established: _alive(itself)._connection_changed(rank, established),
+            lambda rank: _alive(itself)._restored.add(rank),
         )
         self.hub.connect([info.address for info in handles.infos])
         handles.hub = self.hub
@@ -218,12 +152,11 @@ class GroupProcesses:
         with self.sending:
             call = SentCall(role, shown, tuple(range(self.world_size)), timeout=timeout, number=self.next_call())
             call.held = list(arguments)
-            messages: list[tuple[bytes, list[Any]]] = []
+            messages: list[tuple[bytes, list[bytes]]] = []
             for each in arguments:
                 encoded = encode(each, self.handles.options.inline_bytes)
                 call.held.append(encoded.stored)
-                header = CallHeader(None, method, (), False)
-                messages.append((write_call(header, encoded.content), encoded.frames))
+                messages.append((write_call((None, method, (), False), encoded.content), encoded.frames))
             self.hub.send(call.outgoing(zip(self.heads(call), messages, strict=True)))
         return call
 
@@ -428,7 +361,7 @@ class GroupProcesses:
         while True:
             pause = LOST_SECONDS if self._lost else WATCH_SECONDS
             left = pause if end is None else min(pause, max(0.0, end - time.monotonic()))
-            self.hub.wait(partial(self._has_news, call, len(self._lost)), left)
+            self.hub.wait(partial(self._has_news, call, len(self._lost)), left, call.pending)
             if not call.pending and not call.failed:
                 return True
             if self._are_rejections_late(call):
