@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import pickle
 import statistics
 import subprocess
 import sys
@@ -264,7 +263,8 @@ def report_compiled(bare: BareRay, repeats: int) -> None:
 def report_step(group: Any, repeats: int) -> None:
     """Report what two calls add to a training step, whose work is a sleep that needs no core; and the least possible.
 
-    A program may wait for both, or read the results of a step while the next one runs.
+    A program may wait for both one after the other, send both and then wait, or read the results of a step while the
+    next one runs.
     """
     batch = make_batch(STEP_MEGABYTES)
 
@@ -275,6 +275,12 @@ def report_step(group: Any, repeats: int) -> None:
     def waited() -> None:
         group.forward_backward(batch)
         group.optim_step()
+
+    def sent() -> None:
+        loss = group.forward_backward.options(blocking=False)(batch)
+        norm = group.optim_step.options(blocking=False)()
+        loss.get()
+        norm.get()
 
     def alone_in_a_row() -> None:
         for _ in range(STEPS_IN_A_ROW):
@@ -291,20 +297,23 @@ def report_step(group: Any, repeats: int) -> None:
         for future in before:
             future.get()
 
-    taken = interleaved({"alone": alone, "waited": waited}, repeats)
-    rows = {"both waited for": taken["waited"] - taken["alone"]}
+    taken = interleaved({"alone": alone, "waited": waited, "sent": sent}, repeats)
+    rows = {
+        "each waited for": taken["waited"] - taken["alone"],
+        "both sent, then waited for": taken["sent"] - taken["alone"],
+    }
     taken = interleaved({"alone": alone_in_a_row, "late": read_late}, max(3, repeats // STEPS_IN_A_ROW))
     rows[f"{STEPS_IN_A_ROW} steps, each read while the next runs"] = (taken["late"] - taken["alone"]) / STEPS_IN_A_ROW
     print(f"added to a step of {STEP_SECONDS:g} s by forward_backward, with {STEP_MEGABYTES:g} MB, and by optim_step:")
     for what, seconds in rows.items():
         share = seconds / STEP_SECONDS
         print(f"  {what:<48} {seconds * 1e3:>6.2f} ms {share:>6.1%}  {'ok' if share < STEP_TARGET else 'MISSED'}")
-    shard = len(pickle.dumps(batch.chunk(LAYOUT.dp)[0]))
     script = Path(__file__).with_name("roundtrip_floor.py")
-    command = [sys.executable, str(script), "--bytes", str(shard), "--repeats", str(repeats)]
+    rows_of = len(batch) // LAYOUT.dp
+    command = [sys.executable, str(script), "--rows", str(rows_of), "--repeats", str(repeats)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     for kind, seconds in json.loads(done.stdout).items():
-        print(f"  {f'the same bytes over {KINDS[kind]}':<48} {seconds * 1e3:>6.2f} ms {seconds / STEP_SECONDS:>6.1%}")
+        print(f"  {KINDS[kind]:<48} {seconds * 1e3:>6.2f} ms {seconds / STEP_SECONDS:>6.1%}")
 
 
 def report_failure(group: Any) -> None:

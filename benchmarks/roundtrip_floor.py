@@ -1,10 +1,11 @@
 """The least that two calls in each training step cost on this machine, without any code of this project.
 
-    python benchmarks/roundtrip_floor.py [--bytes 87000] [--repeats 20]
+    python benchmarks/roundtrip_floor.py [--rows 4] [--repeats 20]
 
-8 processes get the bytes, sleep for half a step, and answer; then a message without bytes, and the same again: nothing
-is planned, packed or checked. ``roundtrip.py`` prints the figures beside those of a group's calls; this program prints
-them as JSON, in seconds.
+8 processes get the bytes of a shard, sleep for half a step, and answer; then a message without bytes, and the same
+again: nothing is planned, checked or kept. In the last row the columns of two shards are pickled, and each process
+makes tensors of them and answers with pickled metrics, as any Python program with these batches must. ``roundtrip.py``
+prints the figures beside those of a group's calls; this program prints them as JSON, in seconds.
 """
 
 from __future__ import annotations
@@ -12,19 +13,29 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import pickle
 import secrets
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
+import numpy as np
+import torch
 import zmq
 
-PROCESSES, STEP_SECONDS = 8, 0.2
-KINDS = {"curve": "ZeroMQ with CURVE", "plain": "ZeroMQ, not encrypted", "pipes": "pipes"}
-"""What the messages travel over."""
+PROCESSES, SHARDS, STEP_SECONDS = 8, 2, 0.2
+KINDS = {
+    "curve": "the same bytes over ZeroMQ with CURVE",
+    "plain": "the same bytes over ZeroMQ, not encrypted",
+    "pipes": "the same bytes over pipes",
+    "pickled": "tensors, pickled and read, over pipes",
+}
+"""What travels, and how."""
 
-Exchange = Callable[[bytes], None]
+Exchange = Callable[[Any], None]
 """Sends a message to every process, and waits for their answers."""
 
 Keys = tuple[bytes, bytes, bytes]
@@ -35,15 +46,17 @@ def name_of(rank: int) -> bytes:
     return b"rank%d" % rank
 
 
-def over_pipes() -> Exchange:
+def over_pipes(serve: Callable[[Connection], None], pack: Callable[[Any], bytes], shards: int) -> Exchange:
+    """Return the exchange of messages that are packed once for each shard."""
     pairs = [multiprocessing.Pipe() for _ in range(PROCESSES)]
     for _, theirs in pairs:
-        multiprocessing.Process(target=serve_pipe, args=(theirs,), daemon=True).start()
+        multiprocessing.Process(target=serve, args=(theirs,), daemon=True).start()
     pipes = [ours for ours, _ in pairs]
 
-    def exchange(message: bytes) -> None:
-        for pipe in pipes:
-            pipe.send_bytes(message)
+    def exchange(message: Any) -> None:
+        packed = [pack(message) for _ in range(shards)]
+        for index, pipe in enumerate(pipes):
+            pipe.send_bytes(packed[index % shards])
         late = list(pipes)
         while late:
             for ready in wait(late):
@@ -79,10 +92,20 @@ def over_zmq(encrypted: bool) -> Exchange:
 
 
 def serve_pipe(pipe: Connection) -> None:
-    while True:
-        pipe.recv_bytes()
-        time.sleep(STEP_SECONDS / 2)
-        pipe.send_bytes(b"done")
+    with suppress(EOFError):
+        while True:
+            pipe.recv_bytes()
+            time.sleep(STEP_SECONDS / 2)
+            pipe.send_bytes(b"done")
+
+
+def serve_pickled(pipe: Connection) -> None:
+    with suppress(EOFError):
+        while True:
+            columns = pickle.loads(pipe.recv_bytes())
+            tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+            time.sleep(STEP_SECONDS / 2)
+            pipe.send_bytes(pickle.dumps({"columns": len(tensors), "loss": 1.0}))
 
 
 def serve_zmq(url: str, name: bytes, keys: Keys | None) -> None:
@@ -100,17 +123,25 @@ def serve_zmq(url: str, name: bytes, keys: Keys | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=int, default=87_000)
+    parser.add_argument("--rows", type=int, default=4, help="rows of 1,024 tokens in each shard")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     multiprocessing.set_start_method("spawn")
-    exchanges = {"curve": over_zmq(True), "plain": over_zmq(False), "pipes": over_pipes()}
-    message = bytes(options.bytes)
+    exchanges = {
+        "curve": over_zmq(True),
+        "plain": over_zmq(False),
+        "pipes": over_pipes(serve_pipe, bytes, 1),
+        "pickled": over_pipes(serve_pickled, pickle.dumps, SHARDS),
+    }
+    ids = ("input_ids", "attention_mask", "position_ids")
+    columns = {name: np.zeros((options.rows, 1024), np.int64) for name in ids}
+    columns["score"] = np.zeros((options.rows, 1024), np.float32)
+    message = b"".join(column.tobytes() for column in columns.values())
     times: dict[str, list[float]] = {name: [] for name in (*exchanges, "alone")}
     for repeat in range(options.repeats + 2):
         for name, taken in times.items():
             began = time.perf_counter()
-            for content in (message, b""):
+            for content in (columns, {}) if name == "pickled" else (message, b""):
                 if name == "alone":
                     time.sleep(STEP_SECONDS / 2)
                 else:
