@@ -116,7 +116,7 @@ class Endpoint:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._local: dict[bytes, LocalConnection] = {}
         self._caller_at: dict[int, bytes] = {}
-        self._look = True
+        self._look = True  # whether calls may have arrived that the descriptor does not announce: after sending
         self._calls_at = self._calls.fileno()
         self._poll = select.epoll()
         for descriptor in (self._calls_at, self._wake):
@@ -246,7 +246,7 @@ class Endpoint:
                 seconds = 0.0
             except OSError:  # the controller has many unread packets
                 pass
-        self._look = True  # sending may reset the descriptor of messages that have arrived
+        self._look = True
         end = time.monotonic() + seconds
         while True:
             try:

@@ -64,7 +64,7 @@ class Hub:
         self._rank_at: dict[int, int] = {}
         self._poll_for: dict[int, select.poll] = {}
         self._messages, self._events = self._links.filenos
-        self._look = True
+        self._look = True  # whether ZeroMQ may have messages that its descriptor does not announce: after sending
         self._poll = select.epoll()
         for descriptor in (self._messages, self._events, self._wake):
             self._poll.register(descriptor, select.EPOLLIN)
