@@ -26,7 +26,9 @@ test-slow: $(STAMP)
 
 # The GPU path with real values on a CPU. ARGS=--all runs every case of the tests of many layouts.
 test-fake-cuda: $(STAMP)
-	$(BIN)/python -m tests.in_two_processes --fake-cuda $(ARGS)
+	$(BIN)/python -m pytest -p tests.fake_cuda.plugin tests/fake_cuda tests/workers \
+		--ignore=tests/fake_cuda/transformer_engine --ignore=tests/workers/gpucheck $(ARGS)
+	$(BIN)/python -m pytest -p tests.fake_cuda.with_transformer_engine tests/fake_cuda/transformer_engine $(ARGS)
 
 # The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
 # Python 3.12, nothing is tested. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
