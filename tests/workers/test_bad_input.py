@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError, DataError, LayoutError
+from mcontroller.ppo import register_kl_estimator
 from tests.ranks import run_ranks
 from tests.workers.roles import (
     GREEDY,
@@ -168,10 +169,17 @@ def test_nan_in_a_loss_raises_on_every_rank_and_names_its_origin() -> None:
         assert error.step < 2
 
 
+@register_kl_estimator("inf_with_finite_gradient")
+def inf_with_finite_gradient(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return the log ratio with the gradient of its limited square, which is finite if the ratio is not."""
+    limited = log_ratio.clamp(-1.0, 1.0).square()
+    return log_ratio.detach() + limited - limited.detach()
+
+
 def updated_with_inf(on_nonfinite: str) -> dict[str, Any]:
     """Update with a reference probability of 0 for a token of dp rank 1: the loss is Inf, all gradients are finite."""
     optim = {"on_nonfinite": on_nonfinite, "warmup_steps": 0}
-    worker = actor({}, "actor", use_kl_loss=True, kl_loss_type="k1", ppo_epochs=1, optim=optim)
+    worker = actor({}, "actor", use_kl_loss=True, kl_loss_type="inf_with_finite_gradient", ppo_epochs=1, optim=optim)
     before = weights(worker)
     batch = experience(16)
     batch.batch["ref_log_prob"][9, 0] = -torch.inf
@@ -283,7 +291,7 @@ def test_axes_that_do_not_divide_are_rejected_with_the_numbers(parallel: dict[st
         ),
         ("clip_ratio_c=0.5", "clip_ratio_c is 0.5; it must be more than 1.0"),
         ("optim.betas=[0.9,1.5]", "optim.betas is 1.5; it must lie between 0.0 and 1.0"),
-        ("kl_loss_type=k4", "registered are k1, k2, k3, abs"),
+        ("kl_loss_type=k4", "registered are k1, k2, k3, abs, k1+, k3+"),
     ],
 )
 def test_invalid_configuration_is_rejected_with_key_and_value(override: str, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.kl import KL_ESTIMATORS
+from mcontroller.ppo.kl import check_kl_loss
 from mcontroller.ppo.losses.aggregation import AGGREGATIONS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from workers.config.choices import ROUTER_REPLAY
@@ -101,7 +101,11 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Weight of the KL divergence in the loss."""
     kl_loss_type: str = "k3"
-    """Name of the KL estimator in the loss: k1, k2, k3, abs, or one registered with ``register_kl_estimator``."""
+    """Name of the KL estimator in the loss: k1+, k2, k3, k3+, abs, or one registered with ``register_kl_estimator``.
+
+    k1+ and k3+ have the values of k1 and k3 and the gradient of k2, which is that of the divergence. k1 is rejected:
+    its gradient is zero in expectation.
+    """
     log_prob_chunk_tokens: int = 4096
     """[tokens] Tokens whose logits exist at the same time."""
     timeout_s: float = 600.0
@@ -129,7 +133,7 @@ class ActorConfig:
         POLICY_LOSSES.get_or_raise(self.policy_loss)
         if self.loss_agg_mode is not None:
             AGGREGATIONS.get_or_raise(self.loss_agg_mode)
-        KL_ESTIMATORS.get_or_raise(self.kl_loss_type, key="kl_loss_type")
+        check_kl_loss(self.kl_loss_type)
         check_ddp(self.ddp, self.optim)
         check_loss_scale(self.optim, self.model.dtype, "optim")
         if self.sft_optim is not None:

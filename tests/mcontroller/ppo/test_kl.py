@@ -17,6 +17,7 @@ from mcontroller.ppo import (
     estimate_kl,
     register_kl_estimator,
 )
+from mcontroller.ppo.kl import check_kl_loss
 from mcontroller.ppo.kl_control import make_kl_controller
 
 
@@ -35,6 +36,36 @@ def test_k1_and_k3_have_the_divergence_as_their_mean_over_the_policy(name):
     divergence = (policy * (policy / reference).log()).sum()
     mean = (policy * estimate_kl(policy.log(), reference.log(), name)).sum()
     torch.testing.assert_close(mean, divergence)
+
+
+def expected_gradient(name):
+    """The mean over the policy's tokens of an estimate and of its gradient by the logits."""
+    logits = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log()
+    log_probs = logits.log_softmax(0)
+    estimates, policy = KL_ESTIMATORS[name](log_probs - reference), log_probs.exp().detach()
+    divergence = (log_probs.exp() * (log_probs - reference)).sum()
+    of_divergence = torch.autograd.grad(divergence, logits, retain_graph=True)[0]
+    of_estimate = torch.autograd.grad((policy * estimates).sum(), logits)[0]
+    return divergence.item(), of_divergence, (policy * estimates).sum().item(), of_estimate
+
+
+@pytest.mark.parametrize("name", ["k1+", "k3+"])
+def test_straight_through_estimators_have_value_and_gradient_of_the_divergence(name):
+    divergence, of_divergence, mean, of_estimate = expected_gradient(name)
+    assert mean == pytest.approx(divergence, rel=1e-12)
+    torch.testing.assert_close(of_estimate, of_divergence, rtol=1e-12, atol=1e-15)
+
+
+def test_an_estimator_without_a_gradient_in_expectation_cannot_be_a_loss():
+    *_, of_k1 = expected_gradient("k1")
+    assert of_k1.abs().max().item() < 1e-15
+    with pytest.raises(ConfigError, match=r"kl_loss_type is 'k1', which has no effect as a loss.* Use k1\+") as caught:
+        check_kl_loss("k1")
+    assert "algorithm.kl_penalty=k1" in str(caught.value)
+    assert AlgorithmConfig(kl_penalty="k1").kl_penalty == "k1"
+    for name in ("k1+", "k2", "k3", "k3+", "abs"):
+        check_kl_loss(name)
 
 
 def test_k3_is_never_negative():

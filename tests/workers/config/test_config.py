@@ -37,6 +37,7 @@ ACTOR = ActorConfig(GPT, rollout=ROLLOUT)
         (lambda: ActorConfig(GPT, lr=1), "ActorConfig has no field 'lr'; did you mean optim.lr or sft_optim.lr?"),
         (lambda: ActorConfig(GPT, rollout=ROLLOUT, policy_loss="pppo"), "policy_loss is 'pppo', and there is no such"),
         (lambda: ActorConfig(GPT, rollout=ROLLOUT, kl_loss_type="k4"), "kl_loss_type is 'k4', and there is no such KL"),
+        (lambda: ActorConfig(GPT, rollout=ROLLOUT, kl_loss_type="k1"), "its gradient is zero in expectation. Use k1+"),
         (lambda: CriticConfig({"vocab_size": 3}), "CriticConfig: model is a dict; expected ModelConfig"),
     ],
 )
@@ -49,7 +50,7 @@ def test_wrong_fields_and_names_are_rejected_with_the_fix(make: Callable[[], Any
 def test_registered_names_are_accepted() -> None:
     @register_kl_estimator("custom_for_this_test")
     def kl(log_ratio: Any) -> Any:
-        return log_ratio
+        return log_ratio.square()
 
     @register_policy_loss("custom_for_this_test")
     def loss(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, **clip: Any) -> PolicyLoss:
