@@ -83,10 +83,14 @@ class ActorConfig:
 
     None: that of the policy loss, which is seq-mean-token-mean for gspo and gmpo, and token-mean for the others.
     """
-    clip_ratio: float = 0.2
-    """Clip range of the probability ratio: 1 - clip_ratio to 1 + clip_ratio."""
+    clip_ratio: float | None = None
+    """Clip range of the probability ratio: 1 - clip_ratio to 1 + clip_ratio. None: that of the policy loss.
+
+    ppo: 0.2. gspo: 3e-4 below 1, 4e-4 above. gmpo: 0.4, of the logarithm. cispo: no limit below 1, 0.2 above. gpg does
+    not clip. One of ``register_policy_loss``: 0.2, or what it declares.
+    """
     clip_ratio_low: float | None = None
-    """Clip range below 1. None: clip_ratio."""
+    """Clip range below 1; 1 is no limit. None: clip_ratio."""
     clip_ratio_high: float | None = None
     """Clip range above 1. None: clip_ratio."""
     clip_ratio_c: float | None = None
@@ -140,6 +144,15 @@ class ActorConfig:
             check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
         _check_router_replay(self)
+
+    def clip_limits(self) -> tuple[float, float]:
+        """Return the clip range below and above 1 in force: that of the configuration, or else of the policy loss."""
+        loss = POLICY_LOSSES[self.policy_loss]
+        low, high = (loss.clip_low, loss.clip_high) if self.clip_ratio is None else (self.clip_ratio, self.clip_ratio)
+        return (
+            low if self.clip_ratio_low is None else self.clip_ratio_low,
+            high if self.clip_ratio_high is None else self.clip_ratio_high,
+        )
 
     def check_lengths(self) -> None:
         """Check that a prompt and its response fit into the model's sequences, for an actor that generates.

@@ -15,6 +15,7 @@ from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
 from mcontroller.ppo.datasets.records import Records
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
+from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from mcontroller.ppo.rewards import CombineRewards, weighted_sum
 from mcontroller.ppo.roles import check_roles, role_workers
 from mcontroller.ppo.scoring.reward import FunctionRewards, check_functions
@@ -25,6 +26,7 @@ from mcontroller.ppo.turns.rollout import MultiTurnRollout
 from mcontroller.ray.resource_pool import Role
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig
 from workers.critic import CriticWorker
 from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
@@ -32,7 +34,7 @@ from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_problems, pools_of, role_layouts
 
-__all__ = ["RunParts", "make_parts", "roles_of"]
+__all__ = ["RunParts", "make_parts", "policy_loss_line", "roles_of"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,15 @@ class RunParts:
             response = answer if isinstance(answer, str) else ""
             samples.append({**row["record"], "prompt": row["prompt"], "answer": answer, "response": response})
         self.rewards.check(samples, must_apply=self.combine is None, here=here)
+
+
+def policy_loss_line(config: ActorConfig) -> str:
+    """Return the policy loss of a run, with its average and its limits, also if they are the loss's own."""
+    low, high = config.clip_limits()
+    average = config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode
+    limits = f"clip_ratio_low={low:g}, clip_ratio_high={high:g}"
+    line = f"policy_loss={config.policy_loss}: loss_agg_mode={average}, {limits}"
+    return line if config.clip_ratio_c is None else f"{line}, clip_ratio_c={config.clip_ratio_c:g}"
 
 
 def make_parts(config: RunConfig) -> RunParts:

@@ -23,7 +23,7 @@ from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trackers import Run, make_trackers
 from workers.run.config import RunConfig
-from workers.run.parts import RunParts, make_parts, roles_of
+from workers.run.parts import RunParts, make_parts, policy_loss_line, roles_of
 from workers.run.pools import pools_of
 
 __all__ = ["CONFIG_FILE", "interruptible", "make_trainer", "start_ray", "train"]
@@ -47,7 +47,7 @@ def train(config: RunConfig, console: Console) -> Path:
     _check_unused(directory, config)
     config = config.within(directory)
     parts = make_parts(config)
-    for line in parts.problem_lines():
+    for line in (*parts.problem_lines(), policy_loss_line(config.actor_rollout_ref)):
         console.print(line, highlight=False, soft_wrap=True)
     try:
         parts.try_rewards()

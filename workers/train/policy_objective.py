@@ -106,13 +106,14 @@ def _policy_loss(
             all_reduce(of_all, group=context_parallel)
             log_probs = of_all + (log_probs - own)
     further = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
+    clip_low, clip_high = config.clip_limits()
     return registered.function(
         log_probs,
         _old_log_probs(rows, log_probs),
         rows.columns["advantages"],
         mask,
-        clip_low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
-        clip_high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+        clip_low=clip_low,
+        clip_high=clip_high,
         dual_clip=config.clip_ratio_c,
         **further,
     )

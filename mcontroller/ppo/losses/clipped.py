@@ -53,7 +53,7 @@ def clipped_policy_loss(
     return PolicyLoss(loss, ratio, clipped.to(loss.dtype))
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", clip_low=1.0)
 def cispo_policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -66,7 +66,8 @@ def cispo_policy_loss(
 ) -> PolicyLoss:
     """Return ``-clip(ratio) * advantage * log_prob``, with no gradient through the clipped ratio.
 
-    Every token keeps a gradient (MiniMax-M1, 2025, arXiv:2506.13585, equation 4). ``dual_clip`` is not used.
+    Every token keeps a gradient (MiniMax-M1, 2025, arXiv:2506.13585, equation 4). As in the paper, the ratio has no
+    lower limit by default: ``clip_low=1``. ``dual_clip`` is not used.
     """
     ratio = probability_ratio(log_probs.detach(), old_log_probs)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from mcontroller.config.checks import check_above
 from mcontroller.config.registry import Registry
 from mcontroller.ppo.losses.aggregation import AGGREGATIONS
 
@@ -63,8 +64,8 @@ class PolicyLossFunction(Protocol):
             advantages: ``[rows, response]``.
             mask: ``[rows, response]``, 1 for the tokens that count. With cp > 1 the tokens of this rank only, unless
                 the loss is registered with ``whole_sequences``.
-            clip_low: ``clip_ratio_low`` of the configuration, or ``clip_ratio``.
-            clip_high: ``clip_ratio_high`` of the configuration, or ``clip_ratio``.
+            clip_low: ``clip_ratio_low`` of the configuration, or ``clip_ratio``, or the default of the loss.
+            clip_high: ``clip_ratio_high`` of the configuration, or ``clip_ratio``, or the default of the loss.
             dual_clip: ``clip_ratio_c`` of the configuration.
         """
 
@@ -78,12 +79,16 @@ class RegisteredPolicyLoss:
         columns: further columns of the batch that it reads, ``[rows, response]``.
         whole_sequences: whether it combines the tokens of a response, so that it needs all of them under cp too.
         loss_agg_mode: how it is averaged, unless the configuration sets another mode.
+        clip_low: its ``clip_low``, unless the configuration sets ``clip_ratio_low`` or ``clip_ratio``.
+        clip_high: its ``clip_high``, unless the configuration sets ``clip_ratio_high`` or ``clip_ratio``.
     """
 
     function: PolicyLossFunction
     columns: tuple[str, ...] = ()
     whole_sequences: bool = False
     loss_agg_mode: str = "token-mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
 
 
 POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="policy_loss")
@@ -98,6 +103,8 @@ def register_policy_loss(
     columns: Sequence[str] = (),
     whole_sequences: bool = False,
     loss_agg_mode: str = "token-mean",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
 ) -> Callable[[F], F]:
     """Return a decorator that registers a policy loss under ``name``.
 
@@ -108,14 +115,23 @@ def register_policy_loss(
         whole_sequences: whether it combines the tokens of a response. Under context parallelism it then gets the
             log-probabilities of all tokens; otherwise those of this rank only.
         loss_agg_mode: how it is averaged unless the configuration sets another mode: a name in ``AGGREGATIONS``.
+        clip_low: its ``clip_low`` unless the configuration sets one; above 0. A ratio is never below 0, so 1 is no
+            lower limit of a ratio.
+        clip_high: its ``clip_high`` unless the configuration sets one; above 0.
 
     Raises:
-        ConfigError: another policy loss is registered under this name, or there is no such ``loss_agg_mode``.
+        ConfigError: another policy loss is registered under this name, there is no such ``loss_agg_mode``, or a limit
+            is not above 0.
     """
     AGGREGATIONS.get_or_raise(loss_agg_mode)
+    check_above("clip_low", clip_low, 0.0)
+    check_above("clip_high", clip_high, 0.0)
 
     def add(function: F) -> F:
-        POLICY_LOSSES.add(name, RegisteredPolicyLoss(function, tuple(columns), whole_sequences, loss_agg_mode))
+        registered = RegisteredPolicyLoss(
+            function, tuple(columns), whole_sequences, loss_agg_mode, clip_low=clip_low, clip_high=clip_high
+        )
+        POLICY_LOSSES.add(name, registered)
         return function
 
     return add

@@ -15,7 +15,7 @@ from mcontroller.ppo.losses.registry import PolicyLoss, register_policy_loss
 __all__ = ["gmpo_policy_loss", "gspo_policy_loss"]
 
 
-@register_policy_loss("gspo", whole_sequences=True, loss_agg_mode="seq-mean-token-mean")
+@register_policy_loss("gspo", whole_sequences=True, loss_agg_mode="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4)
 def gspo_policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -30,7 +30,8 @@ def gspo_policy_loss(
 
     The ratio is ``s = exp(mean over tokens of (log_probs - old_log_probs))``. Its gradient goes through each token's
     own log-probability: GSPO-token of Zheng et al., 2025, arXiv:2507.18071, which for one advantage per response has
-    the gradient of GSPO. The paper's limits are ``clip_ratio_low=3e-4``, ``clip_ratio_high=4e-4``.
+    the gradient of GSPO. The default limits are the paper's: the ratio of a response is much closer to 1 than that of a
+    token.
 
     Args: see ``clipped_policy_loss``; the mask has all tokens of the response.
     """
@@ -47,7 +48,7 @@ def gspo_policy_loss(
     )
 
 
-@register_policy_loss("gmpo", whole_sequences=True, loss_agg_mode="seq-mean-token-mean")
+@register_policy_loss("gmpo", whole_sequences=True, loss_agg_mode="seq-mean-token-mean", clip_low=0.4, clip_high=0.4)
 def gmpo_policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -61,7 +62,7 @@ def gmpo_policy_loss(
     """Return ``-advantage`` times the geometric mean of the response's token ratios, each clipped.
 
     ``log ratio`` is clipped to ``[-clip_low, clip_high]`` where that lowers the objective, token by token (Zhao et al.,
-    2025, arXiv:2507.20673); the paper's limits are 0.4 on both sides. ``dual_clip`` is not used.
+    2025, arXiv:2507.20673); the default limits are the paper's, 0.4 on both sides. ``dual_clip`` is not used.
 
     Args: see ``clipped_policy_loss``; the mask has all tokens of the response.
     """

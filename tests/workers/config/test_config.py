@@ -23,6 +23,7 @@ from workers.config import (
     RolloutConfig,
     load_config,
 )
+from workers.run.parts import policy_loss_line
 
 GPT = ModelConfig(vocab_size=100, max_sequence_length=64, num_layers=4, hidden_size=48, num_attention_heads=12)
 ROLLOUT = RolloutConfig(prompt_length=8, response_length=8)
@@ -58,6 +59,24 @@ def test_registered_names_are_accepted() -> None:
 
     config = ActorConfig(GPT, rollout=ROLLOUT, policy_loss="custom_for_this_test", kl_loss_type="custom_for_this_test")
     assert POLICY_LOSSES[config.policy_loss].function is loss
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({"policy_loss": "ppo"}, (0.2, 0.2)),
+        ({"policy_loss": "gspo"}, (3e-4, 4e-4)),
+        ({"policy_loss": "gmpo"}, (0.4, 0.4)),
+        ({"policy_loss": "cispo"}, (1.0, 0.2)),
+        ({"policy_loss": "gspo", "clip_ratio": 0.2}, (0.2, 0.2)),
+        ({"policy_loss": "gspo", "clip_ratio_high": 1e-3}, (3e-4, 1e-3)),
+        ({"policy_loss": "cispo", "clip_ratio": 0.3, "clip_ratio_high": 5.0}, (0.3, 5.0)),
+    ],
+)
+def test_clip_limits_are_the_users_or_those_of_the_loss(fields: dict[str, Any], limits: tuple[float, float]) -> None:
+    config = ActorConfig(GPT, rollout=ROLLOUT, **fields)
+    assert config.clip_limits() == limits
+    assert f"clip_ratio_low={limits[0]:g}, clip_ratio_high={limits[1]:g}" in policy_loss_line(config)
 
 
 NUMBERS = {"vocab_size": 8, "max_sequence_length": 8, "num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
