@@ -41,7 +41,7 @@ from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule, reported
 from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
-from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective
+from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective, weights_of
 from workers.transferring_worker import TransferringWorker
 from workers.weights.offload import Sleepable
 
@@ -157,6 +157,10 @@ class ActorRolloutRefWorker(TransferringWorker):
         """Return the policy loss, with the entropy bonus and the KL penalty of the configuration."""
         log_probs, entropy = output
         return policy_objective(self.config, rows, log_probs, entropy, self.context.pg.cp)
+
+    def loss_count(self, rows: TokenBatch) -> Tensor:
+        """Return what the average of the policy loss counts: tokens or responses."""
+        return weights_of(self.config, rows.mask, rows.mask).count
 
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
@@ -423,6 +427,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             "update_sft",
             rows,
             loss=self.sft_loss,
+            count=super().loss_count,
             rules={"loss": Rule.TOKEN_MEAN, "entropy": Rule.TOKEN_MEAN},
             micro_batch_size=MicroBatchSize(
                 self.config.ppo_micro_batch_size, self.config.ppo_max_tokens_per_micro_batch
@@ -431,7 +436,6 @@ class ActorRolloutRefWorker(TransferringWorker):
         return reported("sft", metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @torch.no_grad()
     def sync_reference(self, mix: float = 1.0) -> None:
         """Move the reference towards the actor: ``mix * actor + (1 - mix) * reference``.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,16 +16,40 @@ from torch import Tensor
 from workers.checkpoint.state import random_state, set_random_state
 from workers.train.batches import TokenBatch
 from workers.train.forward import loss_of_own_targets
+from workers.train.metrics import LOSS_COUNT
 from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import guarded_step
 from workers.train.pipeline import Forward, Loss, run_for_gradients
 from workers.train.router_losses import RouterLosses
 
-__all__ = ["Gradients"]
+__all__ = ["AppliedStep", "Gradients", "step_metrics"]
+
+
+class AppliedStep(NamedTuple):
+    """An optimizer step.
+
+    Attributes:
+        lr: its learning rate.
+        grad_norm: the norm of the gradients; None if the step was skipped.
+    """
+
+    lr: float
+    grad_norm: float | None
+
+
+def step_metrics(steps: Sequence[AppliedStep]) -> dict[str, float]:
+    """Return the learning rate of the last step, the mean gradient norm, and how many steps were made and skipped."""
+    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    grad_norm = {"grad_norm": sum(norms) / len(norms)} if norms else {}
+    counts = {"skipped_steps": float(len(steps) - len(norms)), "optimizer_steps": float(len(norms))}
+    return {"lr": steps[-1].lr} | grad_norm | counts
 
 
 class Gradients:
     """Compute the gradients of a mini-batch; they are in the buffers of the model until they are applied.
+
+    They are divided by what the loss counts on all ranks. The weight of router losses has to be known before the first
+    backward pass: if the count is not the one that ``routers`` expected, the gradients are computed again.
 
     Args:
         method: the name of the called method, for error messages.
@@ -57,16 +82,33 @@ class Gradients:
         pg: ProcessGroupCollection,
         samples: int,
     ) -> None:
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        routers.begin(batches)
         own_loss = functools.partial(loss_of_own_targets, loss, pg)
         self._compute = functools.partial(run_for_gradients, model, forward=forward, loss=own_loss, pg=pg)
         self._method, self._model, self._pg, self.routers, self.samples = method, model, pg, routers, samples
         self._batches = on_device(batches)
         self._random = random_state()
-        self.reports: list[dict[str, Tensor]] = self._compute(self._batches)
+        routers.begin(batches)
+        self.reports, count = self._computed(optimizer)
+        if routers.begin_again(count):
+            set_random_state(self._random)
+            self.reports, count = self._computed(optimizer)
+        for chunk in model:
+            chunk.scale_gradients(1.0 / count.float())
+
+    def _computed(self, optimizer: MegatronOptimizer) -> tuple[list[dict[str, Tensor]], Tensor]:
+        """Return the reports of the loss, and what it counts on all ranks of the model, or 1 if that is nothing."""
+        for chunk in self._model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports: list[dict[str, Tensor]] = self._compute(self._batches)
+        count = torch.zeros((), dtype=torch.float64, device=self._batches[0].tokens.device)
+        for report in reports:
+            count += report[LOSS_COUNT].double()
+        if self._pg.pp.size() > 1:
+            dist.broadcast(count, dist.get_process_group_ranks(self._pg.pp)[-1], group=self._pg.pp)
+        if self._pg.dp_cp.size() > 1:
+            dist.all_reduce(count, group=self._pg.dp_cp)
+        return reports, torch.where(count == 0, 1.0, count)
 
     def apply(
         self,
@@ -78,8 +120,8 @@ class Gradients:
         skips_nonfinite: bool,
         device: torch.device,
         rank: str,
-    ) -> float | None:
-        """Make one optimizer step, and return the gradient norm; None if the step was skipped.
+    ) -> AppliedStep:
+        """Make one optimizer step, or skip it.
 
         Args:
             optimizer: that of the model.
@@ -93,15 +135,16 @@ class Gradients:
         Raises:
             NonFiniteGradient: a gradient is NaN or Inf, and such steps are not skipped.
         """
+        lr = float(scheduler.get_lr({}))
         step = guarded_step(optimizer)
         if step.overflow and not all_finite(self.reports, device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         self.routers.end(step.made)
         if step.made:
             scheduler.step(advance)
-            return step.grad_norm
+            return AppliedStep(lr, step.grad_norm)
         if not step.overflow and not skips_nonfinite:
             set_random_state(self._random)
             found = first_nonfinite_gradient(self._model, self._batches, self._compute, self._pg)
             raise_nonfinite(self._method, steps, step.grad_norm, self.reports, found, rank)
-        return None
+        return AppliedStep(lr, None)

@@ -34,14 +34,14 @@ from workers.config.fit import length_multiple_of
 from workers.distinct_tokens.attention import computes_distinct_tokens
 from workers.megatron_worker import MegatronWorker
 from workers.memory.use import MemoryUse
-from workers.mini_batch_gradients import Gradients
+from workers.mini_batch_gradients import AppliedStep, Gradients, step_metrics
 from workers.model.transformer_config import check_chunks
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
 from workers.train.forward import sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import MicroBatch, MicroBatchSize, micro_batches
-from workers.train.mini_batches import mini_batch_rows, of_every_shard
+from workers.train.mini_batches import counted_sizes, mini_batch_rows, of_every_shard, shuffle_generator
 from workers.train.optimizer import (
     ParameterGroups,
     check_schedule_unit,
@@ -50,7 +50,7 @@ from workers.train.optimizer import (
     standard_parameter_groups,
     wrap_for_training,
 )
-from workers.train.pipeline import Loss, run_for_scores
+from workers.train.pipeline import Count, Loss, run_for_scores
 from workers.train.router_losses import RouterLosses
 from workers.weights.hf.model import export_hf
 from workers.weights.offload import (
@@ -192,13 +192,20 @@ class ModelWorker(MegatronWorker):
 
         Tokens are valid if ``rows.mask`` is not 0. It is 0 for targets of another context-parallel rank, which
         ``rows.whole_mask`` has too. The number may be of anything that the sum over all micro-batches and ranks of the
-        mini-batch is to be divided by, such as responses.
+        mini-batch is to be divided by, such as responses, or a fraction of them.
 
         Args:
             rows: the micro-batch; its columns are ``[rows, targets]``.
             output: of ``forward_step`` on the last stage.
         """
         raise NotImplementedError(f"{type(self).__name__} is not trained: it has no loss")
+
+    def loss_count(self, rows: TokenBatch) -> Tensor:
+        """Return the number that ``loss`` returns for the rows, from the mask of all context-parallel ranks.
+
+        Router losses are weighted by it. If ``loss`` returns another number, gradients with them are computed twice.
+        """
+        return rows.mask.sum()
 
     def metrics(self) -> dict[str, Rule]:
         """Return how each value that ``loss`` reports is reduced over micro-batches and ranks, except ``TOKENS``."""
@@ -281,6 +288,7 @@ class ModelWorker(MegatronWorker):
         loss: Loss,
         rules: Mapping[str, Rule],
         micro_batch_size: MicroBatchSize,
+        count: Count | None = None,
         mini_batch_size: int | None = None,
         epochs: int = 1,
         shuffle_seed: int | None = None,
@@ -297,6 +305,7 @@ class ModelWorker(MegatronWorker):
             loss: see ``loss``.
             rules: see ``metrics``.
             micro_batch_size: rows or tokens of a micro-batch.
+            count: of ``loss``; None for ``loss_count``.
             mini_batch_size: rows of all ranks for one step; None is all.
             epochs: number of passes over the rows.
             shuffle_seed: every epoch draws its mini-batches from this and the number of updates so far; None keeps the
@@ -310,18 +319,19 @@ class ModelWorker(MegatronWorker):
         self.gradients = None
         started = time.perf_counter()
         counted = (rows.mask != 0).any(1).nonzero().flatten()
-        sizes, generator = self._counted_sizes(method, len(counted)), self._shuffle(shuffle_seed)
+        sizes = counted_sizes(method, len(counted), self.context.pg.dp, self.device)
+        generator = shuffle_generator(shuffle_seed, self.updates)
         self.weights_version += 1
         reports: list[dict[str, Tensor]] = []
-        norms: list[float | None] = []
-        routers = RouterLosses(self.model, self.context.pg, self.device)
+        steps: list[AppliedStep] = []
+        routers = RouterLosses(self.model, self.context.pg, self.device, count or self.loss_count)
         dp_rank = self.context.pg.dp.rank()
         for _ in range(epochs):
             for index, most, total in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
                 batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
                 gradients = self._computed(method, batches, loss, routers, total)
-                norms.append(self._applied(gradients))
-                reports += [] if norms[-1] is None else gradients.reports
+                steps.append(self._applied(gradients))
+                reports += [] if steps[-1].grad_norm is None else gradients.reports
                 del gradients  # with its micro-batches on the device
         self._gather_parameters()
         self._background_saves.finish_if_written()
@@ -329,26 +339,7 @@ class ModelWorker(MegatronWorker):
         metrics = reduce_reports(reports, rules, self.context.pg, self.device) | routers.means()
         lengths, seconds = rows.lengths[counted].repeat(epochs), time.perf_counter() - started  # the device is done
         metrics |= model_flops_utilization(self.model, lengths, self.context.pg, seconds)
-        return metrics | self._step_metrics(norms)
-
-    def _counted_sizes(self, method: str, counted: int) -> list[int]:
-        """Return the number of rows with a valid token of every data-parallel rank (a collective)."""
-        sizes = self._of_every_shard(counted)
-        if sum(sizes) == 0:
-            with before_changes():
-                raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
-        return sizes
-
-    def _shuffle(self, seed: int | None) -> torch.Generator | None:
-        return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + self.updates)
-
-    def _step_metrics(self, norms: Sequence[float | None]) -> dict[str, float]:
-        """Return learning rate, mean gradient norm, and number of skipped steps (those with a norm of None)."""
-        assert self.scheduler is not None
-        made = [norm for norm in norms if norm is not None]
-        grad_norm = {"grad_norm": sum(made) / len(made)} if made else {}
-        counts = {"skipped_steps": float(len(norms) - len(made)), "optimizer_steps": float(len(made))}
-        return {"lr": float(self.scheduler.get_lr({}))} | grad_norm | counts
+        return metrics | step_metrics(steps)
 
     def _computed(
         self, method: str, batches: Sequence[MicroBatch], loss: Loss, routers: RouterLosses, samples: int
@@ -358,10 +349,10 @@ class ModelWorker(MegatronWorker):
         optimizer, on_device = self.optimizer, functools.partial(self._on_device, self.model)
         return Gradients(method, self.model, optimizer, rows, on_device, forward, loss, routers, pg, samples)
 
-    def _applied(self, gradients: Gradients) -> float | None:
-        """Make one optimizer step; return the gradient norm, None if it was skipped."""
+    def _applied(self, gradients: Gradients) -> AppliedStep:
+        """Make one optimizer step, or skip it."""
         assert self.optimizer is not None and self.scheduler is not None
-        norm = gradients.apply(
+        step = gradients.apply(
             self.optimizer,
             self.scheduler,
             advance=gradients.samples if self.schedule_unit == "samples" else 1,

@@ -8,6 +8,7 @@ from typing import ClassVar
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
+from workers.mini_batch_gradients import step_metrics
 from workers.model_worker import ModelWorker
 from workers.train.batches import TokenBatch
 from workers.train.metrics import Rule, reduce_reports
@@ -41,6 +42,7 @@ class TrainedWorker(ModelWorker):
         loss: Loss,
         rules: Mapping[str, Rule],
         micro_batch_size: MicroBatchSize,
+        count: Count | None = None,
         shuffle_seed: int | None = None,
     ) -> dict[str, float]:
         """Compute the gradients of all rows as one mini-batch for ``optim_step``, and return the metrics of the loss.
@@ -50,10 +52,11 @@ class TrainedWorker(ModelWorker):
         self.check_call_context()
         self.gradients = None
         counted = (rows.mask != 0).any(1).nonzero().flatten()
-        sizes, generator = self._counted_sizes(method, len(counted)), self._shuffle(shuffle_seed)
+        sizes = counted_sizes(method, len(counted), self.context.pg.dp, self.device)
+        generator = shuffle_generator(shuffle_seed, self.updates)
         ((index, most, total),) = mini_batch_rows(sizes, self.context.pg.dp.rank(), sum(sizes), generator)
         batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-        routers = RouterLosses(self.model, self.context.pg, self.device)
+        routers = RouterLosses(self.model, self.context.pg, self.device, count or self.loss_count)
         self.gradients = self._computed(method, batches, loss, routers, total)
         return reduce_reports(self.gradients.reports, rules, self.context.pg, self.device)
 
@@ -80,4 +83,4 @@ class TrainedWorker(ModelWorker):
         self._gather_parameters()
         self._background_saves.finish_if_written()
         self.updates += 1
-        return gradients.routers.means() | self._step_metrics([norm])
+        return gradients.routers.means() | step_metrics([step])

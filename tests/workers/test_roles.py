@@ -12,6 +12,7 @@ from megatron.core import parallel_state as mpu
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.errors import ParallelStateError

@@ -25,7 +25,7 @@ __all__ = ["StepRows", "Traffic", "communication_of_step"]
 
 _FLOAT, _INT, _DOUBLE = 4, 8, 8
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_METRICS = 3  # numbers of a report of update_sft: loss, entropy, tokens
+_METRICS = 4  # numbers of a report of update_sft: loss, entropy, tokens, count of the loss
 _AGREEMENT = (8, 4)  # bytes of a pickled None and of its length, see parallel_state.agreement
 
 # What a configuration adds to the communication that is not counted, and the values without an effect.
@@ -211,9 +211,9 @@ class _Step:
         self._add_transfers()
         every, dense = self.world_size, self.topology.dense_axes
         data = "DATA_PARALLEL_GROUP_WITH_CP"
-        self.add(["pp"], "broadcast", "PIPELINE_MODEL_PARALLEL_GROUP", _FLOAT, every)  # the number of tokens
+        self.add(["pp"], "broadcast", "PIPELINE_MODEL_PARALLEL_GROUP", _DOUBLE, every)  # the count of the loss
         self.add(["pp"], "broadcast", "PIPELINE_MODEL_PARALLEL_GROUP", 2 * _METRICS * _DOUBLE, every)
-        self.add(["dp", "cp"], "all_reduce", data, _FLOAT + 2 * _METRICS * _DOUBLE, every)
+        self.add(["dp", "cp"], "all_reduce", data, _DOUBLE + 2 * _METRICS * _DOUBLE, every)
         self.add(["dp"], "all_reduce", "DATA_PARALLEL_GROUP", self.layout.dp * _INT, every)
         self.add(["dp"], "all_gather", "DATA_PARALLEL_GROUP", sum(_AGREEMENT), every)
         if self.config.optim.distributed_optimizer:  # the norm of the gradients

@@ -1,9 +1,10 @@
 """Metrics of an update: how the reports of all micro-batches and ranks are reduced to one number each.
 
-Every metric has one rule. ``TOKEN_MEAN`` averages over all valid tokens of all mini-batches and ranks, ``SUM`` adds,
-``MAX`` takes the largest value. For each micro-batch a loss reports the sum over its valid tokens for the first rule,
-and the value for the others. The result is the same on every rank of the layout. If no step was made, there is no mean
-and no largest value. Such a metric is omitted, since JSON cannot represent NaN; a curve has a gap there.
+Every metric has one rule. ``TOKEN_MEAN`` averages over all valid tokens of all mini-batches and ranks, ``LOSS_MEAN``
+over what the loss counts, ``SUM`` adds, ``MAX`` takes the largest value. For each micro-batch a loss reports the sum
+over its valid tokens for the first rule, the weighted sum for the second, and the value for the others. The result is
+the same on every rank of the layout. If no step was made, there is no mean and no largest value. Such a metric is
+omitted, since JSON cannot represent NaN; a curve has a gap there.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 
-__all__ = ["TOKENS", "Rule", "reduce_reports", "reported"]
+__all__ = ["LOSS_COUNT", "TOKENS", "Rule", "reduce_reports", "reported"]
 
 TOKENS = "tokens"
 """The key under which a loss reports its number of valid tokens: the weight of every TOKEN_MEAN."""
+
+LOSS_COUNT = "loss_count"
+"""The key under which every report has the count that the loss returned: the weight of every LOSS_MEAN."""
 
 
 class Rule(enum.Enum):
     """How the reports of one metric are reduced to one number."""
 
     TOKEN_MEAN = "token mean"
+    LOSS_MEAN = "loss mean"
     SUM = "sum"
     MAX = "max"
 
@@ -42,8 +47,8 @@ def reduce_reports(
     """Reduce the reports of all ranks to one number for every name in ``rules`` (a collective over dp x cp, then pp).
 
     Args:
-        reports: scalars of this rank's micro-batches, each report with ``TOKENS`` and every name in ``rules``. Empty
-            on all stages but the last, and if no step was made.
+        reports: scalars of this rank's micro-batches, each report with ``TOKENS``, ``LOSS_COUNT`` and every name in
+            ``rules``. Empty on all stages but the last, and if no step was made.
         rules: how to reduce each metric.
         pg: the process groups of the layout.
         device: the device of the collectives.
@@ -51,11 +56,11 @@ def reduce_reports(
     Returns:
         The metrics, the same on every rank. If no report has a valid token, only sums, which are 0.
     """
-    names = list(rules)
-    table = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
-    largest = torch.full((len(names) + 1,), -math.inf, dtype=torch.float64, device=device)
+    names = [*rules, TOKENS, LOSS_COUNT]
+    table = torch.zeros(len(names), dtype=torch.float64, device=device)
+    largest = torch.full((len(names),), -math.inf, dtype=torch.float64, device=device)
     if reports:
-        values = torch.stack([torch.stack([report[name].double() for name in [*names, TOKENS]]) for report in reports])
+        values = torch.stack([torch.stack([report[name].double() for name in names]) for report in reports])
         table, largest = values.sum(0), values.amax(0)
     if pg.dp_cp.size() > 1:
         dist.all_reduce(table, group=pg.dp_cp)
@@ -64,12 +69,14 @@ def reduce_reports(
     if pg.pp.size() > 1:
         dist.broadcast(both, dist.get_process_group_ranks(pg.pp)[-1], group=pg.pp)
     sums, maxima = both.tolist()
-    tokens = sums[-1]
+    tokens, counts = sums[-2:]
     metrics = {}
     for index, (name, rule) in enumerate(rules.items()):
         if rule is Rule.SUM:
             metrics[name] = sums[index]
-        elif tokens:
+        elif rule is Rule.LOSS_MEAN and counts:
+            metrics[name] = sums[index] / counts
+        elif rule is not Rule.LOSS_MEAN and tokens:
             metrics[name] = sums[index] / tokens if rule is Rule.TOKEN_MEAN else maxima[index]
     return metrics
 

@@ -10,10 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, before_changes
 from workers.config import ActorConfig, CriticConfig
 
-__all__ = ["MiniBatch", "mini_batch_rows", "of_every_shard", "responses_of_mini_batch"]
+__all__ = [
+    "MiniBatch",
+    "counted_sizes",
+    "mini_batch_rows",
+    "of_every_shard",
+    "responses_of_mini_batch",
+    "shuffle_generator",
+]
 
 
 def responses_of_mini_batch(config: ActorConfig | CriticConfig, data: DataProto, method: str) -> int:
@@ -83,6 +90,30 @@ def mini_batch_rows(
     most, totals = rows.amax(0).tolist(), rows.sum(0).tolist()
     mine = owner.split(list(shard_sizes))[shard]
     return [MiniBatch((mine == index).nonzero().flatten(), most[index], totals[index]) for index in range(count)]
+
+
+def shuffle_generator(seed: int | None, updates: int) -> torch.Generator | None:
+    """Return the generator of an update's mini-batches, after a number of updates; None without a seed."""
+    return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + updates)
+
+
+def counted_sizes(method: str, counted: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Return the number of rows with a valid token of every data-parallel rank (a collective).
+
+    Args:
+        method: the name of the called method, for the error.
+        counted: the number on this rank.
+        group: the data-parallel ranks.
+        device: of the collective.
+
+    Raises:
+        DataError: on every rank, if there are none.
+    """
+    sizes = of_every_shard(counted, group, device)
+    if sum(sizes) == 0:
+        with before_changes():
+            raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
+    return sizes
 
 
 def of_every_shard(number: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:

@@ -43,8 +43,8 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:
     """Wrap the model chunks of this rank in Megatron's DistributedDataParallel.
 
-    Gradients are sums over all tokens of the mini-batch; ``finalize_model_grads`` divides them by the number of valid
-    tokens on all data-parallel ranks. Router losses are weighted accordingly.
+    Gradients are sums over all tokens of the mini-batch on all data-parallel ranks; ``workers.mini_batch_gradients``
+    divides them by what the loss counts. Router losses are weighted accordingly.
 
     Args:
         chunks: this rank's model chunks.
@@ -80,8 +80,13 @@ def wrap_for_training(
             model_config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
         if interleaved and config.overlap_param_gather:
             model_config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
-    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.finalize_model_grads_func = _sum_gradients
     return wrapped
+
+
+def _sum_gradients(chunks: list[nn.Module], num_tokens: object = None, *args: Any, **kwargs: Any) -> None:
+    """Finalize gradients as Megatron does, without the division by its count of tokens, which is an integer."""
+    finalize_model_grads(chunks, None, *args, **kwargs)
 
 
 def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from workers.train.batches import TokenBatch
 from workers.train.forward import token_positions
+from workers.train.metrics import LOSS_COUNT
 
-__all__ = ["Forward", "Loss", "releasing_inputs", "run_for_gradients", "run_for_scores", "scoring"]
+__all__ = ["Count", "Forward", "Loss", "releasing_inputs", "run_for_gradients", "run_for_scores", "scoring"]
 
 Forward = Callable[[nn.Module, TokenBatch], Any]
 """Maps a model chunk and a micro-batch to hidden states, or on the last stage to the argument of ``Loss``."""
 Loss = Callable[[TokenBatch, Any], tuple[Tensor, Tensor, dict[str, Any]]]
 """Maps a micro-batch and the last stage's output to (loss summed over valid tokens, their number, the report)."""
+Count = Callable[[TokenBatch], Tensor]
+"""Maps a micro-batch to the number that its ``Loss`` will return, for the targets of all context-parallel ranks."""
 
 
 @contextlib.contextmanager
@@ -87,8 +90,8 @@ def run_for_gradients(
 ) -> list[dict[str, Any]]:
     """Compute the gradients of one mini-batch, and return the reports of ``loss`` (an empty list off the last stage).
 
-    Gradients are added to those of the chunks, summed over data-parallel ranks, and divided by the number of valid
-    tokens on all of them.
+    Gradients are added to those of the chunks, and summed over data-parallel ranks. The caller divides them by the sum
+    of the counts that ``loss`` returned, which the reports have under ``LOSS_COUNT``.
 
     Args:
         chunks: this rank's model chunks, inside DistributedDataParallel.
@@ -101,7 +104,7 @@ def run_for_gradients(
     def step(batches: Iterator[TokenBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         rows = next(batches)
         with _choosing_experts(model, rows, pg):
-            return forward(model, rows), functools.partial(_with_integer_count, loss, rows)
+            return forward(model, rows), functools.partial(_with_reported_count, loss, rows)
 
     for chunk in chunks:
         if not chunk.training:
@@ -134,11 +137,12 @@ def _ending_replay(micro_batches: Sequence[TokenBatch]) -> Iterator[None]:
                 rows.experts.routers.forget()
 
 
-def _with_integer_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _with_reported_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return the loss for Megatron, whose own count is of integers and is not used."""
     total, count, report = loss(rows, output)
     # An infinite loss can have finite gradients. A loss of NaN makes them NaN, which the check before the step finds.
     total = total * torch.where(torch.isfinite(total.detach()), 1.0, math.nan)
-    return total, count.to(torch.int), report
+    return total, torch.zeros((), dtype=torch.int, device=total.device), report | {LOSS_COUNT: count.detach()}
 
 
 def _schedule(chunks: Sequence[nn.Module], pg: ProcessGroupCollection) -> Callable[..., Any]:

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
 from mcontroller.ppo.kl import estimate_kl
-from mcontroller.ppo.losses.aggregation import AGGREGATIONS
+from mcontroller.ppo.losses.aggregation import AGGREGATIONS, Weights
 from mcontroller.ppo.losses.registry import POLICY_LOSSES, PolicyLoss
 from workers.config import ActorConfig
 from workers.train.batches import TokenBatch
 from workers.train.losses import masked_sum
 from workers.train.metrics import TOKENS, Rule
 
-__all__ = ["MISMATCH", "columns_of_update", "policy_metrics", "policy_objective"]
+__all__ = ["MISMATCH", "columns_of_update", "policy_metrics", "policy_objective", "weights_of"]
 
 MISMATCH: Mapping[str, Rule] = {
     "rollout_probs_diff_mean": Rule.TOKEN_MEAN,
@@ -39,6 +39,12 @@ def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
     return needed + [name for name in optional if name in present and name not in needed]
 
 
+def weights_of(config: ActorConfig, own: Tensor, whole: Tensor) -> Weights:
+    """Return the weights of tokens in the average of the loss, and their count; the masks are as in ``Aggregation``."""
+    average = AGGREGATIONS[config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode]
+    return average(own, whole, config.rollout.response_length)
+
+
 def policy_objective(
     config: ActorConfig, rows: TokenBatch, log_probs: Tensor, entropy: Tensor, context_parallel: ProcessGroup
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -54,11 +60,9 @@ def policy_objective(
     assert rows.whole_mask is not None
     registered, columns = POLICY_LOSSES[config.policy_loss], rows.columns
     policy = _policy_loss(config, rows, log_probs, context_parallel)
-    average = AGGREGATIONS[config.loss_agg_mode or registered.loss_agg_mode]
-    weights = average(rows.mask, rows.whole_mask, config.rollout.response_length)
+    weights = weights_of(config, rows.mask, rows.whole_mask)
     per_token = policy.loss * columns.get("importance_weights", 1.0)
     token_means = {
-        "pg_loss": per_token,
         "pg_clipfrac": policy.clipped,
         "pg_clipfrac_low": policy.clipped * (columns["advantages"] < 0),
         "pg_clipfrac_high": policy.clipped * (columns["advantages"] > 0),
@@ -66,8 +70,9 @@ def policy_objective(
         "entropy": entropy,
     }
     total = masked_sum(per_token, weights.tokens)
+    pg_loss = total.detach()
     if registered.whole_sequences:  # tokens of other ranks have gradients by the log-probabilities of this rank too
-        every = average(rows.whole_mask, rows.whole_mask, config.rollout.response_length).tokens
+        every = weights_of(config, rows.whole_mask, rows.whole_mask).tokens
         others = masked_sum(per_token, every * (rows.mask == 0))
         total = total + others - others.detach()
     further = -config.entropy_coeff * entropy
@@ -80,6 +85,7 @@ def policy_objective(
         token_means |= {"rollout_probs_diff_mean": (rollout.exp() - log_probs.exp()).abs()}
         token_means |= {"rollout_kl": rollout - log_probs}
     report = {name: masked_sum(values.detach(), rows.mask) for name, values in token_means.items()}
+    report["pg_loss"] = pg_loss
     report["ratio_max"] = (policy.ratio.detach() * rows.mask).max()
     if "rollout_log_probs" in columns:
         report["rollout_probs_diff_max"] = (token_means["rollout_probs_diff_mean"].detach() * rows.mask).max()
@@ -88,9 +94,9 @@ def policy_objective(
 
 def policy_metrics(config: ActorConfig) -> dict[str, Rule]:
     """Return how the values that ``policy_objective`` reports are reduced."""
-    means = ["pg_loss", "pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy"]
+    means = ["pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy"]
     means += ["kl_loss"] * bool(config.use_kl_loss)
-    return dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
+    return {"pg_loss": Rule.LOSS_MEAN} | dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
 
 
 def _policy_loss(

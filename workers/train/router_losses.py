@@ -1,10 +1,10 @@
 """Router losses of a mixture of experts, weighted so that micro-batches and ranks do not change them.
 
-Megatron attaches them to the gradient, which it divides by the number of valid targets, as that of the main loss. The
-factor that it applies before lacks tp x cp in version 0.16, and is wrong in every version if ranks have different
-numbers of tokens. Here each loss is a sum over the tokens of the micro-batch, without padding, times the number of
-valid targets divided by the number of all tokens of the mini-batch. After Megatron's division it is a mean over all
-tokens.
+Megatron attaches them to the gradient, which is divided by the count of the main loss: valid targets, responses, or
+what a loss of your own counts. The factor that Megatron applies before lacks tp x cp in version 0.16, and is wrong in
+every version if ranks have different numbers of tokens. Here each loss is a sum over the tokens of the micro-batch,
+without padding, times the count of the mini-batch divided by the number of all its tokens. After the division it is a
+mean over all tokens, whatever the main loss counts.
 
 - z loss (``moe_z_loss_coeff``): the square of the log-sum-exp of a token's logits.
 - balance (``moe_aux_loss_coeff``): for a token ``experts * sum_i f_i p_i``, with its probabilities ``p`` and the
@@ -15,7 +15,8 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class _TokenRouter(TopKRouter):
     """Megatron's router with losses that are sums over tokens.
 
     Attributes:
-        share: valid targets of the mini-batch divided by all its tokens.
+        share: what the loss counts in the mini-batch divided by all tokens of the mini-batch.
         sums: by metric, the sum of the loss in this step, without its coefficient; float64 scalars.
     """
 
@@ -142,14 +143,22 @@ class RouterLosses:
         model: this rank's model chunks.
         pg: the process groups of the layout.
         device: the device of the collectives.
+        count: maps a micro-batch to the count that the loss is expected to return for it.
     """
 
-    def __init__(self, model: Sequence[nn.Module], pg: ProcessGroupCollection, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        pg: ProcessGroupCollection,
+        device: torch.device,
+        count: Callable[[TokenBatch], Tensor],
+    ) -> None:
         self.names = losses_of(get_model_config(model[0]))
         self.routers = [module for chunk in model for module in chunk.modules() if isinstance(module, _TokenRouter)]
-        self.pg, self.device = pg, device
+        self.pg, self.device, self.count = pg, device, count
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        self.tokens = self._tokens = 0.0
+        self.tokens = self._tokens = self._count = 0.0
+        self._buffers: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, batches: Sequence[TokenBatch]) -> None:
         """Set the weight of the losses for a step on these micro-batches (a collective over dp)."""
@@ -157,12 +166,31 @@ class RouterLosses:
             return
         numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            numbers += torch.stack(((batch.mask != 0).sum(), (batch.lengths * batch.counted).sum())).to(self.device)
+            tokens = (batch.lengths * batch.counted).sum()
+            numbers += torch.stack((self.count(batch).double(), tokens.double())).to(self.device)
         if self.pg.dp.size() > 1:
             dist.all_reduce(numbers, group=self.pg.dp)
-        targets, self._tokens = numbers.tolist()
+        self._count, self._tokens = numbers.tolist()
+        self._buffers = [(buffer, buffer.clone()) for router in self.routers for buffer in router.buffers()]
+        self._weigh()
+
+    def begin_again(self, count: Tensor) -> bool:
+        """Set the weight for the ``count`` that the loss returned, and undo what the routers have counted in the step.
+
+        Returns:
+            Whether the gradients have to be computed again; False if the expected count was right.
+        """
+        if not self.names or math.isclose(float(count), self._count, rel_tol=1e-6):
+            return False
+        self._count = float(count)
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        self._weigh()
+        return True
+
+    def _weigh(self) -> None:
         for router in self.routers:
-            router.share = targets / self._tokens
+            router.share = self._count / self._tokens
             router.sums = {}
 
     def end(self, made: bool) -> None:

@@ -23,7 +23,7 @@ class Weights:
 
     Attributes:
         tokens: float ``[rows, response]``, the weight of every token; 0 outside of the mask.
-        count: float scalar, a whole number: this part's share of what the weighted sum is divided by.
+        count: float scalar: this part's share of what the weighted sum is divided by.
     """
 
     tokens: Tensor

@@ -10,7 +10,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from tests.ranks import run_ranks
-from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
+from tests.workers.roles import RESPONSE, actor, experience, largest_difference, own_shard, weights
 
 CHOICES = (
     {"policy_loss": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
@@ -47,6 +47,29 @@ def test_an_update_does_not_depend_on_layout_or_micro_batches() -> None:
         for number, choice in enumerate(CHOICES):
             difference = max(largest_difference(rank[number], alone[number]) for rank in divided)
             assert difference < TOLERANCE, f"{choice} in {parallel}: weights differ by {difference}"
+
+
+def policy_losses() -> dict[str, float]:
+    """Return the reported policy loss of one step at a ratio of 1, by average."""
+    found = {}
+    for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        worker = actor({}, "actor", loss_agg_mode=mode, ppo_mini_batch_size=ROWS, ppo_epochs=1)
+        data = experience(ROWS)
+        metrics = worker.update_actor(data.select(exclude("old_log_probs", data))).meta_info["metrics"]
+        found[mode] = metrics["actor/pg_loss"]
+    return found
+
+
+def test_the_reported_policy_loss_is_averaged_as_it_is_optimized() -> None:
+    data = experience(ROWS).batch
+    sums, lengths = (-data["advantages"] * data["response_mask"]).sum(1), data["response_mask"].sum(1)
+    expected = {
+        "token-mean": float(sums.sum() / lengths.sum()),
+        "seq-mean-token-mean": float((sums / lengths).mean()),
+        "seq-mean-token-sum": float(sums.mean()),
+        "seq-mean-token-sum-norm": float(sums.mean()) / RESPONSE,
+    }
+    assert run_ranks(policy_losses, 1)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def in_prompts(n: int | None) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.training import device
 from tests.workers.roles import accumulated_gradients, actor, experience, largest_difference, own_shard
+from workers.actor import ActorRolloutRefWorker
+from workers.train.metrics import TOKENS, Rule
 from workers.train.router_losses import prepare_routers
 
 ROWS, EXPERTS, TOPK = 16, 4, 2
@@ -19,7 +23,12 @@ Z, BALANCE = 0.01, 0.2
 METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "global_aux_loss": "moe_global_aux_loss"}
 
 
-def routed_actor(parallel: dict[str, Any], kind: str, **changes: Any) -> Any:
+def routed_actor(
+    parallel: dict[str, Any],
+    kind: str,
+    worker_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker,
+    **changes: Any,
+) -> Any:
     """Return an actor with experts whose losses are ``kind`` and z, or without losses if ``kind`` is ``none``."""
     losses = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z} if kind != "none" else {}
     model = {
@@ -29,7 +38,8 @@ def routed_actor(parallel: dict[str, Any], kind: str, **changes: Any) -> Any:
         "transformer": {"moe_router_load_balancing_type": kind, **losses},
     }
     optim = {"lr": 0.0, "clip_grad": 0.0}
-    return actor(parallel, "actor", model=model, ppo_mini_batch_size=ROWS, ppo_epochs=1, optim=optim, **changes)
+    fixed = {"model": model, "optim": optim, "ppo_mini_batch_size": ROWS, "ppo_epochs": 1}
+    return actor(parallel, "actor", worker_class, **fixed, **changes)
 
 
 def gradients(parallel: dict[str, Any], kind: str, **changes: Any) -> dict[str, Any]:
@@ -38,6 +48,57 @@ def gradients(parallel: dict[str, Any], kind: str, **changes: Any) -> dict[str, 
     metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
     state = accumulated_gradients(worker)
     return {"gradients": state, "metrics": {name: value for name, value in metrics.items() if "/moe_" in name}}
+
+
+class HalfACountForEachRow(ActorRolloutRefWorker):
+    """A loss with a count that is neither tokens nor a whole number."""
+
+    def loss(self, rows: Any, output: torch.Tensor) -> Any:
+        first = rows.whole_mask.cumsum(1) == 1
+        total = -(output[0] * rows.columns["advantages"] * rows.mask).sum()
+        return total, 0.5 * (first * rows.mask).sum(), {TOKENS: rows.mask.sum()}
+
+    def metrics(self) -> dict[str, Rule]:
+        return {}
+
+
+COUNTS: list[dict[str, Any]] = [
+    {"loss_agg_mode": "token-mean"},
+    {"loss_agg_mode": "seq-mean-token-mean"},
+    {"loss_agg_mode": "seq-mean-token-sum"},
+    {"policy_loss": "gspo"},
+]
+
+
+def gradients_of_routers(parallel: dict[str, Any]) -> list[dict[int, torch.Tensor]]:
+    """Return the gradients of routers by layer, from router losses alone, for ``COUNTS`` and the loss above."""
+    found = []
+    for worker_class, counts in ((ActorRolloutRefWorker, COUNTS), (HalfACountForEachRow, [{}])):
+        worker = routed_actor(parallel, "seq_aux_loss", worker_class, ppo_micro_batch_size=3)
+        batch = own_shard(experience(ROWS), worker)
+        batch.batch["advantages"].zero_()
+        for count in counts:
+            worker.config = dataclasses.replace(worker.config, **count)
+            worker.update_actor(batch)
+            routers = [module for module in worker.model[0].modules() if isinstance(module, TopKRouter)]
+            found.append({router.layer_number: router.weight.main_grad.clone() for router in routers})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, {}), (4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}), (4, {"cp": 2, "pp": 2})],
+    ids=["one-process", "tp-dp-ep", "cp-pp"],
+)
+def test_router_gradient_does_not_depend_on_the_count_of_the_loss(world_size: int, parallel: dict[str, Any]) -> None:
+    by_name = run_ranks(by_definition, 1, "seq_aux_loss", 1)[0]["gradients"]
+    expected = [by_name[name] for name in sorted(by_name) if name.endswith("router.weight")]
+    for rank in run_ranks(gradients_of_routers, world_size, parallel):
+        for count, found in zip([*COUNTS, "halves"], rank, strict=True):
+            assert len(found) == 4 // parallel.get("pp", 1)
+            for layer, gradient in found.items():
+                difference = float((gradient - expected[layer - 1]).abs().max())
+                assert difference < 1e-6, f"{count}: {difference} of {float(expected[layer - 1].abs().max())}"
 
 
 def by_definition(kind: str, rows_together: int) -> dict[str, Any]:
@@ -175,8 +236,6 @@ def test_padding_does_not_move_the_bias_of_experts() -> None:
 
 
 def custom_router_rejected() -> str:
-    from megatron.core.transformer.moe.router import TopKRouter
-
     class CustomRouter(TopKRouter):
         pass
 
