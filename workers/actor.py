@@ -399,7 +399,8 @@ class ActorRolloutRefWorker(TransferringWorker):
     def update_sft(self, batch: DataProto) -> DataProto:
         """Make one optimizer step on the tokens with a ``loss_mask`` of 1.
 
-        The optimizer is that of ``sft_optim``. A later ``update_actor`` starts with a new one if ``optim`` differs.
+        The optimizer is that of ``sft_optim``. If it differs from ``optim``, ``update_actor`` begins with a new one
+        afterwards, and no supervised step can follow: only one of them is kept.
 
         Args:
             batch: ``input_ids``, ``attention_mask``, ``loss_mask`` int64 ``[rows, seq]``; padding on either side.
@@ -408,7 +409,8 @@ class ActorRolloutRefWorker(TransferringWorker):
             ``meta_info["metrics"]``, as ``update_actor``.
 
         Raises:
-            ConfigError: the role does not include ``actor``.
+            ConfigError: the role does not include ``actor``, or ``update_actor`` has replaced the optimizer of earlier
+                supervised steps.
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
             NonFiniteGradient: a gradient is NaN or Inf, and ``on_nonfinite`` of the optimizer is ``raise``.
         """

@@ -44,7 +44,9 @@ from workers.train.micro_batches import MicroBatch, MicroBatchSize, micro_batche
 from workers.train.mini_batches import counted_sizes, mini_batch_rows, of_every_shard, shuffle_generator
 from workers.train.optimizer import (
     ParameterGroups,
+    check_not_ended,
     check_schedule_unit,
+    gather_parameters,
     make_optimizer,
     make_scheduler,
     standard_parameter_groups,
@@ -86,6 +88,7 @@ class ModelWorker(MegatronWorker):
         model: the model chunks of this rank, inside DistributedDataParallel if they are trained.
         optimizer, scheduler: Megatron's; None if the model is not trained.
         phases: optimizer configurations by phase of training; ``phase`` is the one that the optimizer belongs to.
+        ended_phases: those whose optimizer has made steps and was replaced by that of another phase.
         updates, optimizer_steps: number of calls that trained the model, and of steps of this optimizer.
         gradients: those that ``optim_step`` applies; None if there are none.
         weights_version: a number that changes whenever the weights may have changed.
@@ -130,6 +133,7 @@ class ModelWorker(MegatronWorker):
         self.model: list[Any] = []
         self.phases: dict[str, OptimConfig] = {}
         self.phase = ""
+        self.ended_phases: set[str] = set()
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         self.updates = 0
@@ -234,10 +238,17 @@ class ModelWorker(MegatronWorker):
         Args:
             phase: one of ``phases``.
             reset: build new ones also for the same settings, if the current ones have made a step.
+
+        Raises:
+            ConfigError: the phase has ended: its optimizer was replaced by that of another.
         """
         optim = self.phases[phase]
         used = self.scheduler is not None and self.scheduler.num_steps > 0
-        if self.optimizer is None or optim != self.phases[self.phase] or (reset and used):
+        replaced = self.optimizer is not None and optim != self.phases[self.phase]
+        if replaced:
+            check_not_ended(phase, self.ended_phases)
+        if self.optimizer is None or replaced or (reset and used):
+            self.ended_phases |= {self.phase} if replaced and used else set()
             self.optimizer, self.scheduler = self.build_optimizer(self.model, optim)
             check_schedule_unit(ModelWorker, type(self), self.scheduler, optim)
             self.optimizer_steps = 0
@@ -333,7 +344,7 @@ class ModelWorker(MegatronWorker):
                 steps.append(self._applied(gradients))
                 reports += [] if steps[-1].grad_norm is None else gradients.reports
                 del gradients  # with its micro-batches on the device
-        self._gather_parameters()
+        gather_parameters(self.model, self.phases[self.phase])
         self._background_saves.finish_if_written()
         self.updates += 1
         metrics = reduce_reports(reports, rules, self.context.pg, self.device) | routers.means()
@@ -361,14 +372,8 @@ class ModelWorker(MegatronWorker):
             device=self.device,
             rank=str(self.context.rank_info()),
         )
-        self.optimizer_steps += norm is not None
-        return norm
-
-    def _gather_parameters(self) -> None:
-        """Gather parameters now if the distributed optimizer would gather them in the next forward pass."""
-        if self.phases[self.phase].overlap_param_gather:
-            for chunk in self.model:
-                chunk.start_param_sync(force_sync=True)
+        self.optimizer_steps += step.grad_norm is not None
+        return step
 
     def _micro_batches(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
         """Divide the rows at ``index`` into micro-batches, as many on every data-parallel rank (a collective).
@@ -490,13 +495,20 @@ class ModelWorker(MegatronWorker):
             "updates": self.updates,
             "optimizer_steps": self.optimizer_steps,
         }
+        if self.ended_phases:
+            counters["ended_phases"] = ",".join(sorted(self.ended_phases))
         return TrainingState(self.context, dict(self.models()), self.optimizer, self.scheduler, counters)
+
+    def prepare_to_load(self, counters: Mapping[str, Any]) -> None:
+        """Make room for the state in a checkpoint with these counters, and forget what it replaces."""
+        self.ended_phases = set()
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Set the counters to those of a loaded checkpoint."""
         self.gradients = None
         self.updates = counters["updates"]
         self.optimizer_steps = counters["optimizer_steps"]
+        self.ended_phases = set(filter(None, counters.get("ended_phases", "").split(",")))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
@@ -519,10 +531,6 @@ class ModelWorker(MegatronWorker):
             DataError: on every rank, if one of them cannot write; earlier checkpoints stay. An asynchronous save
                 raises in the call that would finish it.
         """
-        if max_to_keep is not None and max_to_keep < 1:
-            text = f"save_checkpoint: max_to_keep is {max_to_keep}; it must be at least 1, or None to keep all"
-            with before_changes():
-                raise ConfigError(text, key="max_to_keep", value=max_to_keep)
         self._background_saves.finish()
         background = self._background_saves if asynchronous else None
         return str(save_checkpoint(self.training(), path, global_step, max_to_keep, background))
@@ -580,6 +588,7 @@ class ModelWorker(MegatronWorker):
             checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
             without_head = check_checkpoint(self.training(), checkpoint, manifest, distributed)
         counters = manifest["counters"]
+        self.prepare_to_load(counters)
         if self.phases:
             phase = self.phase if without_head else counters.get("phase") or self.phase
             self.use_phase(phase, reset=without_head or "optimizer" not in manifest["parts"])

@@ -13,8 +13,9 @@ from workers.model_worker import ModelWorker
 from workers.train.batches import TokenBatch
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import MicroBatchSize
-from workers.train.mini_batches import mini_batch_rows
-from workers.train.pipeline import Loss
+from workers.train.mini_batches import counted_sizes, mini_batch_rows, shuffle_generator
+from workers.train.optimizer import gather_parameters
+from workers.train.pipeline import Count, Loss
 from workers.train.router_losses import RouterLosses
 
 __all__ = ["TrainedWorker"]
@@ -79,8 +80,8 @@ class TrainedWorker(ModelWorker):
             with before_changes():
                 raise ConfigError("optim_step has no gradients to apply: call forward_backward first", key="optim_step")
         self.weights_version += 1
-        norm = self._applied(gradients)
-        self._gather_parameters()
+        step = self._applied(gradients)
+        gather_parameters(self.model, self.phases[self.phase])
         self._background_saves.finish_if_written()
         self.updates += 1
         return gradients.routers.means() | step_metrics([step])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,70 @@ def test_supervised_steps_learn_the_demonstrations_equally_in_every_layout() -> 
     assert divided["losses"] == pytest.approx(alone["losses"], abs=1e-4)
     assert alone["lr"] == 5e-3
     assert alone["steps"] == (13, 4)  # PPO began with an optimizer of its own
+
+
+def alternating(path: str) -> list[str]:
+    """Train in one phase, in the other, and in the first again; then the last of these in a worker that resumes."""
+    worker, found = actor({}, sft_optim={"lr": 5e-3}), []
+    worker.update_sft(demonstrations(8))
+    worker.update_actor(experience(8))
+    worker.save_checkpoint(path)
+    before = weights(worker)
+    resumed = actor({}, sft_optim={"lr": 5e-3})
+    resumed.load_checkpoint(path)
+    for each in (worker, resumed):
+        with pytest.raises(ConfigError) as caught:
+            each.update_sft(demonstrations(8))
+        found.append(str(caught.value))
+    assert largest_difference(before, weights(worker)) == 0.0
+    worker.update_actor(experience(8))
+    return [*found, str(worker.optimizer_steps)]
+
+
+def test_a_phase_whose_optimizer_was_replaced_cannot_go_on(tmp_path: Path) -> None:
+    first, resumed, steps = run_ranks(alternating, 1, str(tmp_path))[0]
+    assert "phase 'sft'" in first and "sft_optim" in first
+    assert resumed == first
+    assert steps == "4"  # two updates of two epochs
+
+
+def rates() -> list[float]:
+    worker = actor({}, "actor", optim={"lr": 1e-2, "warmup_steps": 2}, ppo_epochs=1)
+    return [worker.update_actor(experience(8)).meta_info["metrics"]["actor/lr"] for _ in range(3)]
+
+
+def test_the_reported_learning_rate_is_that_of_the_step() -> None:
+    assert run_ranks(rates, 1)[0] == pytest.approx([0.0, 5e-3, 1e-2])
+
+
+class CountsOfRows(ActorRolloutRefWorker):
+    """A loss whose count is a share of the rows."""
+
+    share = 1.0
+
+    def loss(self, rows: Any, output: torch.Tensor) -> Any:
+        count = self.share * rows.mask.any(1).sum()
+        return -(output[0] * rows.columns["advantages"] * rows.mask).sum(), count, {"tokens": rows.mask.sum()}
+
+    def metrics(self) -> dict[str, Rule]:
+        return {}
+
+
+class TenthOfRows(CountsOfRows):
+    share = 0.1
+
+
+def norms_of_counts() -> list[float]:
+    found = []
+    for worker_class in (CountsOfRows, TenthOfRows):
+        worker = actor({}, "actor", worker_class, ppo_epochs=1)
+        found.append(worker.update_actor(experience(8)).meta_info["metrics"]["actor/grad_norm"])
+    return found
+
+
+def test_a_count_of_a_loss_can_be_a_fraction() -> None:
+    rows, tenths = run_ranks(norms_of_counts, 1)[0]
+    assert tenths == pytest.approx(10 * rows, rel=1e-5)
 
 
 def reference_after_learning() -> list[bool]:

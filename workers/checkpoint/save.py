@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcontroller.errors import DataError, before_changes
+from mcontroller.errors import ConfigError, DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.checksums import FileEntry
@@ -50,9 +50,14 @@ def save_checkpoint(
         The directory of the checkpoint.
 
     Raises:
+        ConfigError: ``keep`` is less than 1.
         DataError: on every rank, if one of them cannot write. What it has written is deleted; earlier checkpoints stay.
             With ``background``, the error may be raised when the save is finished.
     """
+    if keep is not None and keep < 1:
+        text = f"save_checkpoint: max_to_keep is {keep}; it must be at least 1, or None to keep all"
+        with before_changes():
+            raise ConfigError(text, key="max_to_keep", value=keep)
     if background is not None:
         background.finish()
     target = checkpoint_path(Path(path), step)

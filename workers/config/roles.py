@@ -38,7 +38,11 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer of ``update_actor``."""
     sft_optim: OptimConfig | None = None
-    """Optimizer of ``update_sft``. None: the same as optim."""
+    """Optimizer of ``update_sft``. None: the same as optim.
+
+    With other settings than optim, one optimizer replaces the other, so supervised steps and PPO cannot alternate: a
+    call that goes back to a phase that has ended is rejected.
+    """
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How responses are sampled."""
     ppo_mini_batch_size: int = 256

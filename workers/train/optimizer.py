@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, before_changes
 from parallel_state.errors import ParallelStateError
 from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
@@ -26,7 +26,9 @@ from workers.train.router_losses import prepare_routers
 __all__ = [
     "ParameterGroups",
     "Step",
+    "check_not_ended",
     "check_schedule_unit",
+    "gather_parameters",
     "guarded_step",
     "make_optimizer",
     "make_scheduler",
@@ -174,6 +176,27 @@ def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> Optimiz
         wsd_decay_steps=config.wsd_decay_steps or None,
         lr_wsd_decay_style="linear",
     )
+
+
+def gather_parameters(model: Sequence[DistributedDataParallel], config: OptimConfig) -> None:
+    """Gather parameters now if the distributed optimizer would gather them in the next forward pass."""
+    if config.overlap_param_gather:
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)
+
+
+def check_not_ended(phase: str, ended: Collection[str]) -> None:
+    """Raise ConfigError if the optimizer of a phase of training was replaced by that of another phase."""
+    if phase not in ended:
+        return
+    with before_changes():
+        raise ConfigError(
+            f"the phase {phase!r} cannot go on: its moments, float32 weights and schedule were replaced when training "
+            "went on in another phase, whose optimizer has other settings. Finish one phase before the other, or leave "
+            "sft_optim out: both then train with one optimizer",
+            key="sft_optim",
+            value=phase,
+        )
 
 
 def check_schedule_unit(base: type, worker: Any, scheduler: OptimizerParamScheduler, config: OptimConfig) -> None:
