@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import numbers
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, before_changes
+from mcontroller.errors import before_changes
 from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
-from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles
+from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles, require_role
 from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
@@ -34,7 +32,7 @@ from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
 from workers.router_replay.replay import RouterReplay, check_recorded
 from workers.router_replay.routers import ModelRouters
-from workers.train.batch_checks import check_response_length, require_columns
+from workers.train.batch_checks import check_response_length, require_columns, temperature_of
 from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
 from workers.train.losses import masked_sum
@@ -43,7 +41,8 @@ from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
 from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective, weights_of
 from workers.transferring_worker import TransferringWorker
-from workers.weights.offload import Sleepable
+from workers.weights.mixing import float32_copies, mix_weights
+from workers.weights.offload import Sleepable, buffer_tensors, model_tensors
 
 __all__ = ["ActorRolloutRefWorker"]
 
@@ -98,6 +97,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config, self.share_prompts = config, config.share_prompts
         self.reference: list[nn.Module] = []
+        self.reference_copies: list[dict[str, Tensor]] = []
         self.rollout: Rollout | None = None
         self.rollout_version: int | None = None
         self.router_replay = RouterReplay("none", None)
@@ -219,7 +219,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             for chunk in self.reference:
                 chunk.requires_grad_(False)
             if self.model:  # a user-defined build_model may return other weights at its second call
-                self._copy_policy_to_reference()
+                mix_weights(self.reference, self.model, 1.0, [])
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none", changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
@@ -251,7 +251,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             DataError: a column or a token id is missing, a row is padding only or padded on the right, or a prompt is
                 longer than ``rollout.prompt_length`` plus what the call leaves of the configured response length.
         """
-        self._require_role("rollout", "generate_sequences")
+        require_role(self.roles, "rollout", "generate_sequences")
         self.check_weights_complete("generate_sequences")
         self.check_call_context()
         with before_changes():
@@ -304,7 +304,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             DataError: a column is missing or of a wrong shape, or responses are longer than
                 ``rollout.response_length``.
         """
-        self._require_role("actor", "compute_log_prob")
+        require_role(self.roles, "actor", "compute_log_prob")
         replay = self.router_replay
         rows = self._response_rows(data, "compute_log_prob", [], replay=True)
         recorded = replay.recording(*rows.tokens.shape) if replay.mode == "old_log_probs" else None
@@ -319,7 +319,7 @@ class ActorRolloutRefWorker(TransferringWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the reference; arguments, shapes and errors are those of ``compute_log_prob``."""
-        self._require_role("ref", "compute_ref_log_prob")
+        require_role(self.roles, "ref", "compute_ref_log_prob")
         scores = self._response_scores(data, "compute_ref_log_prob", self.reference)
         return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
 
@@ -349,7 +349,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
             NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
-        self._require_role("actor", "update_actor")
+        require_role(self.roles, "actor", "update_actor")
         config = self.config
         rows = self._response_rows(data, "update_actor", self._columns_of_update(data), replay=True)
         self.use_phase("ppo")
@@ -381,7 +381,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             ConfigError: the role does not include ``actor``.
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
         """
-        self._require_role("actor", "forward_backward")
+        require_role(self.roles, "actor", "forward_backward")
         config = self.config
         rows = self._response_rows(data, "forward_backward", self._columns_of_update(data), replay=True)
         self.use_phase("ppo")
@@ -414,7 +414,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
             NonFiniteGradient: a gradient is NaN or Inf, and ``on_nonfinite`` of the optimizer is ``raise``.
         """
-        self._require_role("actor", "update_sft")
+        require_role(self.roles, "actor", "update_sft")
         rows = self.rows_of_every_rank(
             lambda: supervised_batch(
                 tensor_columns(batch),
@@ -439,7 +439,10 @@ class ActorRolloutRefWorker(TransferringWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_reference(self, mix: float = 1.0) -> None:
-        """Move the reference towards the actor: ``mix * actor + (1 - mix) * reference``.
+        """Move the reference towards the actor: ``mix * actor + (1 - mix) * reference``, weights and buffers.
+
+        From the first ``mix`` below 1 to the next copy, a reference of 16 bits has a copy in float32 (4 bytes for every
+        weight), which a checkpoint contains in its place.
 
         Args:
             mix: share of the actor, 1 for a copy, as after a supervised phase (Gorbatovski et al., 2024,
@@ -448,18 +451,9 @@ class ActorRolloutRefWorker(TransferringWorker):
         Raises:
             ConfigError: the role does not include both ``actor`` and ``ref``.
         """
-        self._require_role("actor", "sync_reference")
-        self._require_role("ref", "sync_reference")
-        if mix == 1.0:
-            self._copy_policy_to_reference()
-            return
-        for frozen, chunk in zip(self.reference, self.model, strict=True):
-            for target, source in zip(frozen.parameters(), unwrap_model(chunk).parameters(), strict=True):
-                target.lerp_(source.to(target.dtype), mix)
-
-    def _copy_policy_to_reference(self) -> None:
-        for frozen, chunk in zip(self.reference, self.model, strict=True):
-            frozen.load_state_dict(unwrap_model(chunk).state_dict())
+        require_role(self.roles, "actor", "sync_reference")
+        require_role(self.roles, "ref", "sync_reference")
+        self.reference_copies = mix_weights(self.reference, self.model, mix, self.reference_copies)
 
     def models(self) -> dict[str, list[Any]]:
         """Return the chunks of the policy and of the reference, as far as they are built."""
@@ -469,7 +463,16 @@ class ActorRolloutRefWorker(TransferringWorker):
         """Return the state that a checkpoint contains: the models, the optimizer and the counters."""
         training = super().training()
         training.counters["sampled_batches"] = self.sampled_batches
+        if self.reference_copies:
+            training.counters["reference_in_float32"] = 1
+            training.float32["reference"] = self.reference_copies
         return training
+
+    def prepare_to_load(self, counters: Mapping[str, Any]) -> None:
+        """Make room for the float32 copy of a reference that the policy is mixed into."""
+        super().prepare_to_load(counters)
+        mixed = self.model and counters.get("reference_in_float32")
+        self.reference_copies = float32_copies(self.reference) if mixed else []
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Set the counters to those of a loaded checkpoint."""
@@ -479,6 +482,9 @@ class ActorRolloutRefWorker(TransferringWorker):
     def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
         """Return the parts that can be offloaded; ``rollout`` is one if it has a copy of the weights."""
         parts = super().parts()
+        if self.reference_copies:
+            copies = [value for chunk in self.reference_copies for value in chunk.values()]
+            parts["reference"] = itertools.chain(model_tensors(self.reference), buffer_tensors(self.reference), copies)
         if self.rollout is not None and self.rollout.holds_weights:
             parts["rollout"] = self.rollout
         return parts
@@ -536,15 +542,6 @@ class ActorRolloutRefWorker(TransferringWorker):
         scores = self.score(chunks, rows, self._scoring_size)
         return None if scores is None else scores * rows.mask
 
-    def _require_role(self, role: str, method: str) -> None:
-        if role not in self.roles:
-            with before_changes():
-                raise ConfigError(
-                    f"{method} needs the role {role!r}; this worker is {'_'.join(sorted(self.roles))!r}",
-                    key="role",
-                    value="_".join(sorted(self.roles)),
-                )
-
     def _columns_of_update(self, data: DataProto) -> list[str]:
         """Return the columns that the loss reads; ``old_log_probs`` only if there are any, or they are needed."""
         tensors = data.tensors()
@@ -559,14 +556,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         return "rollout_log_probs" in rows.columns and type(self).loss is ActorRolloutRefWorker.loss
 
     def _response_rows(self, data: DataProto, method: str, columns: list[str], *, replay: bool = False) -> TokenBatch:
-        temperature = data.meta_info.get("temperature", self.config.rollout.temperature)
-        if not isinstance(temperature, numbers.Real) or not float(temperature) > 0:
-            raise ConfigError(
-                f"{method}: meta_info['temperature'] is {temperature!r}; it must be a number above 0",
-                key="temperature",
-                value=temperature,
-            )
-        divisor = float(temperature)
+        divisor = temperature_of(data.meta_info, self.config.rollout.temperature, method)
         batch = tensor_columns(data)
         replayed = replay and self.router_replay.replays(method, batch)
         return self.rows_of_every_rank(lambda: self._checked_rows(batch, method, columns, divisor, replayed))

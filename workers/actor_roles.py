@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, before_changes
 from parallel_state import LayoutError
 from workers.config import ActorConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
-__all__ = ["check_engine", "check_rollout_layout", "parsed_roles"]
+__all__ = ["check_engine", "check_rollout_layout", "parsed_roles", "require_role"]
 
 _ROLES = ("actor", "rollout", "ref")
 
@@ -78,3 +78,11 @@ def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, over
             key="rollout.parallel",
             value=config.rollout.parallel,
         )
+
+
+def require_role(roles: Collection[str], role: str, method: str) -> None:
+    """Raise ConfigError if ``method`` needs a role that is not among those of the worker."""
+    if role not in roles:
+        given = "_".join(sorted(roles))
+        with before_changes():
+            raise ConfigError(f"{method} needs the role {role!r}; this worker is {given!r}", key="role", value=given)

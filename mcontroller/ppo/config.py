@@ -234,7 +234,10 @@ class TrainerConfig:
     ref_sync_steps: int = 0
     """[steps] Move the reference towards the policy every so many steps. 0: the reference does not change."""
     ref_sync_mix: float = 1.0
-    """Share of the policy in the new reference, above 0, at most 1: ``mix * policy + (1 - mix) * reference``."""
+    """Share of the policy in the new reference, above 0, at most 1: ``mix * policy + (1 - mix) * reference``.
+
+    Below 1, a reference of 16 bits has a copy in float32, 4 bytes for every weight, which checkpoints contain.
+    """
     export_hf: str | None = None
     """New or empty directory for the trained policy as a Hugging Face model, after the last step. None: none."""
     offload: str = "auto"

@@ -219,6 +219,8 @@ def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Ma
         for index, chunk in enumerate(training.models[part]):
             weights = loaded[f"{part}{index}"]
             unwrap_model(chunk).load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
+            for name, copy in training.float32[part][index].items() if part in training.float32 else ():
+                copy.copy_(weights[prefix + name])
     for part in training.models.keys() - sources.keys():
         for chunk, model in zip(training.models[part], training.models["model"], strict=True):
             unwrap_model(chunk).load_state_dict(unwrap_model(model).state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
@@ -41,6 +41,7 @@ class TrainingState:
         optimizer: of the part "model"; None if it is not trained. Saved only if it has made a step.
         scheduler: the learning-rate schedule of the optimizer.
         counters: go into the manifest.
+        float32: by part, for every chunk, copies in float32 of weights by name, which a checkpoint contains instead.
     """
 
     context: MegatronContext
@@ -48,6 +49,7 @@ class TrainingState:
     optimizer: MegatronOptimizer | None = None
     scheduler: OptimizerParamScheduler | None = None
     counters: dict[str, int | str] = field(default_factory=dict)
+    float32: dict[str, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
 
 
 def layout_of(training: TrainingState) -> dict[str, Any]:
@@ -84,14 +86,23 @@ def sharded_state(
     for part, chunks in training.models.items():
         prefix = weight_prefix(part if sources is None else sources[part])
         for index, chunk in enumerate(chunks):
-            state[f"{part}{index}"] = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)
+            weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)
+            for name, value in training.float32[part][index].items() if part in training.float32 else ():
+                weights[prefix + name] = _with_values(weights[prefix + name], value)
+            state[f"{part}{index}"] = weights
     if training.optimizer is not None:
-        weights = [state[f"model{index}"] for index in range(len(training.models["model"]))]
-        model = weights[0] if len(weights) == 1 else {f"model{index}": chunk for index, chunk in enumerate(weights)}
+        chunks = [state[f"model{index}"] for index in range(len(training.models["model"]))]
+        model = chunks[0] if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
         state["optimizer"] = training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state["random"] = ShardedObject("random", random_state(), (world_size,), (rank,))
     return state
+
+
+def _with_values(entry: ShardedTensor | ShardedTensorFactory, values: Tensor) -> ShardedTensor | ShardedTensorFactory:
+    if isinstance(entry, ShardedTensor):
+        return replace(entry, data=values, dtype=values.dtype)
+    return replace(entry, data=values)
 
 
 def weight_shapes(training: TrainingState, state: Mapping[str, Any], sources: Mapping[str, str]) -> Shapes:

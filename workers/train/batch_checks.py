@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 
 __all__ = [
     "check_mask",
@@ -18,6 +20,7 @@ __all__ = [
     "check_token_ids",
     "locate_tokens",
     "require_columns",
+    "temperature_of",
 ]
 
 
@@ -31,6 +34,22 @@ def check_response_length(batch: Mapping[str, Tensor], longest: int, method: str
             column="responses",
             length=length,
         )
+
+
+def temperature_of(meta_info: Mapping[str, Any], default: float, method: str) -> float:
+    """Return the temperature of a batch, or the ``default``.
+
+    Raises:
+        ConfigError: it is not a number above 0.
+    """
+    temperature = meta_info.get("temperature", default)
+    if not isinstance(temperature, numbers.Real) or not float(temperature) > 0:
+        raise ConfigError(
+            f"{method}: meta_info['temperature'] is {temperature!r}; it must be a number above 0",
+            key="temperature",
+            value=temperature,
+        )
+    return float(temperature)
 
 
 def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method: str) -> None:
