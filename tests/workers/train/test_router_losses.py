@@ -101,6 +101,26 @@ def test_router_gradient_does_not_depend_on_the_count_of_the_loss(world_size: in
                 assert difference < 1e-6, f"{count}: {difference} of {float(expected[layer - 1].abs().max())}"
 
 
+def computed_once_and_twice() -> list[dict[str, Any]]:
+    """Return router gradients and metrics if the expected count is right, and if gradients are computed again."""
+    found = []
+    for worker_class in (ActorRolloutRefWorker, HalfACountForEachRow):
+        worker = routed_actor({}, "global_aux_loss", worker_class, ppo_micro_batch_size=4)
+        batch = experience(ROWS)
+        batch.batch["advantages"].zero_()
+        metrics = worker.update_actor(batch).meta_info["metrics"]
+        routers = [module for module in worker.model[0].modules() if isinstance(module, TopKRouter)]
+        found.append({str(router.layer_number): router.weight.main_grad.clone() for router in routers})
+        found[-1] |= {name: torch.tensor(value) for name, value in metrics.items() if "/moe_" in name}
+    return found
+
+
+def test_gradients_that_are_computed_again_count_tokens_of_experts_once() -> None:
+    once, twice = run_ranks(computed_once_and_twice, 1)[0]
+    assert len(once) == 4 + 2
+    assert largest_difference(once, twice) < 1e-7
+
+
 def by_definition(kind: str, rows_together: int) -> dict[str, Any]:
     """Compute the same for the router losses alone, from logits of single unpadded rows."""
     worker = routed_actor({}, "none")
