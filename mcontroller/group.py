@@ -44,6 +44,7 @@ class CallOptions(TypedDict, total=False):
     padding: Padding | None
     balance: str | None
     group_by: str | None
+    within: str | None
     ranks: Collection[int] | None
 
 
@@ -143,6 +144,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         padding: Padding | None = _UNSET,
         balance: str | None = _UNSET,
         group_by: str | None = _UNSET,
+        within: str | None = _UNSET,
         blocking: bool = _UNSET,
         ranks: Collection[int] | None = _UNSET,
     ) -> GroupMethod[P, Any, Any]:
@@ -153,6 +155,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             padding: which rows are added to uneven shards; see ``RowRule``.
             balance: the column whose row sums are balanced over the shards; see ``RowRule``.
             group_by: the column whose equal labels stay in one shard; see ``RowRule``.
+            within: the column whose equal labels are balanced by themselves; see ``RowRule``.
             blocking: whether a call waits for its result (True) or returns a future at once (False).
             ranks: run on these ranks only; None for all.
 
@@ -164,7 +167,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             >>> critic.update_critic(batch)  # both groups train at the same time
             >>> metrics = future.get().meta_info["metrics"]
         """
-        rows = _changed(self.registration.rows, padding=padding, balance=balance, group_by=group_by)
+        rows = _changed(self.registration.rows, padding=padding, balance=balance, group_by=group_by, within=within)
         registration = _changed(self.registration, timeout=timeout, blocking=blocking, rows=rows)
         chosen = self.ranks if ranks is _UNSET else ranks
         if not isinstance(chosen, Collection | None):

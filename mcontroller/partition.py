@@ -189,6 +189,7 @@ def balanced(
     groups: Sequence[Hashable] | None = None,
     *,
     equal_size: bool = False,
+    within: Sequence[Hashable] | None = None,
     padding: Padding = "spread",
 ) -> Partition:
     """Return shards whose sums of ``lengths`` are nearly equal, each with its rows in the caller's order.
@@ -199,6 +200,8 @@ def balanced(
         groups: A label per row, such as the id of its prompt. Rows with the same label stay in one shard.
         equal_size: Whether the numbers of rows of two shards may differ by at most one row; with ``groups``, which
             must then be of equal size, by at most one group.
+        within: A label per row, such as its mini-batch: rows with the same label are balanced by themselves, at equal
+            numbers of rows or groups.
         padding: As in ``split_rows``; padding rows repeat the shortest row.
 
     Raises:
@@ -210,10 +213,14 @@ def balanced(
     if n and min(lengths) < 0:
         row = next(row for row, length in enumerate(lengths) if length < 0)
         raise DataError(f"row {row} has length {lengths[row]}: expected at least 0", row=row, length=lengths[row])
-    units = [[row] for row in range(n)] if groups is None else _grouped(groups, n, equal_size)
-    weights = [sum(lengths[row] for row in unit) for unit in units]
-    chosen = [tuple(sorted(row for unit in items for row in units[unit])) for items in balance(weights, k, equal_size)]
-    chosen.sort(key=lambda rows: rows[0] if rows else n)
+    _check_labels(within, "labels of rows to balance by themselves", n)
+    filled: list[list[int]] = [[] for _ in range(k)]
+    for rows_of in _members(within or [None] * n).values():
+        units = [[row] for row in rows_of] if groups is None else _grouped(groups, rows_of, n, equal_size)
+        weights = [sum(lengths[row] for row in unit) for unit in units]
+        bins = balance(weights, k, equal_size or within is not None)
+        _add([[row for unit in items for row in units[unit]] for items in bins], filled, lengths)
+    chosen = sorted((tuple(sorted(rows)) for rows in filled), key=lambda rows: rows[0] if rows else n)
     least = {"none": 0, "spread": 1}.get(padding, max(map(len, chosen)))
     filler = min(range(n), key=lengths.__getitem__, default=0)
     pads = tuple(max(least - len(rows), 0) if n else 0 for rows in chosen)
@@ -221,12 +228,32 @@ def balanced(
     return Partition(n, shards, pads, padding == "zero_loss")
 
 
-def _grouped(groups: Sequence[Hashable], n: int, equal_size: bool) -> list[list[int]]:
-    if len(groups) != n:
-        raise DataError(f"{len(groups)} group labels for {n} rows: expected one per row", groups=len(groups), rows=n)
+def _add(bins: Sequence[list[int]], filled: list[list[int]], lengths: Sequence[int]) -> None:
+    """Add the rows of each bin to one of the shards: the heaviest to the lightest, of those with the fewest rows."""
+
+    def size(rows: Sequence[int]) -> tuple[int, int]:
+        return len(rows), sum(lengths[row] for row in rows)
+
+    for rows, shard in zip(sorted(bins, key=size, reverse=True), sorted(filled, key=size), strict=True):
+        shard += rows
+
+
+def _check_labels(labels: Sequence[Hashable] | None, name: str, n: int) -> None:
+    if labels is not None and len(labels) != n:
+        raise DataError(f"{len(labels)} {name} for {n} rows: expected one per row", groups=len(labels), rows=n)
+
+
+def _members(labels: Sequence[Hashable], rows: Sequence[int] | None = None) -> dict[Hashable, list[int]]:
+    """Return the rows of each label, in the order of its first row."""
     members: dict[Hashable, list[int]] = {}
-    for row, label in enumerate(groups):
-        members.setdefault(label, []).append(row)
+    for row in range(len(labels)) if rows is None else rows:
+        members.setdefault(labels[row], []).append(row)
+    return members
+
+
+def _grouped(groups: Sequence[Hashable], rows_of: Sequence[int], n: int, equal_size: bool) -> list[list[int]]:
+    _check_labels(groups, "group labels", n)
+    members = _members(groups, rows_of)
     sizes = {len(rows) for rows in members.values()}
     if equal_size and len(sizes) > 1:
         raise DataError(
@@ -252,6 +279,7 @@ def split_rows(
     lengths: Sequence[int] | None = None,
     groups: Sequence[Hashable] | None = None,
     equal_size: bool = False,
+    within: Sequence[Hashable] | None = None,
 ) -> Partition:
     """Partition n rows over k shards as a call requests it.
 
@@ -265,6 +293,7 @@ def split_rows(
         lengths: Length of every row, such as its number of tokens; balances their sums.
         groups: A label per row; rows with the same label stay in one shard.
         equal_size: Whether to balance at equal numbers of rows.
+        within: A label per row; rows with the same label are balanced by themselves.
 
     Raises:
         DataError: If ``padding`` is unknown, ``n`` or ``k`` is out of range, or the numbers of rows, lengths and
@@ -275,8 +304,9 @@ def split_rows(
         raise DataError(f"padding is {padding!r}: expected one of {', '.join(get_args(Padding))}", padding=padding)
     if lengths is not None and len(lengths) != n:
         raise DataError(f"{len(lengths)} lengths for {n} rows: expected one per row", lengths=len(lengths), rows=n)
-    if lengths is not None or groups is not None:
-        return balanced([1] * n if lengths is None else lengths, k, groups, equal_size=equal_size, padding=padding)
+    if lengths is not None or groups is not None or within is not None:
+        lengths = [1] * n if lengths is None else lengths
+        return balanced(lengths, k, groups, equal_size=equal_size, within=within, padding=padding)
     if padding in ("repeat", "zero_loss"):
         return padded(n, k, zero_loss=padding == "zero_loss")
     return _ranges(n, k, 1 if padding == "spread" else 0)

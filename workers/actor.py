@@ -15,7 +15,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
-from mcontroller.ppo.data import ROUTED_EXPERTS
+from mcontroller.ppo.data import MINI_BATCHES, ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
@@ -362,6 +362,7 @@ class ActorRolloutRefWorker(TransferringWorker):
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
             shuffle_seed=config.seed if config.shuffle else None,
+            mini_batches=tensor_columns(data).get(MINI_BATCHES),
         )
         return reported("actor", metrics)
 
@@ -391,7 +392,6 @@ class ActorRolloutRefWorker(TransferringWorker):
             loss=self.loss,
             rules=self.metrics() | (dict(MISMATCH) if self._reports_mismatch(rows) else {}),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
-            shuffle_seed=config.seed if config.shuffle else None,
         )
         return reported("actor", metrics)
 

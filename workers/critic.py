@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from mcontroller.ppo.data import MINI_BATCHES
 from workers.config import CriticConfig
 from workers.model.build import build_model
 from workers.train.batches import TokenBatch, response_batch, tensor_columns
@@ -131,6 +132,7 @@ class CriticWorker(TrainedWorker):
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
             epochs=config.ppo_epochs,
             shuffle_seed=config.seed if config.shuffle else None,
+            mini_batches=tensor_columns(data).get(MINI_BATCHES),
         )
         return reported("critic", metrics)
 
@@ -156,7 +158,6 @@ class CriticWorker(TrainedWorker):
             loss=self.loss,
             rules=self.metrics(),
             micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
-            shuffle_seed=config.seed if config.shuffle else None,
         )
         return reported("critic", metrics)
 

@@ -41,7 +41,7 @@ from workers.train.batches import TokenBatch
 from workers.train.forward import sum_over_context
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import MicroBatch, MicroBatchSize, micro_batches
-from workers.train.mini_batches import counted_sizes, mini_batch_rows, of_every_shard, shuffle_generator
+from workers.train.mini_batches import Division, mini_batches_of_update, of_every_shard, shuffle_generator
 from workers.train.optimizer import (
     ParameterGroups,
     check_not_ended,
@@ -303,10 +303,11 @@ class ModelWorker(MegatronWorker):
         mini_batch_size: int | None = None,
         epochs: int = 1,
         shuffle_seed: int | None = None,
+        mini_batches: Tensor | None = None,
     ) -> dict[str, float]:
         """Make optimizer steps over mini-batches of the rows of all data-parallel ranks, and return the metrics.
 
-        Mini-batches are those of ``mini_batch_rows`` over the rows that have a valid token: the same for every
+        Mini-batches are those of ``draw_mini_batches`` over the rows that have a valid token: the same for every
         data-parallel size, and for any rows without loss that pad the shards. The loss of a step is averaged over all
         valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
@@ -321,29 +322,28 @@ class ModelWorker(MegatronWorker):
             epochs: number of passes over the rows.
             shuffle_seed: every epoch draws its mini-batches from this and the number of updates so far; None keeps the
                 order of the rows.
+            mini_batches: the mini-batch of each row in each epoch, int64 ``[rows, epochs]``; None draws them.
 
         Raises:
-            DataError: on every rank, if no row of the batch has a valid token.
+            DataError: on every rank, if no row of the batch has a valid token, or ``mini_batches`` does not fit.
             NonFiniteGradient: on every rank, before the weights change, unless ``optim.on_nonfinite`` is ``skip``.
         """
         self.check_call_context()
         self.gradients = None
         started = time.perf_counter()
-        counted = (rows.mask != 0).any(1).nonzero().flatten()
-        sizes = counted_sizes(method, len(counted), self.context.pg.dp, self.device)
-        generator = shuffle_generator(shuffle_seed, self.updates)
+        counted, generator = rows.counted.nonzero().flatten(), shuffle_generator(shuffle_seed, self.updates)
+        division = Division(mini_batches, mini_batch_size, epochs, generator)
+        taken = mini_batches_of_update(method, rows.counted, division, self.context.pg.dp, self.device)
         self.weights_version += 1
         reports: list[dict[str, Tensor]] = []
         steps: list[AppliedStep] = []
         routers = RouterLosses(self.model, self.context.pg, self.device, count or self.loss_count)
-        dp_rank = self.context.pg.dp.rank()
-        for _ in range(epochs):
-            for index, most, total in mini_batch_rows(sizes, dp_rank, mini_batch_size or sum(sizes), generator):
-                batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
-                gradients = self._computed(method, batches, loss, routers, total)
-                steps.append(self._applied(gradients))
-                reports += [] if steps[-1].grad_norm is None else gradients.reports
-                del gradients  # with its micro-batches on the device
+        for index, most, total in taken:
+            batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
+            gradients = self._computed(method, batches, loss, routers, total)
+            steps.append(self._applied(gradients))
+            reports += [] if steps[-1].grad_norm is None else gradients.reports
+            del gradients  # with its micro-batches on the device
         gather_parameters(self.model, self.phases[self.phase])
         self._background_saves.finish_if_written()
         self.updates += 1
@@ -393,7 +393,7 @@ class ModelWorker(MegatronWorker):
 
     def _of_every_shard(self, number: int) -> list[int]:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
-        return of_every_shard(number, self.context.pg.dp, self.device)
+        return [one for (one,) in of_every_shard([number], self.context.pg.dp, self.device)]
 
     # ---- memory of the device ----------------------------------------------------------------------------------------
 

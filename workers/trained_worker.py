@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from torch import Tensor
+
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
+from workers.config import ActorConfig, CriticConfig
 from workers.mini_batch_gradients import step_metrics
 from workers.model_worker import ModelWorker
 from workers.train.batches import TokenBatch
 from workers.train.metrics import Rule, reduce_reports
 from workers.train.micro_batches import MicroBatchSize
-from workers.train.mini_batches import counted_sizes, mini_batch_rows, shuffle_generator
+from workers.train.mini_batches import counted_sizes, draw_mini_batches, shuffle_generator
 from workers.train.optimizer import gather_parameters
 from workers.train.pipeline import Count, Loss
 from workers.train.router_losses import RouterLosses
@@ -35,6 +38,23 @@ class TrainedWorker(ModelWorker):
         "optim_step": ("params", "grads", "optimizer"),
     }
 
+    @classmethod
+    def mini_batches(cls, config: ActorConfig | CriticConfig, rows: int, n: int, update: int) -> Tensor:
+        """Return the mini-batch of each row of a batch in each epoch of an update, int64 ``[rows, epochs]``.
+
+        A program that passes them as the column ``mini_batches`` of the update can order the rows as it likes, such as
+        ``RayPPOTrainer``, which balances the tokens of every mini-batch over the data-parallel ranks.
+
+        Args:
+            config: the configuration of the worker.
+            rows: rows of the batch that have a valid token.
+            n: responses to each prompt.
+            update: number of the update, from 0.
+        """
+        size = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
+        generator = shuffle_generator(config.seed if config.shuffle else None, update)
+        return draw_mini_batches(rows, size, config.ppo_epochs, generator)
+
     def compute_gradients(
         self,
         method: str,
@@ -44,7 +64,6 @@ class TrainedWorker(ModelWorker):
         rules: Mapping[str, Rule],
         micro_batch_size: MicroBatchSize,
         count: Count | None = None,
-        shuffle_seed: int | None = None,
     ) -> dict[str, float]:
         """Compute the gradients of all rows as one mini-batch for ``optim_step``, and return the metrics of the loss.
 
@@ -52,13 +71,11 @@ class TrainedWorker(ModelWorker):
         """
         self.check_call_context()
         self.gradients = None
-        counted = (rows.mask != 0).any(1).nonzero().flatten()
+        counted = rows.counted.nonzero().flatten()
         sizes = counted_sizes(method, len(counted), self.context.pg.dp, self.device)
-        generator = shuffle_generator(shuffle_seed, self.updates)
-        ((index, most, total),) = mini_batch_rows(sizes, self.context.pg.dp.rank(), sum(sizes), generator)
-        batches = self._micro_batches(rows, counted[index], most, micro_batch_size)
+        batches = self._micro_batches(rows, counted, max(sizes), micro_batch_size)
         routers = RouterLosses(self.model, self.context.pg, self.device, count or self.loss_count)
-        self.gradients = self._computed(method, batches, loss, routers, total)
+        self.gradients = self._computed(method, batches, loss, routers, sum(sizes))
         return reduce_reports(self.gradients.reports, rules, self.context.pg, self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

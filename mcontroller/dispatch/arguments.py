@@ -233,16 +233,19 @@ def _same_rows(call: PreparedCall, batches: Mapping[Key, CountedBatch]) -> int |
 
 
 def _partition(call: PreparedCall, batches: Mapping[Key, CountedBatch], rows: int | None, rule: RowRule) -> Partition:
-    lengths = groups = None
+    lengths = groups = within = None
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
     if rule.group_by is not None:
         groups = _labels(call, _with_column(call, batches, rule.group_by), rule.group_by)
+    if rule.within is not None:
+        within = _labels(call, _with_column(call, batches, rule.within), rule.within, several=True)
     padding = rule.padding
     whole = [batch.columns if isinstance(batch, ReferencedBatch) else batch for batch in batches.values()]
     if padding is None and any(batch.is_padding_enabled() for batch in whole):
         padding = "repeat"
-    return split_rows(rows or 0, call.plan.shard_count, padding=padding, lengths=lengths, groups=groups)
+    shards = call.plan.shard_count
+    return split_rows(rows or 0, shards, padding=padding, lengths=lengths, groups=groups, within=within)
 
 
 def _with_column(call: PreparedCall, batches: Mapping[Key, CountedBatch], column: str) -> DataProto:
@@ -255,14 +258,15 @@ def _with_column(call: PreparedCall, batches: Mapping[Key, CountedBatch], column
             return batch
     raise call.error(
         f"rows are split by column {column!r}, which no batch of the call has: add it, or call with "
-        f".options(balance=None, group_by=None)",
+        f".options(balance=None, group_by=None, within=None)",
         column=column,
     )
 
 
-def _labels(call: PreparedCall, batch: DataProto, column: str) -> list[Hashable]:
+def _labels(call: PreparedCall, batch: DataProto, column: str, several: bool = False) -> list[Hashable]:
+    """Return the label of each row; with ``several``, a row of a tensor of two dims is a label."""
     values: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.tensors()[column]
-    labels: list[Any] = values.tolist()
+    labels: list[Any] = [tuple(row) if several and isinstance(row, list) else row for row in values.tolist()]
     wrong = next((label for label in labels if not isinstance(label, Hashable)), None)
     if wrong is not None:
         raise call.error(

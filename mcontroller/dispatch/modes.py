@@ -298,7 +298,9 @@ class RowRule:
             the same with rows whose ``response_mask`` and ``loss_mask`` are 0. ``none`` adds no row.
         balance: a column whose sum over each row is its length (``attention_mask``); every shard gets about the same
             number of tokens.
-        group_by: a non-tensor column of labels (a prompt's id); rows with the same label stay in one shard.
+        group_by: a column of labels (a prompt's id); rows with the same label stay in one shard.
+        within: a column of labels (the mini-batch of a row), one or several for each row; rows with the same labels
+            are balanced over the shards by themselves.
 
     Raises:
         DispatchError: ``padding`` is unknown, or a column is not a string.
@@ -307,6 +309,7 @@ class RowRule:
     padding: Padding | None = None
     balance: str | None = None
     group_by: str | None = None
+    within: str | None = None
 
     def __post_init__(self) -> None:
         if self.padding is not None and self.padding not in get_args(Padding):
@@ -314,7 +317,7 @@ class RowRule:
                 f"padding is {self.padding!r}; expected None or one of {', '.join(get_args(Padding))}",
                 padding=self.padding,
             )
-        for field, column in (("balance", self.balance), ("group_by", self.group_by)):
+        for field, column in (("balance", self.balance), ("group_by", self.group_by), ("within", self.within)):
             if column is not None and not isinstance(column, str):
                 raise DispatchError(f"{field} is {column!r}; expected None or the name of a column", column=column)
 

@@ -115,6 +115,7 @@ def register(
     padding: Padding | None = None,
     balance: str | None = None,
     group_by: str | None = None,
+    within: str | None = None,
     timeout: float | None = None,
     changes_rows: bool = False,
 ) -> Registering[Any, Any, Any]:
@@ -133,14 +134,15 @@ def register(
         padding: which rows are added to uneven shards; see ``RowRule``.
         balance: the column whose row sums are balanced over the shards; see ``RowRule``.
         group_by: the column whose equal labels stay in one shard; see ``RowRule``.
+        within: the column whose equal labels are balanced by themselves; see ``RowRule``.
         timeout: seconds after which a call fails with CallTimeout; None uses the group's timeout.
         changes_rows: whether the method may return another number of rows than it got, such as n answers to each
             prompt. Otherwise a rank that returns another number is an error, in modes that split rows and concatenate
             results. DataProtos without columns are always allowed, if no rank returns rows.
 
     Returns:
-        A decorator. ``group.method.options(...)`` changes ``padding``, ``balance``, ``group_by``, ``timeout`` and
-        ``blocking`` for single calls.
+        A decorator. ``group.method.options(...)`` changes ``padding``, ``balance``, ``group_by``, ``within``,
+        ``timeout`` and ``blocking`` for single calls.
 
     Raises:
         DispatchError: an argument has a wrong type or an unknown value; raised at the decorator, not by a call.
@@ -156,7 +158,7 @@ def register(
             _as_execute_mode(execute_mode),
             blocking,
             materialize_futures,
-            RowRule(padding, balance, group_by),
+            RowRule(padding, balance, group_by, within),
             timeout,
             changes_rows,
         )

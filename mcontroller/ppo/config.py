@@ -256,6 +256,11 @@ class TrainerConfig:
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
     max_staleness: int = 0
     """[batches] 1: generate the next batch while the policy learns from this one; see docs/training.md. 0: do not."""
+    balance_tokens: bool = True
+    """Give every data-parallel rank about as many tokens as the others, in scoring and in each mini-batch of an update.
+
+    Mini-batches have the same rows either way. Rows of a prompt stay together if their passes share it.
+    """
     axes_across_nodes: tuple[str, ...] = ()
     """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
 

@@ -13,9 +13,12 @@ from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import DataError
 
 __all__ = [
+    "MINI_BATCHES",
+    "PROMPTS",
     "RESPONSE_COLUMNS",
     "ROUTED_EXPERTS",
     "STAGE_COLUMNS",
+    "TOKENS",
     "BatchStream",
     "Dataset",
     "Tokenizer",
@@ -46,6 +49,12 @@ STAGE_COLUMNS = frozenset(
 
 TOKENS = "sequence_tokens"
 """Column of the number of tokens of each row, prompt and response, int64 ``[rows]``."""
+
+PROMPTS = "prompt_numbers"
+"""Column of the number of each row's prompt in the run, int64 ``[rows]``."""
+
+MINI_BATCHES = "mini_batches"
+"""Column of the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``."""
 
 
 class Tokenizer(Protocol):
@@ -122,10 +131,16 @@ def columns(batch: DataProto, *names: str) -> list[Tensor]:
     return [present[name] for name in names]
 
 
-def with_tokens(batch: ReferencedBatch) -> ReferencedBatch:
-    """Return a batch with the number of tokens of each row, from its ``attention_mask``, which is not kept here."""
+def with_tokens(batch: ReferencedBatch, problems: DataProto) -> ReferencedBatch:
+    """Return a batch with the columns ``TOKENS`` and ``PROMPTS``.
+
+    Args:
+        batch: responses; their ``attention_mask`` is read, and not kept here.
+        problems: those of the rows, in their order, with the non-tensor column ``uid`` of whole numbers.
+    """
     (mask,) = columns(batch.read(["attention_mask"]).columns, "attention_mask")
-    return batch.union(DataProto.from_dict({TOKENS: mask.sum(1)}))
+    prompts = torch.tensor(problems.non_tensor_batch["uid"].tolist())
+    return batch.union(DataProto.from_dict({TOKENS: mask.sum(1), PROMPTS: prompts}))
 
 
 def tokens_of(batch: ReferencedBatch) -> int:

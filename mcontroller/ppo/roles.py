@@ -22,7 +22,7 @@ __all__ = [
     "check_reference_sync",
     "check_roles",
     "has_reference",
-    "needs_reference",
+    "reads_reference",
     "role_workers",
     "unread_by_update",
     "updates_once",
@@ -67,15 +67,20 @@ class RoleWorker:
 
 
 def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWorker]:
-    """Return the groups of a run, the actor's first; a critic only if the advantage estimator needs it.
+    """Return the groups of a run, the actor's first; a critic and a reference only if the run needs them.
 
     Raises:
         ConfigError: a role has no configuration, or one that its worker class rejects.
     """
     groups = []
+    reference = reads_reference(config, mapping)
     for role, (name, arguments) in GROUPS.items():
         if role not in mapping or (role is Role.Critic and not _needs_critic(config)):
             continue
+        if role is Role.RefPolicy and not reference:
+            continue
+        if role is Role.ActorRolloutRef and not reference:
+            arguments = {"role": "actor_rollout"}
         worker_config = getattr(config, CONFIG_KEYS[role])
         if worker_config is None:
             raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
@@ -113,12 +118,20 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
 
 
 def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
-    """Raise ConfigError if the reference is to follow the policy and is not in the same workers."""
-    if config.trainer.ref_sync_steps and Role.ActorRolloutRef not in mapping:
+    """Raise ConfigError if the reference is to follow the policy, and is not in the same workers or never read."""
+    steps = config.trainer.ref_sync_steps
+    if steps and Role.ActorRolloutRef not in mapping:
         raise _misfit(
             mapping,
-            f"trainer.ref_sync_steps={config.trainer.ref_sync_steps} copies the policy to the reference of the same "
-            "workers: map Role.ActorRolloutRef, or set trainer.ref_sync_steps=0",
+            f"trainer.ref_sync_steps={steps} copies the policy to the reference of the same workers: map "
+            "Role.ActorRolloutRef, or set trainer.ref_sync_steps=0",
+        )
+    if steps and not reads_reference(config, mapping):
+        raise ConfigError(
+            f"trainer.ref_sync_steps={steps} moves a reference that nothing reads: set actor_rollout_ref.use_kl_loss "
+            "or algorithm.use_kl_in_reward to true, or trainer.ref_sync_steps=0",
+            key="trainer.ref_sync_steps",
+            value=steps,
         )
 
 
@@ -127,9 +140,13 @@ def has_reference(mapping: Mapping[Role, Any]) -> bool:
     return Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping
 
 
-def needs_reference(config: PPOConfig, actor: RoleWorker) -> bool:
-    """Return whether the log-probabilities of the reference are read, in the reward or in the actor's loss."""
-    return config.algorithm.kl_in_reward or bool(getattr(actor.init.kwargs["config"], "use_kl_loss", False))
+def reads_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
+    """Return whether a run reads log-probabilities of the reference: in the reward, or in the actor's loss.
+
+    A reference that nothing reads is not built.
+    """
+    actor = _with_kl_loss(config.actor_rollout_ref, config, mapping)
+    return has_reference(mapping) and (config.algorithm.kl_in_reward or bool(getattr(actor, "use_kl_loss", False)))
 
 
 def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> bool:

@@ -19,6 +19,7 @@ from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
     RESPONSE_COLUMNS,
     ROUTED_EXPERTS,
+    TOKENS,
     BatchStream,
     Dataset,
     Tokenizer,
@@ -41,7 +42,7 @@ from mcontroller.ppo.roles import (
     RoleWorker,
     check_reference_sync,
     check_roles,
-    needs_reference,
+    reads_reference,
     role_workers,
     unread_by_update,
     updates_once,
@@ -55,6 +56,7 @@ from mcontroller.ppo.selection.overlong import penalized, truncated_rows
 from mcontroller.ppo.stages.devices import SharedDevices
 from mcontroller.ppo.stages.overlap import OverlappingStages, StageCall
 from mcontroller.ppo.stages.stages import Stages
+from mcontroller.ppo.stages.token_balance import TokenBalance
 from mcontroller.ppo.summary import (
     experience_metrics,
     group_metrics,
@@ -158,6 +160,7 @@ class RayPPOTrainer:
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
+        self.balance = TokenBalance(self.role_workers, config.trainer.balance_tokens)
         self.rollout_weights = RolloutWeights(self.stages, config.trainer)
         self.generations = Generations(config.trainer.max_staleness, self.stages, self.rollout_weights)
         self.checkpoints = RunCheckpoints(
@@ -192,7 +195,8 @@ class RayPPOTrainer:
         self.generations.connect(self.rollout, special_tokens(self.tokenizer), self.rollout_fn)
         self.critic = self.groups.get("critic")
         in_actor = Role.ActorRolloutRef in self.role_worker_mapping
-        self.reference = self.actor if in_actor else self.groups.get("ref")
+        read = reads_reference(self.config, self.role_worker_mapping)
+        self.reference = self.actor if in_actor and read else self.groups.get("ref")
         self.reward_model = self.groups.get("reward")
         self.display.groups(self.groups)
 
@@ -308,7 +312,7 @@ class RayPPOTrainer:
             metrics |= of_generation
             metrics |= mean_of_parts(batch.columns) if "metrics" in batch.columns.meta_info else {}
             batch.columns.meta_info.pop("metrics", None)
-            batch = with_tokens(batch)
+            batch = with_tokens(batch, asked)
             with self.stages.overlapping() as start:
                 policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
                 scores, reward = self.scored(batch, asked, start)
@@ -338,11 +342,11 @@ class RayPPOTrainer:
         others = rows.without([ROUTED_EXPERTS])
         once = updates_once(self.config, self.role_workers[0], len(rows), rows.columns.meta_info.get("n", 1))
         if old == "policy" or (old == "auto" and not once):
-            calls.append(start("old log-probs", self.actor.compute_log_prob, rows))
-        if self.reference is not None and needs_reference(self.config, self.role_workers[0]):
-            calls.append(start("reference", self.reference.compute_ref_log_prob, others))
+            calls.append(start("old log-probs", self.balance.of(self.actor.compute_log_prob), rows))
+        if self.reference is not None:
+            calls.append(start("reference", self.balance.of(self.reference.compute_ref_log_prob), others))
         if self.critic is not None:
-            calls.append(start("values", self.critic.compute_values, others))
+            calls.append(start("values", self.balance.of(self.critic.compute_values), others))
         return calls
 
     def with_results(self, batch: ReferencedBatch, calls: Sequence[StageCall]) -> ReferencedBatch:
@@ -359,7 +363,7 @@ class RayPPOTrainer:
 
     def update(self, batch: ReferencedBatch) -> dict[str, float]:
         """Train critic and actor on the batch, and return their metrics."""
-        batch, metrics = batch.without_text(), dict[str, float]()
+        batch, metrics, trainer, step = batch.without_text(), dict[str, float](), self.config.trainer, self.global_steps
         if self.config.algorithm.mask_truncated:
             (mask,) = columns(batch.columns, "response_mask")
             kept = mask * ~truncated_rows(batch.columns, stop_tokens(self.tokenizer))[:, None]
@@ -370,9 +374,11 @@ class RayPPOTrainer:
         unread = {name: unread_by_update(self.role_workers, name) for name in self._trained_groups()}
         with self.stages.overlapping() as start:
             if self.critic is not None:
-                calls.append(start("update critic", self.critic.update_critic, batch.without(unread["critic"])))
-            if self.global_steps >= self.config.trainer.critic_warmup:
-                calls.append(start("update actor", self.actor.update_actor, batch.without(unread["actor"])))
+                rows = batch.without(unread["critic"])
+                calls.append(start("update critic", *self.balance.update(self.critic.update_critic, rows, step)))
+            if step >= trainer.critic_warmup:
+                rows, update = batch.without(unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
+                calls.append(start("update actor", *self.balance.update(self.actor.update_actor, rows, update)))
                 self.rollout_weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
@@ -405,7 +411,8 @@ class RayPPOTrainer:
         scores = ReferencedBatch(DataProto())
         if self.reward_model is not None:
             stage, rows = "held-out" if held_out else "reward model", batch.without([ROUTED_EXPERTS])
-            call = start(stage, self.reward_model.compute_rm_score, rows)
+            score = self.reward_model.compute_rm_score
+            call = start(stage, self.balance.of(score) if TOKENS in rows.columns.tensors() else score, rows)
             scores = ReferencedBatch.of(call.future())
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):

@@ -321,6 +321,15 @@ def test_rows_of_one_label_stay_in_one_shard() -> None:
         group.compute.options(group_by="prompt")(batch)
 
 
+def test_rows_of_each_label_are_balanced_by_themselves() -> None:
+    group, batch = group_of(), numbered(8)
+    batch.batch["tokens"] = torch.tensor([9, 8, 2, 1, 7, 7, 3, 3])
+    batch.batch["step"] = torch.tensor([[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [0, 1]])
+    assert numbers(group.compute.options(balance="tokens", within="step")(batch)) == list(range(8))
+    shards = {tuple(numbers(worker.seen[0][0])) for worker in group.executor.workers}
+    assert shards == {(0, 3, 4, 7), (1, 2, 5, 6)}
+
+
 def test_calling_an_unregistered_method_explains_how_to_register_it() -> None:
     group = group_of()
     with pytest.raises(AttributeError, match=r"decorate it with @register\(\.\.\.\)"):

@@ -130,6 +130,18 @@ def test_rows_of_one_group_stay_in_one_shard(rows: list[tuple[int, str]], k: int
     assert collected(partition) == [(row, 0) for row in range(len(rows))]
 
 
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=40), st.integers(1, 6))
+@unhurried
+def test_rows_of_each_label_are_balanced_at_equal_numbers(rows: list[tuple[int, int]], k: int) -> None:
+    lengths, labels = [length for length, _ in rows], [label for _, label in rows]
+    partition = split_rows(len(rows), k, padding="none", lengths=lengths, within=labels)
+    assert sorted(all_rows(partition)) == list(range(len(rows)))
+    for label in set(labels):
+        counts = [sum(labels[row] == label for row in partition.rows(shard)) for shard in range(k)]
+        assert max(counts) - min(counts) <= 1
+    assert max(map(len, partition.shards)) - min(map(len, partition.shards)) <= 1
+
+
 def test_groups_of_equal_size_stay_in_the_callers_order_and_are_views() -> None:
     labels = [f"prompt-{row // 4}" for row in range(32)]
     partition = split_rows(32, 4, groups=labels)

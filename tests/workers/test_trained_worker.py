@@ -98,3 +98,23 @@ def test_an_update_needs_no_other_columns_of_the_stages_than_its_class_lists(rol
     assert not unread & set(cls.stage_columns_read(config))
     own_update = type("OwnUpdate", (cls,), {f"update_{role}": lambda self, data: data})
     assert own_update.stage_columns_read(config) is None
+
+
+def updated_with_rows(role: str, order: list[int] | None) -> dict[str, torch.Tensor]:
+    """Make an update of two mini-batches and two epochs with the rows in another order, and return the weights."""
+    settings: dict[str, Any] = {"ppo_epochs": 2, "ppo_mini_batch_size": ROWS // 2}
+    worker: Any = actor({}, "actor", **settings) if role == "actor" else critic({}, **settings)
+    data = experience(ROWS)
+    if order is not None:
+        drawn = type(worker).mini_batches(worker.config, ROWS, 1, 0)
+        data = data.with_tensors({"mini_batches": drawn}).select_idxs(torch.tensor(order))
+    getattr(worker, f"update_{role}")(own_shard(data, worker))
+    return weights(worker)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_given_mini_batches_make_the_update_independent_of_row_order(role: str) -> None:
+    (expected,) = run_ranks(updated_with_rows, 1, role, None)
+    for found in run_ranks(updated_with_rows, 2, role, [5, 0, 7, 2, 1, 6, 3, 4]):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)

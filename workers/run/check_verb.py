@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.roles import CONFIG_KEYS
+from mcontroller.ppo.roles import CONFIG_KEYS, reads_reference
+from mcontroller.ray.resource_pool import Role
 from parallel_state.topology import Topology
 from workers.config import ActorConfig
 from workers.memory.estimate import Memory
@@ -57,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         lines += [*locality_lines(config), *resource_lines(config)]
         pools = pool_names(config)
     calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
+    if isinstance(config, RunConfig) and not reads_reference(config, roles_of(config)):
+        calls = [call for call in calls if call.role != "reference"]
     sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools), ""]))
     return 0
 
@@ -75,7 +78,11 @@ def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig
         config: Any = read_run_config(arguments.file, arguments.overrides)
     else:
         config = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
-    keys = [CONFIG_KEYS[role] for role in roles_of(config)] if isinstance(config, RunConfig) else parts
+    keys: Collection[str] = parts
+    if isinstance(config, RunConfig):
+        run_roles = roles_of(config)
+        read = reads_reference(config, run_roles)
+        keys = [CONFIG_KEYS[role] for role in run_roles if read or role is not Role.RefPolicy]
     sections = {key: getattr(config, key, None) for key in keys}
     roles: dict[str, Any] = {key: section for key, section in sections.items() if section is not None}
     for key, section in roles.items():

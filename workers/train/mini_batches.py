@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,13 @@ from mcontroller.errors import DataError, before_changes
 from workers.config import ActorConfig, CriticConfig
 
 __all__ = [
+    "Division",
     "MiniBatch",
+    "checked",
     "counted_sizes",
+    "draw_mini_batches",
     "mini_batch_rows",
+    "mini_batches_of_update",
     "of_every_shard",
     "responses_of_mini_batch",
     "shuffle_generator",
@@ -61,40 +66,127 @@ class MiniBatch(NamedTuple):
     total: int
 
 
-def mini_batch_rows(
-    shard_sizes: Sequence[int], shard: int, mini_batch_size: int, generator: torch.Generator | None
-) -> list[MiniBatch]:
-    """Return the rows of one data-parallel shard that belong to each mini-batch.
+def draw_mini_batches(
+    rows: int, mini_batch_size: int, epochs: int = 1, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return the mini-batch of each row of a batch in each epoch, int64 ``[rows, epochs]``.
 
     The rule applies to the whole batch and not to shards, so that every data-parallel size has the same mini-batches
     of the same batch. There are ``k = ceil(rows / mini_batch_size)`` of them, and of every ``k`` consecutive rows of
     the batch each mini-batch takes one: in order or, with a generator, in a random order drawn for every ``k`` rows.
-    Consecutive shards of equal size therefore have equally many rows of every mini-batch.
 
     Args:
-        shard_sizes: rows of each data-parallel rank, in the order of the batch.
-        shard: the data-parallel rank whose rows are returned.
+        rows: rows of the batch that have a valid token, on all ranks.
         mini_batch_size: rows of a mini-batch over all ranks.
+        epochs: number of passes over the rows.
         generator: in the same state on every rank; None keeps the order of the rows.
-
     """
-    total = sum(shard_sizes)
-    count = -(-total // mini_batch_size)
-    blocks = -(-total // count)
-    owner = torch.arange(count).repeat(blocks)
-    if generator is not None:
-        owner = torch.rand(blocks, count, generator=generator).argsort(1).flatten()
-    owner = owner[:total]
-    per_shard = [torch.bincount(part, minlength=count) for part in owner.split(list(shard_sizes))]
-    rows = torch.stack(per_shard)
+    count = -(-rows // mini_batch_size)
+    blocks = -(-rows // count)
+    drawn = []
+    for _ in range(epochs):
+        owner = torch.arange(count).repeat(blocks)
+        if generator is not None:
+            owner = torch.rand(blocks, count, generator=generator).argsort(1).flatten()
+        drawn.append(owner[:rows])
+    return torch.stack(drawn, 1)
+
+
+def shuffle_generator(seed: int | None, update: int) -> torch.Generator | None:
+    """Return the generator of the mini-batches of an update, by its number; None without a seed."""
+    return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + update)
+
+
+class Division(NamedTuple):
+    """How the rows of an update are divided into mini-batches.
+
+    Attributes:
+        given: the mini-batch of each row of this rank's shard in each epoch, ``[rows, epochs]``. None:
+            ``draw_mini_batches``, which takes the shards for consecutive parts of the batch.
+        size: rows of a mini-batch over all ranks; None is all.
+        epochs: number of passes over the rows.
+        generator: draws the order of the rows; None keeps it.
+    """
+
+    given: Tensor | None
+    size: int | None = None
+    epochs: int = 1
+    generator: torch.Generator | None = None
+
+
+def mini_batches_of_update(
+    method: str, counted: Tensor, division: Division, group: dist.ProcessGroup, device: torch.device
+) -> list[MiniBatch]:
+    """Return the rows of this rank in each mini-batch of an update, among its rows that count (a collective).
+
+    Args:
+        method: the name of the called method, for error messages.
+        counted: whether each row of this rank has a valid token, bool ``[rows]``.
+        division: of the rows of all ranks.
+        group: the data-parallel ranks.
+        device: of collectives.
+
+    Raises:
+        DataError: on every rank, if no row counts, or the mini-batches that are given do not fit.
+    """
+    sizes = counted_sizes(method, int(counted.sum()), group, device)
+    size = division.size or sum(sizes)
+    if division.given is None:
+        drawn = draw_mini_batches(sum(sizes), size, division.epochs, division.generator)
+        mine = drawn.split(sizes)[group.rank()]
+    else:
+        mine = checked(division.given, (len(counted), division.epochs))[counted]
+    every = functools.partial(of_every_shard, group=group, device=device)
+    return mini_batch_rows(mine, -(-sum(sizes) // size), every)
+
+
+def checked(mini_batches: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return mini-batches that a caller gives.
+
+    Raises:
+        DataError: their shape is not ``shape``, which is ``[rows, epochs]``.
+    """
+    if tuple(mini_batches.shape) != shape:
+        with before_changes():
+            raise DataError(
+                f"column mini_batches has the shape {list(mini_batches.shape)}; expected [rows, epochs] = {list(shape)}",
+                column="mini_batches",
+            )
+    return mini_batches
+
+
+def mini_batch_rows(
+    mine: Tensor, count: int, of_every_shard: Callable[[Sequence[int]], list[list[int]]]
+) -> list[MiniBatch]:
+    """Return the rows of a data-parallel shard in each mini-batch, one epoch after another (a collective).
+
+    Args:
+        mine: the mini-batch of each row of the shard in each epoch, int64 ``[rows, epochs]``; see
+            ``draw_mini_batches``.
+        count: number of mini-batches of an epoch.
+        of_every_shard: returns the numbers that every data-parallel rank passes.
+
+    Raises:
+        DataError: on every rank, if a row is in no mini-batch.
+    """
+    wrong = (mine < 0) | (mine >= count)
+    numbers = torch.where(wrong, 0, mine) + torch.arange(mine.size(1)) * count
+    local = torch.bincount(numbers.flatten(), minlength=count * mine.size(1)).tolist()
+    shards = of_every_shard([int(wrong.sum()), *local])
+    outside = sum(shard[0] for shard in shards)
+    if outside:
+        with before_changes():
+            raise DataError(
+                f"column mini_batches has {outside} numbers outside of 0 to {count - 1} in rows that count: the "
+                f"update has {count} mini-batches",
+                column="mini_batches",
+            )
+    rows = torch.tensor(shards)[:, 1:]
     most, totals = rows.amax(0).tolist(), rows.sum(0).tolist()
-    mine = owner.split(list(shard_sizes))[shard]
-    return [MiniBatch((mine == index).nonzero().flatten(), most[index], totals[index]) for index in range(count)]
-
-
-def shuffle_generator(seed: int | None, updates: int) -> torch.Generator | None:
-    """Return the generator of an update's mini-batches, after a number of updates; None without a seed."""
-    return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + updates)
+    return [
+        MiniBatch((mine[:, number // count] == number % count).nonzero().flatten(), most[number], totals[number])
+        for number in range(len(totals))
+    ]
 
 
 def counted_sizes(method: str, counted: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
@@ -109,23 +201,23 @@ def counted_sizes(method: str, counted: int, group: dist.ProcessGroup, device: t
     Raises:
         DataError: on every rank, if there are none.
     """
-    sizes = of_every_shard(counted, group, device)
+    sizes = [size for (size,) in of_every_shard([counted], group, device)]
     if sum(sizes) == 0:
         with before_changes():
             raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
     return sizes
 
 
-def of_every_shard(number: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Return the ``number`` of every rank of ``group``, in their order (a collective).
+def of_every_shard(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Return the ``numbers`` of every rank of ``group``, in their order (a collective).
 
     Args:
-        number: that of this rank.
+        numbers: those of this rank, as many on every rank.
         group: the data-parallel ranks.
         device: of the collective.
     """
-    numbers = torch.zeros(group.size(), dtype=torch.long, device=device)
-    numbers[group.rank()] = number
+    every = torch.zeros(group.size(), len(numbers), dtype=torch.long, device=device)
+    every[group.rank()] = torch.tensor(numbers)
     if group.size() > 1:
-        dist.all_reduce(numbers, group=group)
-    return numbers.tolist()
+        dist.all_reduce(every, group=group)
+    return every.tolist()

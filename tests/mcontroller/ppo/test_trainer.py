@@ -319,6 +319,21 @@ def test_without_a_critic_the_kl_is_in_the_loss_unless_the_configuration_decides
         toy_trainer(group_config("grpo", GroupConfig(use_kl_loss=True)), {Role.ActorRollout: Group})
 
 
+def test_a_reference_that_nothing_reads_is_not_built():
+    config = group_config("grpo", GroupConfig(use_kl_loss=False))
+    with toy_trainer(config, {Role.ActorRolloutRef: Group}, val_dataset=None) as trainer:
+        trainer.init_workers()
+        assert trainer.reference is None
+        assert [worker.init.kwargs["role"] for worker in trainer.role_workers] == ["actor_rollout"]
+    apart = dataclasses.replace(config, ref=0.5)
+    with toy_trainer(apart, {Role.ActorRollout: Group, Role.RefPolicy: ToyActor}, val_dataset=None) as trainer:
+        trainer.init_workers()
+        assert list(trainer.groups) == ["actor"]
+    moved = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, ref_sync_steps=1))
+    with pytest.raises(ConfigError, match=r"trainer.ref_sync_steps=1 moves a reference that nothing reads"):
+        toy_trainer(moved, {Role.ActorRolloutRef: Group})
+
+
 def test_the_lengths_of_an_actor_are_checked_before_any_process_starts():
     class TooLong(GroupConfig):
         def check_lengths(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from mcontroller.errors import DataError
 from workers.train.batches import response_batch, supervised_batch
-from workers.train.mini_batches import mini_batch_rows
+from workers.train.mini_batches import checked, draw_mini_batches, mini_batch_rows
 
 TWO_ROWS = {
     "input_ids": torch.tensor([[0, 5, 6, 7, 8, 0], [2, 3, 4, 9, 0, 0]]),
@@ -42,40 +44,50 @@ def test_supervised_targets_are_the_tokens_with_a_loss_mask_of_1() -> None:
     assert (batch.tokens.gather(1, batch.predictors + 1) == batch.targets).all()
 
 
+def mini_batches_of(total: int, shards: int, shuffled: bool, epochs: int = 1) -> list[list[int]]:
+    """Return the rows of each mini-batch of 4 rows, over consecutive shards of a batch."""
+    numbers = draw_mini_batches(total, 4, epochs, torch.Generator().manual_seed(1) if shuffled else None)
+    count, gathered = -(-total // 4), []
+    for mine in numbers.tensor_split(shards):
+        mini_batch_rows(mine, count, lambda local: gathered.append(list(local)) or [list(local)])
+    batches: list[list[int]] = [[] for _ in range(count * epochs)]
+    first = 0
+    for mine in numbers.tensor_split(shards):
+        for number, (index, most, rows) in enumerate(mini_batch_rows(mine, count, lambda local: gathered)):
+            batches[number] += (index + first).tolist()
+            assert len(index) <= most <= rows == int((numbers[:, number // count] == number % count).sum())
+        first += len(mine)
+    return batches
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("total", [1, 7, 16, 37])
 def test_mini_batches_do_not_depend_on_the_number_of_data_parallel_ranks(total: int, shuffled: bool) -> None:
-    def mini_batches(shards: int) -> list[list[int]]:
-        sizes = [len(part) for part in torch.arange(total).tensor_split(shards)]
-        batches: list[list[int]] = []
-        totals: dict[int, int] = {}
-        for shard in range(shards):
-            generator = torch.Generator().manual_seed(1) if shuffled else None
-            first = sum(sizes[:shard])
-            for number, (index, most, rows) in enumerate(mini_batch_rows(sizes, shard, 4, generator)):
-                batches += [[]] * (number + 1 - len(batches))
-                batches[number] = batches[number] + (index + first).tolist()
-                assert len(index) <= most <= rows
-                totals[number] = rows
-        assert [len(batch) for batch in batches] == [totals[number] for number in range(len(batches))]
-        return batches
-
-    whole = mini_batches(1)
+    whole = mini_batches_of(total, 1, shuffled)
     assert sorted(row for batch in whole for row in batch) == list(range(total))
     assert all(len(batch) <= 4 for batch in whole)
     for shards in (2, 3, 4):
-        assert mini_batches(shards) == whole
+        assert mini_batches_of(total, shards, shuffled) == whole
 
 
 def test_equal_shards_have_equally_many_rows_of_every_mini_batch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    assert [len(index) for index, _, _ in mini_batch_rows([8, 8], 1, 8, generator)] == [4, 4]
+    drawn = draw_mini_batches(16, 8, 1, torch.Generator().manual_seed(1))
+    assert [torch.bincount(shard.flatten()).tolist() for shard in drawn.split(8)] == [[4, 4], [4, 4]]
 
 
 def test_shuffled_mini_batches_differ_in_every_epoch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    epochs = [mini_batch_rows([64], 0, 8, generator)[0][0].tolist() for _ in range(2)]
-    assert epochs[0] != epochs[1]
+    first, second = draw_mini_batches(64, 8, 2, torch.Generator().manual_seed(1)).unbind(1)
+    assert not torch.equal(first, second)
+
+
+def test_mini_batches_that_do_not_fit_the_update_are_rejected() -> None:
+    def alone(numbers: Sequence[int]) -> list[list[int]]:
+        return [list(numbers)]
+
+    with pytest.raises(DataError, match=r"2 numbers outside of 0 to 1 in rows that count: the update has 2 mini-b"):
+        mini_batch_rows(torch.tensor([[0], [-1], [1], [2]]), 2, alone)
+    with pytest.raises(DataError, match=r"has the shape \[3\]; expected \[rows, epochs\] = \[3, 2\]"):
+        checked(torch.zeros(3), (3, 2))
 
 
 def test_invalid_batch_is_rejected_with_its_row_and_column() -> None:
