@@ -149,7 +149,7 @@ def checked(mini_batches: Tensor, shape: tuple[int, int]) -> Tensor:
     if tuple(mini_batches.shape) != shape:
         with before_changes():
             raise DataError(
-                f"column mini_batches has the shape {list(mini_batches.shape)}; expected [rows, epochs] = {list(shape)}",
+                f"column mini_batches has the shape {list(mini_batches.shape)}; expected [rows, epochs], {list(shape)}",
                 column="mini_batches",
             )
     return mini_batches

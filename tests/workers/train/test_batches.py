@@ -86,7 +86,7 @@ def test_mini_batches_that_do_not_fit_the_update_are_rejected() -> None:
 
     with pytest.raises(DataError, match=r"2 numbers outside of 0 to 1 in rows that count: the update has 2 mini-b"):
         mini_batch_rows(torch.tensor([[0], [-1], [1], [2]]), 2, alone)
-    with pytest.raises(DataError, match=r"has the shape \[3\]; expected \[rows, epochs\] = \[3, 2\]"):
+    with pytest.raises(DataError, match=r"has the shape \[3\]; expected \[rows, epochs\], \[3, 2\]"):
         checked(torch.zeros(3), (3, 2))
 
 
