@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 
 __all__ = ["compute_advantage"]
@@ -19,6 +22,9 @@ def compute_advantage(
     options: Any = None,
 ) -> DataProto:
     """Return the batch with columns ``advantages`` and ``returns``, float32 ``[rows, response]``.
+
+    The estimator gets the rows that have response tokens: one whose ``response_mask`` is 0 is in no baseline and in no
+    statistic over the batch, and its advantages and returns are 0.
 
     Args:
         data: ``token_level_rewards`` and ``response_mask`` ``[rows, response]``, ``token_level_scores`` if the rewards
@@ -44,5 +50,12 @@ def compute_advantage(
             key="options",
             value=options,
         )
-    advantages, returns = estimator.estimate(data, gamma=gamma, lam=lam, **chosen)
-    return data.union(DataProto.from_dict({"advantages": advantages, "returns": returns}))
+    (mask,) = columns(data, "response_mask")
+    rows = mask.any(1).nonzero().flatten()
+    results = [torch.zeros(mask.shape), torch.zeros(mask.shape)]
+    if len(rows) == len(mask):
+        results = list(estimator.estimate(data, gamma=gamma, lam=lam, **chosen))
+    elif len(rows):
+        parts = estimator.estimate(data.select_idxs(rows), gamma=gamma, lam=lam, **chosen)
+        results = [torch.zeros(mask.shape, dtype=part.dtype).index_copy(0, rows, part) for part in parts]
+    return data.union(DataProto.from_dict({"advantages": results[0], "returns": results[1]}))

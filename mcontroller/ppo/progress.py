@@ -84,7 +84,8 @@ class ProgressDisplay(Display):
         """Print the first samples of a step."""
         for sample in samples[:SHOWN_SAMPLES]:
             texts = " -> ".join(_shortened(sample[name]) for name in ("prompt", "response"))
-            self.console.print(f"  {texts}  ({sample['score']:.3g})", markup=False, highlight=False, soft_wrap=True)
+            score = "no score" if sample["score"] is None else f"{sample['score']:.3g}"
+            self.console.print(f"  {texts}  ({score})", markup=False, highlight=False, soft_wrap=True)
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of the held-out problems."""

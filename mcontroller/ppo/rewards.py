@@ -46,19 +46,27 @@ class Reward:
             numbers; empty if the function does not decode.
         answers: the answer of every row, such as the number that was extracted from it. Validation with several
             responses takes a majority vote over equal answers.
+        scored: whether each row has a score; None: all have one. A row without a score is not trained on, and leaves
+            the baseline of its group. Its token scores are 0.
     """
 
     token_level_scores: Tensor
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
     answers: Sequence[Hashable] | None = None
+    scored: Sequence[bool] | None = None
+
+    def row_scores(self) -> Tensor:
+        """Return the sum of the token scores of every row, ``[rows]``; NaN for rows without a score."""
+        sums = self.token_level_scores.sum(1)
+        return sums if self.scored is None else torch.where(torch.tensor(self.scored, dtype=torch.bool), sums, math.nan)
 
 
 Scores = Reward | Tensor | Sequence[float | None]
 """What a reward function may return.
 
 A Reward; its ``token_level_scores`` ``[rows, response]`` alone; or one score per response, as a tensor ``[rows]`` or a
-sequence, in which None (the reward does not apply to the row) counts as 0.
+sequence, in which None is no score: the reward does not apply to the row, which is not trained on.
 """
 
 
@@ -89,7 +97,7 @@ class StartableReward(Protocol):
 CombineRewards = Callable[[Tensor, Tensor], Tensor]
 """Maps the scores of the reward function and those of the reward model to the scores to train on.
 
-All three are float32 ``[rows, response]``.
+All three are float32 ``[rows, response]``. A row without a score of the reward function has none afterwards either.
 """
 
 
@@ -104,16 +112,22 @@ def rule_only(rule_scores: Tensor, model_scores: Tensor) -> Tensor:
 
 
 def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> Tensor:
-    """Return one score per response, ``[rows]``, on its last token: float32 ``[rows, response]``."""
+    """Return one score per response, ``[rows]``, on its last token: float32 ``[rows, response]``.
+
+    A response without tokens has a score of 0.
+    """
     last = response_mask.shape[1] - 1 - response_mask.flip(1).argmax(1)
     on_tokens = torch.zeros(response_mask.shape, dtype=torch.float32)
-    return on_tokens.scatter_(1, last.unsqueeze(1), torch.as_tensor(scores, dtype=torch.float32).unsqueeze(1))
+    on_tokens.scatter_(1, last.unsqueeze(1), torch.as_tensor(scores, dtype=torch.float32).unsqueeze(1))
+    return on_tokens.mul_(response_mask != 0)
 
 
 def sum_of_rewards(
     functions: Mapping[str, RewardFunction], weights: Mapping[str, float] | None = None
 ) -> RewardFunction:
     """Return a reward function that adds several, each with a column of its own scores in the metrics.
+
+    A function that returns None for a row adds nothing; a row for which all do has no score.
 
     Args:
         functions: reward functions by name.
@@ -132,11 +146,10 @@ def sum_of_rewards(
         total = torch.stack([factors[name] * part.token_level_scores for name, part in parts.items()]).sum(0)
         columns: dict[str, Sequence[float]] = {}
         for name, part in parts.items():
-            columns |= {f"{name}/{column}": values for column, values in part.columns.items() if column != APPLIES}
-            scores = part.token_level_scores.sum(1).tolist()
-            applies = part.columns.get(APPLIES, [1.0] * len(scores))
-            columns[name] = [score if kept else math.nan for score, kept in zip(scores, applies, strict=True)]
-        return Reward(total, columns)
+            columns |= {f"{name}/{column}": values for column, values in part.columns.items()}
+            columns[name] = part.row_scores().tolist()
+        missing = torch.stack([part.row_scores().isnan() for part in parts.values()]).all(0)
+        return Reward(total, columns, scored=(~missing).tolist())
 
     return weighted
 
@@ -152,7 +165,8 @@ def joined(rewards: Sequence[Reward]) -> Reward:
     answers = None
     if all(reward.answers is not None for reward in rewards):
         answers = [answer for reward in rewards for answer in reward.answers or ()]
-    return Reward(scores, columns, samples, answers)
+    scored = [not missing for reward in rewards for missing in reward.row_scores().isnan().tolist()]
+    return Reward(scores, columns, samples, answers, scored)
 
 
 class RewardSources:
@@ -223,19 +237,15 @@ class RewardSources:
         function = self.held_out if held_out else self.training
         if function is None:
             assert model is not None
-            return Reward(model)
+            return rewarded(lambda batch: Reward(model), batch, "the reward model")
         rule = rewarded(function, batch)
         if model is None or self.combine is None:
             return rule
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
         combined = self.combine(rule.token_level_scores, model)
-        whole = Reward(combined, {**rule.columns, **sums}, rule.samples, rule.answers)
+        whole = Reward(combined, {**rule.columns, **sums}, rule.samples, rule.answers, rule.scored)
         return rewarded(lambda batch: whole, batch, "combine_rewards")
-
-
-APPLIES = "applies"
-"""Column of a Reward made from scores of which some are None: 1 for rows with a score, 0 for the others."""
 
 
 def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the reward function") -> Reward:
@@ -267,8 +277,18 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
             "finite numbers, or None for a response that it does not apply to",
             row=row,
         )
-    answers = {} if reward.answers is None else {"answers": reward.answers}
-    for column, values in {**reward.columns, **answers}.items():
+    outside = ((reward.token_level_scores != 0) & ~mask.bool()).nonzero()
+    if len(outside):
+        row, token = outside[0].tolist()
+        raise DataError(
+            f"{name} returned a score of {float(reward.token_level_scores[row, token])} on token {token} of response "
+            f"{row}, whose response_mask is 0 there: padding, or not a token of the policy, and not trained on. Put the "
+            "score on a token of the policy, such as the last one; mcontroller.ppo.outcome_scores does",
+            row=row,
+            token=token,
+        )
+    others = {name: getattr(reward, name) for name in ("answers", "scored") if getattr(reward, name) is not None}
+    for column, values in {**reward.columns, **others}.items():
         if len(values) != expected[0]:
             raise DataError(
                 f"{name} returned {len(values)} values of {column!r} for {expected[0]} responses",
@@ -301,9 +321,7 @@ def _as_reward(result: Any, mask: Tensor, name: str) -> Reward:
                 f"{name} returned {_shown(score)} for response {row}; expected a number or None", row=row, value=score
             )
     on_tokens = outcome_scores([0.0 if score is None else float(score) for score in scores], mask)
-    if None in scores:
-        return Reward(on_tokens, {APPLIES: [float(score is not None) for score in scores]})
-    return Reward(on_tokens)
+    return Reward(on_tokens, scored=[score is not None for score in scores] if None in scores else None)
 
 
 def _is_number(value: Any) -> bool:

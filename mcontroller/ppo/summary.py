@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -37,14 +39,16 @@ def mean_of_parts(update: DataProto) -> dict[str, float]:
 def reward_metrics(prefix: str, reward: Reward) -> dict[str, float]:
     """Return statistics of the responses' scores, and mean and deviation of every further column: ``prefix/...``.
 
-    ``score`` is the mean score; ``score_std``, ``score_min`` and ``score_max`` are over responses too. A column is
-    reported as its mean under its name, and ``<name>_std``, over the rows that it applies to.
+    ``unscored`` is the share of responses without a score; the others are over those with one. ``score`` is the mean
+    score; ``score_std``, ``score_min`` and ``score_max`` are over responses too. A column is reported as its mean under
+    its name, and ``<name>_std``, over the rows that it applies to.
     """
-    scores = reward.token_level_scores.sum(1)
-    metrics: dict[str, float] = {}
+    scores = reward.row_scores()
+    metrics: dict[str, float] = {"unscored": _mean(scores.isnan().float())}
+    scores = scores[~scores.isnan()]
     if len(scores):
         spread = {"score_std": scores.std(correction=0), "score_min": scores.min(), "score_max": scores.max()}
-        metrics = {"score": float(scores.mean())} | {name: float(value) for name, value in spread.items()}
+        metrics |= {"score": float(scores.mean())} | {name: float(value) for name, value in spread.items()}
     for name, values in reward.columns.items():
         column = torch.as_tensor(values, dtype=torch.float64)
         column = column[~column.isnan()]
@@ -54,7 +58,7 @@ def reward_metrics(prefix: str, reward: Reward) -> dict[str, float]:
 
 
 def experience_metrics(batch: DataProto, eos_token_ids: Collection[int] = ()) -> dict[str, float]:
-    """Return statistics of the responses, and the quality of the critic's values.
+    """Return statistics of the responses that are trained on, and the quality of the critic's values.
 
     ``response/truncated`` is the share of responses that have the full width and do not end with a stop token.
     ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 for a perfect critic, 0 for one
@@ -64,11 +68,14 @@ def experience_metrics(batch: DataProto, eos_token_ids: Collection[int] = ()) ->
         batch: ``response_mask`` and ``responses`` ``[rows, response]``; ``returns`` and ``values`` of a critic.
         eos_token_ids: the stop tokens.
     """
+    batch = _with_response(batch)
     (mask,) = columns(batch, "response_mask")
     mask = mask.bool()
     lengths = mask.sum(1)
-    metrics = {
-        "response/rows": float(len(batch)),
+    metrics = {"response/rows": float(len(batch))}
+    if not len(batch):
+        return metrics
+    metrics |= {
         "response/length": float(lengths.float().mean()),
         "response/length_min": float(lengths.min()),
         "response/length_max": float(lengths.max()),
@@ -93,6 +100,7 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
         batch: ``advantages``, ``token_level_scores`` and ``response_mask`` ``[rows, response]``, and the non-tensor
             column ``uid`` if responses are grouped.
     """
+    batch = _with_response(batch)
     advantages, mask = columns(batch, "advantages", "response_mask")
     kept, sizes = mask.bool(), advantages.abs()
     metrics = {"advantages/abs_mean": _mean(sizes[kept])}
@@ -113,7 +121,8 @@ def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
 
     ``score`` is the mean over all responses. With more than one response, ``mean_at_<n>`` is that mean as well,
     ``best_at_<n>`` the mean over problems of the best score, and, if the reward has ``answers``, ``maj_at_<n>`` the
-    mean over problems of the score of the most frequent answer, of several the one that occurs first.
+    mean over problems of the score of the most frequent answer, of several the one that occurs first. Responses without
+    a score do not count.
 
     Args:
         reward: of the responses; those to one problem are neighbors.
@@ -122,16 +131,26 @@ def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
     metrics = reward_metrics("held_out", reward)
     if n == 1:
         return metrics
-    scores = reward.token_level_scores.sum(1).view(-1, n)
-    metrics[f"held_out/mean_at_{n}"] = float(scores.mean())
-    metrics[f"held_out/best_at_{n}"] = float(scores.amax(1).mean())
-    if reward.answers is not None:
-        voted = 0.0
-        for problem, of_problem in enumerate(scores.tolist()):
-            answers = list(reward.answers[problem * n : (problem + 1) * n])
-            voted += of_problem[answers.index(Counter(answers).most_common(1)[0][0])]
-        metrics[f"held_out/maj_at_{n}"] = voted / len(scores)
+    best, voted, scores = [], [], reward.row_scores().view(-1, n).tolist()
+    for problem, of_problem in enumerate(scores):
+        rows = [row for row in range(n) if not math.isnan(of_problem[row])]
+        if not rows:
+            continue
+        best.append(max(of_problem[row] for row in rows))
+        if reward.answers is not None:
+            answers = [reward.answers[problem * n + row] for row in rows]
+            voted.append(of_problem[rows[answers.index(Counter(answers).most_common(1)[0][0])]])
+    if best:
+        metrics |= {f"held_out/mean_at_{n}": metrics["held_out/score"], f"held_out/best_at_{n}": fmean(best)}
+    if voted:
+        metrics[f"held_out/maj_at_{n}"] = fmean(voted)
     return metrics
+
+
+def _with_response(batch: DataProto) -> DataProto:
+    """Return the rows that have response tokens."""
+    kept = columns(batch, "response_mask")[0].any(1)
+    return batch if bool(kept.all()) else batch.select_idxs(kept.nonzero().flatten())
 
 
 def _mean(values: Tensor) -> float:

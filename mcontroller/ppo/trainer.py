@@ -53,6 +53,7 @@ from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
 from mcontroller.ppo.selection.overlong import penalized, truncated_rows
+from mcontroller.ppo.selection.trained_rows import trained_on
 from mcontroller.ppo.stages.devices import SharedDevices
 from mcontroller.ppo.stages.overlap import OverlappingStages, StageCall
 from mcontroller.ppo.stages.stages import Stages
@@ -316,9 +317,9 @@ class RayPPOTrainer:
             with self.stages.overlapping() as start:
                 policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
                 scores, reward = self.scored(batch, asked, start)
-            batch = self.with_results(batch, policies).union(scores)
+            batch = trained_on(self.with_results(batch, policies).union(scores), ~reward.row_scores().isnan())
             if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
-                batch = batch.union(self.greedy_scores(problems, len(batch) // len(problems)))
+                batch = self.with_greedy_scores(batch, problems)
             groups.add(batch.union(asked), reward)
             if groups.is_complete:
                 break
@@ -365,11 +366,9 @@ class RayPPOTrainer:
         """Train critic and actor on the batch, and return their metrics."""
         batch, metrics, trainer, step = batch.without_text(), dict[str, float](), self.config.trainer, self.global_steps
         if self.config.algorithm.mask_truncated:
-            (mask,) = columns(batch.columns, "response_mask")
-            kept = mask * ~truncated_rows(batch.columns, stop_tokens(self.tokenizer))[:, None]
-            if not bool(kept.any()):
-                return {"actor/skipped_steps": 1.0}
-            batch = batch.with_tensors({"response_mask": kept})
+            batch = trained_on(batch, ~truncated_rows(batch.columns, stop_tokens(self.tokenizer)))
+        if not bool(columns(batch.columns, "response_mask")[0].any()):
+            return {"actor/skipped_steps": 1.0}
         calls: list[StageCall] = []
         unread = {name: unread_by_update(self.role_workers, name) for name in self._trained_groups()}
         with self.stages.overlapping() as start:
@@ -423,13 +422,13 @@ class RayPPOTrainer:
                 reward = penalized(reward, mask, self.config.algorithm.overlong)
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
-    def greedy_scores(self, problems: DataProto, repeats: int) -> DataProto:
-        """Return ``greedy_scores``, the score of the greedy response to each problem, repeated for each response."""
+    def with_greedy_scores(self, batch: ReferencedBatch, problems: DataProto) -> ReferencedBatch:
+        """Return the batch with ``greedy_scores``, the score of the greedy response to the problem of each row."""
         with self.stages("generate", self.rollout.generate_sequences):
-            batch, asked = self.generate(problems, RESPONSE_COLUMNS, do_sample=False, n=1)
+            greedy, asked = self.generate(problems, RESPONSE_COLUMNS, do_sample=False, n=1)
         with self.stages.overlapping() as start:
-            scores = self.scored(batch, asked, start)[1].token_level_scores.sum(1)
-        return DataProto.from_dict({"greedy_scores": scores.repeat_interleave(repeats)})
+            scores = self.scored(greedy, asked, start)[1].row_scores().repeat_interleave(len(batch) // len(problems))
+        return trained_on(batch.union(DataProto.from_dict({"greedy_scores": scores.nan_to_num()})), ~scores.isnan())
 
     def advantages(self, batch: ReferencedBatch) -> tuple[ReferencedBatch, dict[str, float]]:
         """Return the batch with rewards, ``advantages``, ``returns`` and importance weights, and their metrics."""

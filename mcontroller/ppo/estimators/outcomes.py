@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -45,13 +46,15 @@ class Groups:
         return self.mean((values.double() - self.mean(values)).square()).sqrt()
 
     def equal(self, values: Tensor) -> Tensor:
-        """Return whether all ``values`` of each row's group are equal, bool ``[rows]``."""
+        """Return whether all ``values`` of each row's group are equal, bool ``[rows]``; NaN does not count."""
         groups = int(self.index.max()) + 1 if len(self.index) else 0
         low, high = (
-            torch.zeros(groups, dtype=values.dtype).scatter_reduce(0, self.index, values, reduce, include_self=False)
-            for reduce in ("amin", "amax")
+            torch.full((groups,), none, dtype=values.dtype).scatter_reduce(
+                0, self.index, values.nan_to_num(none), reduce
+            )
+            for reduce, none in (("amin", math.inf), ("amax", -math.inf))
         )
-        return (low == high)[self.index]
+        return (low >= high)[self.index]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class AdvantageFunction(Protocol):
 
         Args:
             data: a scored batch with ``token_level_scores``, ``token_level_rewards`` (the scores minus the KL penalty
-                in the reward, if there is one) and ``response_mask`` ``[rows, response]``.
+                in the reward, if there is one) and ``response_mask`` ``[rows, response]``. Responses without a score
+                are not in it, so that groups can have different sizes.
             gamma: discount factor per token.
             lam: lambda of generalized advantage estimation.
         """

@@ -38,8 +38,8 @@ class RewardsConfig:
     """[processes] Processes that call them, on the machine of the controller."""
     timeout_s: float = 60.0
     """[s] Longest time for a sample, or for a batch with ``batch=true``."""
-    failed_score: float | None = 0.0
-    """Score of a sample whose function raises or does not return in time. None: the function does not apply to it."""
+    failed_score: float | None = None
+    """Score of a sample whose function raises or does not return in time. None: its response is not trained on."""
 
     def __post_init__(self) -> None:
         check_at_least("rewards.processes", self.processes, 1)

@@ -44,7 +44,8 @@ class FunctionRewards:
 
     A function is called with the arguments that its signature names, of: ``prompt`` and ``response``, the texts;
     ``answer``; and the columns of the data set. It returns a number, None if it does not apply, or a mapping with a
-    ``score`` and further numbers, which are reported.
+    ``score`` and further numbers, which are reported. A response to which no function applies has no score, nor has one
+    for which a function failed, unless there is a ``failed_score``.
 
     Reads ``responses`` and ``response_mask`` ``[rows, response]``, and the columns ``prompt``, ``answer`` and
     ``record``.
@@ -133,7 +134,7 @@ class FunctionRewards:
         outcomes = self.pool.run(tasks)
         total = [0.0] * len(samples)
         reported: dict[str, Sequence[float]] = {}
-        failed = [0.0] * len(samples)
+        failed, applies = [0.0] * len(samples), [False] * len(samples)
         for name, found in outcomes.items():
             each = [found[row] for row in range(len(samples))]
             self._report(name, each, samples)
@@ -141,14 +142,20 @@ class FunctionRewards:
             weight = self.config.functions[name].weight
             total = [sum_ + weight * (score or 0.0) for sum_, score in zip(total, scores, strict=True)]
             failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, each, strict=True)]
+            applies = [one or score is not None for one, score in zip(applies, scores, strict=True)]
             reported[name] = [math.nan if score is None else score for score in scores]
             reported |= self._further_values(name, each)
         reported["reward_failed"] = failed
+        lost = [one > 0 and self.config.failed_score is None for one in failed]
+        scored = [any_applies and not one for any_applies, one in zip(applies, lost, strict=True)]
+        total = [sum_ if has_score else 0.0 for sum_, has_score in zip(total, scored, strict=True)]
         shown = [
-            {name: sample[name] for name in SHOWN} | {"score": total[row]} | _values_of(row, reported)
+            {name: sample[name] for name in SHOWN}
+            | {"score": total[row] if scored[row] else None}
+            | _values_of(row, reported)
             for row, sample in enumerate(samples)
         ]
-        return Reward(outcome_scores(total, mask), reported, shown)
+        return Reward(outcome_scores(total, mask), reported, shown, scored=scored)
 
     def _tasks(self, name: str, function: LoadedFunction, samples: Sequence[Sample]) -> list[Task]:
         """Return a function's tasks: one for a batch, one per process for async functions, else of a few samples."""
@@ -184,7 +191,7 @@ class FunctionRewards:
                 f"{outcomes[0].error}. {description_of(samples[0])}",
                 function=name,
             )
-        gets = "it does not apply to them" if self.config.failed_score is None else f"score {self.config.failed_score}"
+        gets = "not trained on" if self.config.failed_score is None else f"score {self.config.failed_score}"
         for row in rows[:SHOWN_FAILURES]:
             logger.warning(
                 "reward function %r failed for %d of %d samples (%s). Sample %d: %s. %s",

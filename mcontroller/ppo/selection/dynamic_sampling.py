@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts whose responses all have the same score are replaced by further prompts.
+"""Dynamic sampling: prompts whose responses with a score all have the same are replaced by further prompts.
 
 Yu et al., 2025 (DAPO, arXiv:2503.14476, section 3.2). A group of equal scores has no gradient; without it, every
 optimizer step has the same number of groups that have one.
@@ -101,7 +101,7 @@ class GroupFilter:
         """Return whether the responses to a prompt have equal scores, bool ``[prompts]``, of all that were drawn."""
         parts = []
         for batch, reward in zip(self._batches, self.rewards, strict=True):
-            equal = groups_of(batch.columns).equal(reward.token_level_scores.sum(1))
+            equal = groups_of(batch.columns).equal(reward.row_scores())
             parts.append(equal[:: len(batch) // self.prompts])
         return torch.cat(parts)
 
@@ -111,7 +111,7 @@ class GroupFilter:
 
     def _values(self, reward: Reward) -> Tensor:
         if self.config.metric == SCORE:
-            return reward.token_level_scores.sum(1)
+            return reward.row_scores()
         values: Sequence[float] | None = reward.columns.get(self.config.metric)
         if values is None:
             raise DataError(
@@ -120,7 +120,7 @@ class GroupFilter:
                 key="algorithm.filter_groups.metric",
                 value=self.config.metric,
             )
-        return torch.as_tensor(values, dtype=torch.float64).nan_to_num()
+        return torch.where(reward.row_scores().isnan(), torch.nan, torch.as_tensor(values, dtype=torch.float64))
 
 
 def _all(batch: ReferencedBatch) -> Tensor:

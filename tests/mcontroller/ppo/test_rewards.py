@@ -54,6 +54,33 @@ def test_scores_that_do_not_fit_are_rejected_with_the_response(result, message):
         rewarded(lambda batch: result, BATCH)
 
 
+@pytest.mark.parametrize("name", ["the reward function", "combine_rewards", "the reward model"])
+def test_a_score_on_a_token_that_is_not_the_policys_is_rejected(name):
+    outside = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 3.0]])
+    sources = {
+        "the reward function": RewardSources(lambda batch: outside, None, False, None),
+        "combine_rewards": RewardSources(lambda batch: [0, 0, 0], None, True, lambda rule, model: outside),
+        "the reward model": RewardSources(None, None, True, None),
+    }
+    scored = BATCH.union(DataProto.from_dict({"rm_scores": outside if name == "the reward model" else 0 * outside}))
+    with pytest.raises(DataError, match=rf"^{name} returned a score of 3\.0 on token 2 of response 2, whose .* is 0"):
+        sources[name].of(scored)
+
+
+def test_a_response_without_tokens_of_the_policy_has_a_score_of_zero():
+    assert outcome_scores([1.0, 2.0], torch.tensor([[0, 0], [1, 0]])).tolist() == [[0.0, 0.0], [2.0, 0.0]]
+
+
+def test_a_row_for_which_a_function_of_a_sum_applies_has_a_score():
+    functions = {"one": lambda batch: [1.0, None, None], "other": lambda batch: [2.0, 3.0, None]}
+    reward = rewarded(sum_of_rewards(functions), BATCH)
+    assert reward.scored == [True, True, False] and reward.token_level_scores.sum(1).tolist() == [3.0, 3.0, 0.0]
+    assert joined([reward, Reward(torch.ones(1, 2))]).scored == [True, True, False, True]
+    with_model = RewardSources(lambda batch: [1.0, None, 2.0], None, True, weighted_sum())
+    scored = BATCH.union(DataProto.from_dict({"rm_scores": outcome_scores([1.0, 1.0, 1.0], MASK)}))
+    assert with_model.of(scored).scored == [True, False, True]
+
+
 def test_a_column_that_a_batch_lacks_does_not_apply_to_its_rows():
     whole = joined([Reward(torch.ones(2, 3), {"a": [1.0, 2.0]}), Reward(torch.ones(1, 2), {"b": [3.0]})])
     assert whole.token_level_scores.tolist() == [[3.0], [3.0], [2.0]]

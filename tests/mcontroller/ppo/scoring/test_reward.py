@@ -71,7 +71,7 @@ def test_failures_are_reported_with_their_sample_and_do_not_lose_the_batch(caplo
     some = reward.columns["some"]
     assert some[:6] + some[7:] == [1.0, 0, 0, 0, 0, 0, 1.0] and math.isnan(some[6])
     assert reward.columns["all"] == [14.0, 15, 14, 13, 14, 13, 14, 14]
-    assert reward.columns["reward_failed"] == [0, 1, 1, 1, 1, 1, 0, 0]
+    assert reward.columns["reward_failed"] == [0, 1, 1, 1, 1, 1, 0, 0] and reward.scored == [True] * 8
     assert reward.token_level_scores.sum(1).tolist() == [15.0, 15, 14, 13, 14, 13, 14, 15]
     text = caplog.text
     assert "reward function 'some' failed for 5 of 8 samples (score 0.0)" in text
@@ -107,6 +107,7 @@ def test_async_functions_run_at_the_same_time_and_are_cancelled_at_the_deadline(
     reward = each(batch([*"abcdefghijklmnop", "hang"]))
     each.close()
     assert reward.columns["slow"][:16] == [1.0] * 16 and math.isnan(reward.columns["slow"][16])
+    assert reward.scored == [True] * 16 + [False] and reward.token_level_scores[16].tolist() == [0.0] * 4
     assert time.monotonic() - started < 16 * 0.3 / 2 + 4.0  # one after the other takes 2.4 s in each process
 
 
