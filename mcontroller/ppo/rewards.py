@@ -282,7 +282,7 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
         row, token = outside[0].tolist()
         raise DataError(
             f"{name} returned a score of {float(reward.token_level_scores[row, token])} on token {token} of response "
-            f"{row}, whose response_mask is 0 there: padding, or not a token of the policy, and not trained on. Put the "
+            f"{row}, whose response_mask is 0 there: padding, or a token that is not the policy's. Put the "
             "score on a token of the policy, such as the last one; mcontroller.ppo.outcome_scores does",
             row=row,
             token=token,
