@@ -73,6 +73,13 @@ class HuggingFaceTokenizer:
         """Return the ids of a text, without special tokens that the text does not contain."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
+    @property
+    def text_prefix(self) -> list[int]:
+        """Ids that the tokenizer puts in front of a text, such as BOS."""
+        whole, bare = self.tokenizer.encode("a"), self.encode("a")
+        start = next(start for start in range(len(whole) + 1) if whole[start : start + len(bare)] == bare)
+        return list(whole[:start])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcontroller.errors import DataError
 from mcontroller.ppo.datasets.config import ProblemsConfig
 from mcontroller.ppo.datasets.records import Records
-from mcontroller.ppo.datasets.tokenizers import Message, TextTokenizer
+from mcontroller.ppo.datasets.tokenizers import Message, PrefixingTokenizer, TextTokenizer
 
 __all__ = ["Demonstration", "Demonstrations", "PromptRows", "prompt_text"]
 
@@ -21,7 +21,8 @@ class PromptRows:
     """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and further objects.
 
     The further objects are ``prompt``, the text, ``answer``, None if the record lacks it, and ``record``, all columns.
-    All prompts are encoded once. Those that are longer than ``prompt_length`` are dropped.
+    All prompts are encoded once. Those that are longer than ``prompt_length`` are dropped. A prompt that is a text, and
+    does not go through the chat template, begins with the tokenizer's ``text_prefix``, such as BOS.
 
     Args:
         records: the problems.
@@ -42,12 +43,16 @@ class PromptRows:
         self.prompt_length = prompt_length
         self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
         _check_prompt_column(records, config)
+        prefix = tokenizer.text_prefix if isinstance(tokenizer, PrefixingTokenizer) else []
         shortest = 0
         for index, record in enumerate(records.rows):
-            text = prompt_text(record[config.prompt_key], records.location(index), config, tokenizer)
+            prompt = record[config.prompt_key]
+            text = prompt_text(prompt, records.location(index), config, tokenizer)
             ids = tokenizer.encode(text)
             if not ids:
                 raise DataError(f"{records.location(index)}: the prompt is empty", location=records.location(index))
+            if isinstance(prompt, str) and not config.chat_template and ids[: len(prefix)] != prefix:
+                ids = prefix + ids
             if len(ids) <= prompt_length:
                 self.kept.append((text, torch.tensor(ids), record.get(config.answer_key), record))
             else:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mcontroller.config.fields import strict_fields
 from mcontroller.config.registry import Registry
 
-__all__ = ["TOKENIZERS", "Message", "TextTokenizer", "TokenizerConfig", "TokenizerSource"]
+__all__ = ["TOKENIZERS", "Message", "PrefixingTokenizer", "TextTokenizer", "TokenizerConfig", "TokenizerSource"]
 
 Message = Mapping[str, str]
 """A chat message: ``{"role": "user", "content": "..."}``."""
@@ -46,6 +46,15 @@ class TextTokenizer(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer into a directory."""
+
+
+@runtime_checkable
+class PrefixingTokenizer(Protocol):
+    """The optional attribute of a tokenizer that puts tokens in front of a text, such as BOS."""
+
+    @property
+    def text_prefix(self) -> list[int]:
+        """Ids in front of a prompt that is a text. ``encode`` leaves them out; chat templates contain their own."""
 
 
 @strict_fields

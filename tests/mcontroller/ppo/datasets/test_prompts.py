@@ -6,6 +6,7 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.config import ProblemsConfig
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
 from mcontroller.ppo.datasets.records import Records
+from mcontroller.ppo.datasets.tokenizers import TokenizerSource
 
 
 class Letters:
@@ -51,6 +52,23 @@ def test_chat_messages_and_system_prompt_go_through_the_chat_template():
     wrapped = PromptRows(records({"prompt": "hi"}), ProblemsConfig(chat_template=True), Letters(), 99)
     assert wrapped[0]["prompt"] == "<user>hi"
     assert PromptRows(records({"prompt": "hi"}), ProblemsConfig(), Letters(), 99)[0]["prompt"] == "hi"
+
+
+def test_the_prefix_of_the_tokenizer_begins_texts_alone():
+    class Prefixing(Letters):
+        text_prefix = [7, 8]  # noqa: RUF012
+
+    def ids(prompt, **config):
+        return PromptRows(records({"prompt": prompt}), ProblemsConfig(**config), Prefixing(), 12)[0][
+            "input_ids"
+        ].tolist()
+
+    assert ids("ab") == [0] * 8 + [7, 8, 97, 98]
+    assert ids("\x07\x08ab") == [0] * 8 + [7, 8, 97, 98], "the text has it already"
+    assert ids("ab", chat_template=True) == [0] * 4 + [ord(letter) for letter in "<user>ab"]
+    assert ids([{"role": "user", "content": "ab"}]) == ids("ab", chat_template=True)
+    with pytest.raises(DataError, match=r"longer than rollout.prompt_length 12; the shortest has 13"):
+        ids("abcdefghijk")
 
 
 @pytest.mark.parametrize(
@@ -101,3 +119,26 @@ def test_the_tokenizer_of_hugging_face_without_a_chat_template_is_rejected_for_c
     with pytest.raises(ConfigError, match=r"prompts are chat messages, and the tokenizer in .* has no chat template"):
         PromptRows(chat, ProblemsConfig(), plain, 3)
     assert plain.encode("hi") == [1]
+
+
+@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> <hi> $A <eos>", "$A <eos>"])
+def test_prompts_that_are_texts_begin_as_the_tokenizer_begins_them(template, tmp_path):
+    pytest.importorskip("transformers", reason="the extra hf: no transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    from workers.run.hf_tokenizer import HuggingFaceTokenizer
+
+    names = ["<eos>", "<bos>", "<hi>", "<unk>", "one", "two"]
+    core = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(name, index) for index, name in enumerate(names[:3])]
+    )
+    saved = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", unk_token="<unk>")
+    saved.save_pretrained(tmp_path)
+    tokenizer = HuggingFaceTokenizer(TokenizerSource(str(tmp_path), lambda: ([], [])))
+    row = PromptRows(records({"prompt": "one two"}), ProblemsConfig(), tokenizer, 9)[0]
+    begun = saved("one two")["input_ids"]
+    assert row["input_ids"][row["attention_mask"] == 1].tolist() == begun[: len(begun) - template.endswith("<eos>")]
+    assert tokenizer.encode("one") == [4] and tokenizer.encode("") == []
