@@ -82,7 +82,8 @@ class AlgorithmConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Penalty of responses that are almost as long as the longest possible one."""
     mask_truncated: bool = False
-    """Leave responses without a stop token out of the losses. Their scores still count in the group."""
+    """Leave responses that were cut off, for lack of room or turns, out of the losses. Their scores still count in the
+    group."""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):

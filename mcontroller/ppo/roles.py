@@ -23,6 +23,7 @@ __all__ = [
     "check_roles",
     "has_reference",
     "reads_reference",
+    "response_limit",
     "role_workers",
     "unread_by_update",
     "updates_once",
@@ -107,6 +108,8 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
         raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
     _check_group_size(config)
     _check_router_replay(config)
+    if algorithm.overlong.buffer:
+        response_limit(config)
     if hasattr(config.actor_rollout_ref, "check_lengths"):
         config.actor_rollout_ref.check_lengths()
     if config.warm_up.steps and Role.RefPolicy in mapping:
@@ -133,6 +136,24 @@ def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None
             key="trainer.ref_sync_steps",
             value=steps,
         )
+
+
+def response_limit(config: PPOConfig) -> int:
+    """Return the longest possible response, [tokens]: ``rollout.response_length`` of the workers that generate.
+
+    Raises:
+        ConfigError: their configuration does not have it.
+    """
+    key = "actor_rollout_ref" if config.rollout is None else "rollout"
+    length: int | None = getattr(getattr(getattr(config, key), "rollout", None), "response_length", None)
+    if length is None:
+        raise ConfigError(
+            f"algorithm.overlong.buffer is {config.algorithm.overlong.buffer}, which counts back from "
+            f"{key}.rollout.response_length; the configuration of the workers has no such field: add it, or set "
+            "algorithm.overlong.buffer=0",
+            key="algorithm.overlong.buffer",
+        )
+    return length
 
 
 def has_reference(mapping: Mapping[Role, Any]) -> bool:

@@ -60,7 +60,7 @@ def reward_metrics(prefix: str, reward: Reward) -> dict[str, float]:
 def experience_metrics(batch: DataProto, eos_token_ids: Collection[int] = ()) -> dict[str, float]:
     """Return statistics of the responses that are trained on, and the quality of the critic's values.
 
-    ``response/truncated`` is the share of responses that have the full width and do not end with a stop token.
+    ``response/truncated`` is the share of responses that were cut off: see ``truncated_rows``.
     ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 for a perfect critic, 0 for one
     that predicts the mean; left out if all returns are equal.
 

@@ -43,6 +43,7 @@ from mcontroller.ppo.roles import (
     check_reference_sync,
     check_roles,
     reads_reference,
+    response_limit,
     role_workers,
     unread_by_update,
     updates_once,
@@ -354,8 +355,7 @@ class RayPPOTrainer:
         """Return the batch with the results of ``score_policies``, and ``old_log_probs`` if they are the rollout's."""
         in_reward, here = self.config.algorithm.kl_in_reward, batch.columns.tensors()
         if self.config.algorithm.old_log_probs == "rollout":
-            (log_probs,) = columns(batch.columns, "rollout_log_probs")
-            batch = batch.union(DataProto.from_dict({"old_log_probs": log_probs}))
+            batch = batch.union(DataProto.from_dict({"old_log_probs": columns(batch.columns, "rollout_log_probs")[0]}))
         reads = {"values"} | ({"old_log_probs", "ref_log_prob"} if in_reward else set())
         reads |= {"old_log_probs"} if "rollout_log_probs" in here else set()
         for call in calls:
@@ -417,9 +417,8 @@ class RayPPOTrainer:
         with self.stages("held-out" if held_out else "reward"):
             seen = self.rewards.seen(batch, held_out=held_out)
             reward = self.rewards.of(seen.union(problems).union(scores.columns), held_out=held_out)
-            if not held_out:
-                (mask,) = columns(seen, "response_mask")
-                reward = penalized(reward, mask, self.config.algorithm.overlong)
+            if (overlong := self.config.algorithm.overlong).buffer and not held_out:
+                reward = penalized(reward, *columns(seen, "response_mask"), overlong, response_limit(self.config))
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def with_greedy_scores(self, batch: ReferencedBatch, problems: DataProto) -> ReferencedBatch:
@@ -455,8 +454,7 @@ class RayPPOTrainer:
     def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return the batch with ``token_level_rewards``: the scores minus the KL penalty, and the penalty's metrics."""
         if not self.config.algorithm.kl_in_reward:
-            (scores,) = columns(batch, "token_level_scores")
-            return batch.union(DataProto.from_dict({"token_level_rewards": scores})), {}
+            return batch.with_tensors({"token_level_rewards": columns(batch, "token_level_scores")[0]}), {}
         return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
 
     def warm_up(self) -> None:

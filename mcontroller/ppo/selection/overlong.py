@@ -24,7 +24,7 @@ class OverlongConfig:
     """DAPO's soft penalty for responses that are almost, or exactly, as long as the longest possible one."""
 
     buffer: int = 0
-    """[tokens] Tokens before the longest possible response in which the penalty grows from 0. 0: no penalty."""
+    """[tokens] Tokens before ``rollout.response_length`` in which the penalty grows from 0. 0: no penalty."""
     penalty: float = 1.0
     """Penalty of a response of the full length, subtracted from its score."""
 
@@ -33,21 +33,21 @@ class OverlongConfig:
         check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
 
 
-def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig) -> Reward:
+def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig, limit: int) -> Reward:
     """Return the reward with the length penalty on the last token of every response, and as a column.
 
     With ``L`` the longest possible response and ``b`` the buffer, a response of ``l`` tokens loses
-    ``penalty * clip((l - (L - b)) / b, 0, 1)`` (Yu et al., 2025, arXiv:2503.14476, equation 13).
+    ``penalty * clip((l - (L - b)) / b, 0, 1)`` (Yu et al., 2025, arXiv:2503.14476, equation 13). The tokens of an
+    environment between those of the policy count, because they take room too.
 
     Args:
         reward: the reward of a batch.
-        response_mask: ``[rows, response]``, as wide as the longest possible response.
-        config: buffer and penalty.
+        response_mask: ``[rows, response]``, 1 for the tokens of the policy.
+        config: penalty, and a buffer of at least 1.
+        limit: [tokens] the longest possible response.
     """
-    if config.buffer == 0:
-        return reward
-    buffer = min(config.buffer, response_mask.shape[1])
-    beyond = response_mask.sum(1) - (response_mask.shape[1] - buffer)
+    buffer = min(config.buffer, limit)
+    beyond = _lengths(response_mask) - (limit - buffer)
     penalty = -config.penalty * (beyond / buffer).clamp(0.0, 1.0)
     scores = reward.token_level_scores + outcome_scores(penalty, response_mask)
     columns_of_rows = {**reward.columns, "overlong_penalty": penalty.tolist()}
@@ -55,12 +55,20 @@ def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig) -> 
 
 
 def truncated_rows(batch: DataProto, eos_token_ids: Collection[int]) -> Tensor:
-    """Return which responses have the full width and do not end with a stop token, bool ``[rows]``.
+    """Return which responses were cut off for lack of room or turns, bool ``[rows]``.
 
     Args:
-        batch: ``responses`` and ``response_mask`` ``[rows, response]``.
+        batch: ``truncated`` bool ``[rows]``, which ``MultiTurnRollout`` returns; without it, ``responses`` and
+            ``response_mask`` ``[rows, response]``: a response without a stop token at its end was cut off.
         eos_token_ids: the stop tokens.
     """
+    if "truncated" in batch.tensors():
+        return columns(batch, "truncated")[0]
     responses, mask = columns(batch, "responses", "response_mask")
-    stopped = torch.isin(responses[:, -1], torch.tensor(list(eos_token_ids), dtype=responses.dtype))
-    return mask[:, -1].bool() & ~stopped
+    last = responses.gather(1, (_lengths(mask)[:, None] - 1).clamp(min=0)).squeeze(1)
+    return ~torch.isin(last, torch.tensor(list(eos_token_ids), dtype=responses.dtype))
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Return the tokens of responses up to the last one of the policy, int64 ``[rows]``; 0 if there is none."""
+    return (torch.arange(1, mask.shape[1] + 1) * (mask != 0)).amax(1)

@@ -33,6 +33,8 @@ class Conversation:
             rollout returns them; tokens after the last turn of the policy have none.
         turn: the position in ``tokens`` at which the policy's last turn begins.
         turns: the number of turns that the policy has begun.
+        ended: whether the policy or the environment has ended the response. A response that is over without it was cut
+            off for lack of room or turns.
     """
 
     prompt: list[int]
@@ -43,6 +45,7 @@ class Conversation:
     experts: list[Tensor] = field(default_factory=list)
     turn: int = 0
     turns: int = 1
+    ended: bool = False
 
     @property
     def last_turn(self) -> list[int]:

@@ -46,9 +46,9 @@ class MultiTurnRollout:
 
         Returns:
             The columns of ``generate_sequences``. ``response_mask`` is 0 for the environment's tokens, which are in
-            ``attention_mask``; their log-probabilities are 0. ``routed_experts`` of a token, if the rollout returns
-            them, are those of the turn in which the next token was sampled. ``meta_info["metrics"]`` has numbers of
-            turns.
+            ``attention_mask``; their log-probabilities are 0. ``truncated``, bool ``[rows]``, is true for responses
+            that ended for lack of room or turns. ``routed_experts`` of a token, if the rollout returns them, are those
+            of the turn in which the next token was sampled. ``meta_info["metrics"]`` has numbers of turns.
 
         Raises:
             DataError: the environment returned another number of replies than there are responses.
@@ -75,6 +75,8 @@ class MultiTurnRollout:
     ) -> list[Conversation]:
         """Return the responses that go on, after the environment has replied to those that ask it."""
         asks = self.environment.stop_token_ids
+        for each in conversations:
+            each.ended = each.tokens[-1] in ends and each.tokens[-1] not in asks
         open_ones = [each for each in conversations if len(each.tokens) < longest]
         asking = [each for each in open_ones if each.tokens[-1] in asks and each.turns < self.max_turns]
         cut = [each for each in open_ones if each.tokens[-1] not in asks and each.tokens[-1] not in ends]
@@ -87,6 +89,7 @@ class MultiTurnRollout:
             )
         answered = []
         for conversation, reply in zip(asking, replies, strict=True):
+            conversation.ended = reply is None
             if reply is not None and len(conversation.tokens) + len(reply) < longest:
                 conversation.replied(list(reply))
                 answered.append(conversation)
@@ -153,6 +156,7 @@ def _batch(first: DataProto, conversations: Sequence[Conversation], metrics: dic
         "input_ids": torch.cat((prompts, responses), 1),
         "attention_mask": attention,
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "truncated": torch.tensor([not each.ended for each in conversations]),
     }
     name = _log_probs_of(first)
     if name is not None:

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.referenced import ReferencedBatch
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo import AlgorithmConfig
 from mcontroller.ppo.rewards import Reward, outcome_scores
 from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig, GroupFilter
 from mcontroller.ppo.selection.overlong import OverlongConfig, penalized, truncated_rows
 from mcontroller.ppo.summary import validation_metrics
+from mcontroller.ray import Role
+from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 LENGTHS = torch.tensor([3, 6, 8, 10])
 MASK = (torch.arange(10) < LENGTHS[:, None]).long()
@@ -17,18 +23,53 @@ MASK = (torch.arange(10) < LENGTHS[:, None]).long()
 
 def test_the_penalty_grows_over_the_buffer_to_its_full_size_at_the_longest_response():
     reward = Reward(outcome_scores([1.0] * 4, MASK), {"accuracy": [1.0] * 4})
-    result = penalized(reward, MASK, OverlongConfig(buffer=4, penalty=0.5))
+    result = penalized(reward, MASK, OverlongConfig(buffer=4, penalty=0.5), 10)
     assert result.token_level_scores.sum(1).tolist() == [1.0, 1.0, 0.75, 0.5]
     assert result.token_level_scores[2, 7] == 0.75 and result.columns["overlong_penalty"] == [0.0, 0.0, -0.25, -0.5]
-    assert penalized(reward, MASK, OverlongConfig()) is reward
 
 
-def test_a_response_is_truncated_if_it_is_full_and_does_not_end_with_a_stop_token():
+@pytest.mark.parametrize("width", [10, 8, 12])
+def test_the_penalty_counts_back_from_the_limit_for_one_and_several_turns(width):
+    """Of a batch of another width, the second response with tokens of an environment in between."""
+    mask = torch.zeros(3, width, dtype=torch.long)
+    mask[0, :8], mask[1, [0, 1, 7]], mask[2, :6] = 1, 1, 1
+    result = penalized(Reward(torch.zeros(3, width)), mask, OverlongConfig(buffer=4, penalty=0.5), 10)
+    assert result.columns["overlong_penalty"] == [-0.25, -0.25, 0.0]
+
+
+def test_the_trainer_penalizes_with_the_configured_response_length():
+    def config(rollout, buffer):
+        algorithm = AlgorithmConfig(overlong=OverlongConfig(buffer=buffer))
+        actor = SimpleNamespace(rollout=SimpleNamespace(**rollout))
+        return dataclasses.replace(toy_config(1), algorithm=algorithm, actor_rollout_ref=actor)
+
+    class Configured(ToyActor):
+        def __init__(self, config, role):
+            super().__init__(0.5, role)
+
+    def score(**rollout):
+        roles = {Role.ActorRolloutRef: Configured, Role.Critic: ToyCritic}
+        given = config(rollout, buffer=2)
+        with toy_trainer(given, roles, reward_fn=lambda batch: [1.0] * len(batch), val_dataset=None) as trainer:
+            trainer.init_workers()
+            return trainer.train_step(trainer.draw())["train/score"]
+
+    assert (score(response_length=1), score(response_length=2), score(response_length=3)) == (0.0, 0.5, 1.0)
+    with pytest.raises(
+        ConfigError, match=r"overlong.buffer is 2, which counts back from actor_rollout_ref.rollout.resp"
+    ):
+        score()
+
+
+def test_a_response_is_truncated_if_it_does_not_end_with_a_stop_token():
     responses = torch.zeros(4, 10, dtype=torch.long)
+    responses[0, 2], responses[1, 5], responses[2, 7] = 1, 2, 5
     batch = DataProto.from_dict({"responses": responses, "response_mask": MASK})
-    assert truncated_rows(batch, [1, 2]).tolist() == [False, False, False, True]
+    assert truncated_rows(batch, [1, 2]).tolist() == [False, False, True, True]
     responses[3, -1] = 2
-    assert truncated_rows(batch, [1, 2]).tolist() == [False] * 4
+    assert truncated_rows(batch, [1, 2]).tolist() == [False, False, True, False]
+    said = batch.union(DataProto.from_dict({"truncated": torch.tensor([True, False, False, False])}))
+    assert truncated_rows(said, [1, 2]).tolist() == [True, False, False, False]
 
 
 def test_groups_are_filtered_by_a_column_and_filled_up_in_order():

@@ -42,6 +42,13 @@ def test_the_tables_show_every_group_with_its_layout_and_every_rank_with_its_coo
     assert len(coordinates) == 4
 
 
+def test_a_sample_is_shown_with_its_score_or_without_one():
+    shown, out = display()
+    texts = {"prompt": "1 + 1 =", "response": "2"}
+    shown.samples([{**texts, "score": 0.25}, {**texts, "score": None}])
+    assert out.getvalue().splitlines() == ["  1 + 1 = -> 2  (0.25)", "  1 + 1 = -> 2  (no score)"]
+
+
 def test_a_step_shows_reward_accuracy_kl_and_tokens_per_second():
     shown, out = display(force_terminal=True, force_interactive=True)
     shown.phase("PPO", 3)

@@ -108,6 +108,7 @@ def test_the_mask_has_holes_exactly_at_the_tokens_of_the_environment():
         == torch.cat((problems().batch["input_ids"], batch.batch["responses"]), 1).tolist()
     )
     assert batch.batch["policy_version"].tolist() == [7, 7]
+    assert batch.batch["truncated"].tolist() == [False, False]
     assert environment.shown == [[([31, CALL], "a")], [([32, 33, CALL], "a")]]
 
 
@@ -138,6 +139,7 @@ def test_a_response_ends_after_the_last_turn_that_is_allowed():
     batch, policy, environment = run(TWO_CALLS, max_turns=2)
     assert batch.batch["responses"][0].tolist() == [31, CALL, 90, 51, 32, 33, CALL, PAD, PAD, PAD]
     assert len(environment.shown) == 1 and len(policy.asked) == 3
+    assert batch.batch["truncated"].tolist() == [True, False]
 
 
 def test_a_reply_without_room_for_another_turn_is_left_out():
@@ -145,12 +147,14 @@ def test_a_reply_without_room_for_another_turn_is_left_out():
     batch, _, _ = run([(FIRST, long), (SECOND, [EOS])])
     assert batch.batch["responses"][0].tolist() == [*long, PAD, PAD]
     assert batch.batch["response_mask"][0].tolist() == [1] * 8 + [0] * 2
+    assert batch.batch["truncated"].tolist() == [True, False]
 
 
 def test_all_turns_together_are_at_most_as_long_as_a_response():
     context = [*FIRST, 31, CALL, 90, 51]
     batch, _, _ = run([(FIRST, [31, CALL]), (context, [*range(60, 70)]), (SECOND, [EOS])])
     assert batch.batch["responses"][0].tolist() == [31, CALL, 90, 51, *range(60, 66)]
+    assert batch.batch["truncated"].tolist() == [True, False]
 
 
 def test_a_turn_that_another_response_leaves_no_room_for_goes_on_in_the_next_call():
@@ -173,6 +177,7 @@ def test_a_turn_that_another_response_leaves_no_room_for_goes_on_in_the_next_cal
     ]
     assert found.batch["response_mask"][1].tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]
     assert found.meta_info["metrics"]["multi_turn/turns_max"] == 2.0
+    assert found.batch["truncated"].tolist() == [False, False]
 
 
 def test_the_environment_can_end_a_response_and_reply_at_the_stop_token_of_responses():
@@ -185,6 +190,7 @@ def test_the_environment_can_end_a_response_and_reply_at_the_stop_token_of_respo
     script = [(FIRST, [31, EOS]), ([*FIRST, 31, EOS, 90], [32, EOS]), (SECOND, [EOS]), ([*SECOND, EOS, 90], [EOS])]
     batch, _, _ = run(script, Once())
     assert batch.batch["responses"][:, :5].tolist() == [[31, EOS, 90, 32, EOS], [EOS, 90, EOS, PAD, PAD]]
+    assert batch.batch["truncated"].tolist() == [False, False]
 
 
 def test_another_number_of_replies_than_responses_is_reported():
