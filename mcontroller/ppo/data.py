@@ -175,13 +175,34 @@ class BatchStream:
         self.batch_size = batch_size
         self.seed = seed
         self._order: tuple[int, list[int]] = (-1, [])
+        self._start = (0, 0)
+
+    def resume(self, index: int, position: int) -> None:
+        """Continue a stream that had another batch size: batch ``index`` begins at a position, see ``position``."""
+        self._start = (index, position)
+
+    def position(self, index: int) -> int:
+        """Return the number of rows before batch ``index``: all rows of earlier passes, and those read of its own."""
+        return self._start[1] if index == self._start[0] else self._first_row(index - 1) + self.batch_size
+
+    def passes(self, index: int) -> float:
+        """Return the passes over the data set before batch ``index``."""
+        return self.position(index) / len(self.dataset)
+
+    def _first_row(self, index: int) -> int:
+        """Return the position of a batch's first row, in the next pass if too few rows are left of one."""
+        rows, (first, position) = len(self.dataset), self._start
+        in_pass = (rows - position % rows) // self.batch_size
+        if index - first < in_pass:
+            return position + (index - first) * self.batch_size
+        passes, batch = divmod(index - first - in_pass, self.per_pass)
+        return (position // rows + 1 + passes) * rows + batch * self.batch_size
 
     def __getitem__(self, index: int) -> DataProto:
-        number, position = divmod(index, self.per_pass)
+        number, start = divmod(self._first_row(index), len(self.dataset))
         if self._order[0] != number:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             self._order = (number, torch.randperm(len(self.dataset), generator=generator).tolist())
-        start = position * self.batch_size
         return collate([self.dataset[row] for row in self._order[1][start : start + self.batch_size]])
 
 

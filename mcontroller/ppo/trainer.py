@@ -530,7 +530,9 @@ class RayPPOTrainer:
         program = {name: each.state_dict() for name, each in self.stateful.items()}
         in_flight, rollout = self.generations.state()
         drawn = self.drawn_batches - len(self.generations) + len(in_flight)
-        return RunState(self.global_steps, self.kl_ctrl.value, drawn, self.num_tokens, program, rollout, in_flight)
+        counts = self.global_steps, self.kl_ctrl.value, drawn, self.num_tokens
+        position = self.train_batches.position(drawn - len(in_flight)), self.train_batches.batch_size
+        return RunState(*counts, program, rollout, in_flight, *position)
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -543,8 +545,9 @@ class RayPPOTrainer:
         self.checkpoints.recover(groups)
         self.rollout_weights.changed()
         self.global_steps = state.global_steps
-        dropped = self.generations.restore(state.in_flight, state.rollout, self.train_batches.__getitem__)
-        self.drawn_batches, self.num_tokens = state.drawn_batches - dropped, state.num_tokens
+        in_flight = state.resume_batches(self.train_batches)
+        kept = self.generations.restore(in_flight, state.rollout, self.train_batches.__getitem__)
+        self.drawn_batches, self.num_tokens = state.drawn_batches - len(state.in_flight) + kept, state.num_tokens
         self.kl_ctrl.resume(state.kl_coef)
         for name, each in self.stateful.items():
             if name in state.program:
@@ -575,7 +578,7 @@ class RayPPOTrainer:
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,
             "train/num_tokens": float(self.num_tokens),
-            "train/epoch": (self.drawn_batches - len(self.generations)) / self.train_batches.per_pass,
+            "train/epoch": self.train_batches.passes(self.drawn_batches - len(self.generations)),
         }
 
     # ---- end -------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class Generations:
         sampling: Mapping[str, Any],
         problems: Callable[[int], DataProto],
     ) -> int:
-        """Continue with saved batches and return how many were drawn for nothing: all without ``ahead``.
+        """Continue with saved batches and return how many are in flight again: none without ``ahead``.
 
         Args:
             saved: the batches in flight of a checkpoint.
@@ -189,12 +189,12 @@ class Generations:
             self._rollout.restore_sampling(sampling)
         self._queue.clear()
         if not self._ahead:
-            return len(saved)
+            return 0
         for each in saved:
             drawn = problems(each.number)
             self._numbered(drawn)
             self._queue.append(_Generation(each.number, drawn, each.responses, dict))
-        return 0
+        return len(saved)
 
     def _numbered(self, problems: DataProto) -> int | None:
         """Give every problem a ``uid``, and return the number of the batch in the data set, if it has one."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from mcontroller.errors import DataError, MControllerError
 from mcontroller.files import delete_with_links, sync_directory
 from mcontroller.group import WorkerGroup
+from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.saving.batches_in_flight import BatchInFlight, SavedBatch, read_batches, write_batches
 from mcontroller.ppo.saving.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
 from mcontroller.ppo.stages.devices import SharedDevices
@@ -54,6 +55,19 @@ class RunState:
     """The state of sampling of a rollout group of its own, as JSON."""
     in_flight: tuple[BatchInFlight, ...] = ()
     """The batches whose responses were generated and not yet trained on."""
+    next_row: int | None = None
+    """Position of the first row after those that were trained on; None: of an earlier version."""
+    batch_size: int | None = None
+    """Problems of a batch; None: of an earlier version."""
+
+    def resume_batches(self, batches: BatchStream) -> tuple[BatchInFlight, ...]:
+        """Continue the batches of problems after those that were trained on, and return the batches in flight.
+
+        With another batch size these are dropped: their rows are drawn again.
+        """
+        if self.next_row is not None:
+            batches.resume(self.drawn_batches - len(self.in_flight), self.next_row)
+        return self.in_flight if self.batch_size in (None, batches.batch_size) else ()
 
 
 class Stateful(Protocol):
@@ -204,6 +218,8 @@ class RunCheckpoints:
                 state.num_tokens,
                 state.rollout,
                 writing.in_flight,
+                state.next_row,
+                state.batch_size,
             ),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
@@ -284,7 +300,7 @@ def load_run(directory: str, groups: Mapping[str, WorkerGroup], devices: SharedD
                 group.load_checkpoint(paths[name])
             drawn = save.global_steps if save.drawn_batches is None else save.drawn_batches
             counts = save.global_steps, save.kl_coef, drawn, save.num_tokens
-            return RunState(*counts, save.program, save.rollout, batches)
+            return RunState(*counts, save.program, save.rollout, batches, save.next_row, save.batch_size)
         problems.append(f"step {save.global_steps}: {damage}")
         _logger.warning(
             "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage

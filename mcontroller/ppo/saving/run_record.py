@@ -35,6 +35,8 @@ class SavedStep:
         num_tokens: tokens of prompts and responses so far.
         rollout: the state of sampling of a rollout group of its own, as JSON.
         in_flight: the batches whose responses were generated and not yet trained on.
+        next_row: position in the data of the first row after those that were trained on; None: of an earlier version.
+        batch_size: problems of a batch; None: of an earlier version.
     """
 
     global_steps: int
@@ -45,6 +47,8 @@ class SavedStep:
     num_tokens: int = 0
     rollout: Mapping[str, Any] = field(default_factory=dict)
     in_flight: tuple[SavedBatch, ...] = ()
+    next_row: int | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,13 +142,14 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
     for name, state in (("program", program), ("rollout", rollout)):
         if not isinstance(state, dict):
             raise _damaged(path, f"{name} is {state!r:.100}, expected an object")
-    drawn, tokens = content.get("drawn_batches"), content.get("num_tokens", 0)
-    for name, number in (("drawn_batches", drawn), ("num_tokens", tokens)):
+    counts = {name: content.get(name) for name in ("drawn_batches", "num_tokens", "next_row", "batch_size")}
+    for name, number in counts.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
             raise _damaged(path, f"{name} is {number!r:.100}, expected a count")
     groups = _directories(path, "groups", content.get("groups"))
     in_flight = _batches(path, content.get("in_flight", []))
-    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight)
+    drawn, tokens, row, size = counts.values()
+    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight, row, size)
 
 
 def _batches(path: Path, content: Any) -> tuple[SavedBatch, ...]:

@@ -36,6 +36,27 @@ def test_batch_k_does_not_depend_on_the_batches_taken_before():
     assert names(BatchStream(rows(10), 3, seed=2)[0]) != in_turn[0]
 
 
+def test_a_stream_goes_on_with_the_next_row_after_a_change_of_the_batch_size():
+    """Of 10 rows, 8 are read in batches of 4; then the last 2 of the pass, and a new pass, in batches of 2."""
+    before = BatchStream(rows(10), 4, seed=1)
+    read = [name for k in range(2) for name in names(before[k])]
+    after = BatchStream(rows(10), 2, seed=1)
+    after.resume(2, before.position(2))
+    assert (before.position(2), before.passes(2), after.passes(3), after.passes(8)) == (8, 0.8, 1.0, 2.0)
+    assert sorted(read + names(after[2])) == sorted(f"row {number}" for number in range(10))
+    whole = BatchStream(rows(10), 2, seed=1)
+    assert [names(after[k]) for k in range(3, 13)] == [names(whole[k]) for k in range(5, 15)]
+
+
+@pytest.mark.parametrize("stopped_at", range(1, 6))
+def test_a_stream_that_resumes_with_its_batch_size_is_the_same(stopped_at):
+    one, other = BatchStream(rows(10), 3, seed=1), BatchStream(rows(10), 3, seed=1)
+    other.resume(stopped_at, one.position(stopped_at))
+    later = range(stopped_at, 9)
+    assert [names(other[k]) for k in later] == [names(one[k]) for k in later]
+    assert [other.position(k) for k in later] == [one.position(k) for k in later]
+
+
 def test_a_data_set_of_less_than_a_batch_is_rejected_with_both_numbers():
     with pytest.raises(DataError, match="warm_up_dataset has 3 rows, less than one batch of 4"):
         BatchStream(rows(3), 4, seed=0, name="warm_up_dataset")

@@ -20,6 +20,7 @@ from mcontroller.errors import DataError, WorkerError
 from mcontroller.ppo import (
     AlgorithmConfig,
     Callback,
+    DataConfig,
     FilterGroupsConfig,
     ImportanceConfig,
     KLControlConfig,
@@ -31,7 +32,7 @@ from mcontroller.ppo.saving.preemption import Preempted
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ray import Role
 from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
-from tests.mcontroller.ppo.toy import toy_config, toy_trainer
+from tests.mcontroller.ppo.toy import problems, toy_config, toy_trainer
 
 TOKEN = ImportanceConfig(level="token")
 ADAPTIVE = AlgorithmConfig(kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100), importance=TOKEN)
@@ -171,6 +172,25 @@ def test_a_run_may_resume_with_another_staleness(tmp_path: Path) -> None:
     assert [line["training/staleness_max"] for line in lines if line.get("train/score")] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_resumes_with_another_batch_size_repeats_no_row(tmp_path: Path, staleness: int) -> None:
+    """96 rows: 48 in a step of the first run, then two steps of 24, then one of 48 of the next pass."""
+    read: list[int] = []
+
+    def numbered(batch: DataProto) -> list[float]:
+        read.extend(batch.non_tensor_batch["row"][::2])
+        return [0.0] * len(batch)
+
+    rows = [{**each, "row": row} for row, each in enumerate(problems(96))]
+    for steps, size in ((1, 48), (3, 24), (4, 48)):
+        config = config_of(tmp_path, ADAPTIVE, steps, resume=steps > 1, max_staleness=staleness)
+        config = dataclasses.replace(config, data=DataConfig(train_batch_size=size))
+        last, lines = fitted(config, train_dataset=rows, val_dataset=None, reward_fn=numbered)
+    assert sorted(read[:96]) == list(range(96)) and len(set(read[96:])) == 48
+    assert [line["train/epoch"] for line in lines] == [1.5]
+    assert last.train_batches.position(last.drawn_batches - staleness) == 144
+
+
 def test_a_step_is_saved_without_the_batch_in_flight_if_that_could_not_be_generated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,8 +220,8 @@ def test_a_step_is_saved_without_the_batch_in_flight_if_that_could_not_be_genera
 
 def test_problems_that_were_not_drawn_cannot_be_in_flight_in_a_checkpoint(tmp_path: Path) -> None:
     trainer, _ = started(config_of(tmp_path, ADAPTIVE, 5))
-    problems = trainer.train_batches[0]
+    first = trainer.train_batches[0]
     trainer.train_step(trainer.draw())
-    trainer.train_step(problems)
+    trainer.train_step(first)
     with pytest.raises(DataError, match="were not drawn with draw"):
         trainer.save_checkpoint()
