@@ -25,11 +25,16 @@ __all__ = ["LocalListener", "OpeningConnection"]
 UNPROVEN = 64
 """Connections that have not proven yet that they have the key; a further one closes the oldest."""
 
+ACCEPTED_AT_ONCE = 8
+"""Connections that are accepted one after another: the thread also answers queries, and anyone may connect without end.
+"""
+
+PAUSE_SECONDS = 0.02
+"""Seconds after so many connections, or without a free descriptor, until the next are accepted: strangers must not keep
+the process busy."""
+
 PROOF_SECONDS = 5.0
 """Seconds in which a new connection must prove that it has the key."""
-
-NO_DESCRIPTOR_SECONDS = 0.05
-"""Seconds until another try to accept connections, if this process has no free descriptor."""
 
 _NUMBER_BYTES = _CODE_BYTES = 32
 _NAME_BYTES = 256
@@ -72,6 +77,7 @@ class LocalListener:
         self._socket.listen(socket.SOMAXCONN)
         self._poll = select.epoll()
         self._poll.register(self._socket.fileno(), select.EPOLLIN)
+        self._paused_until: float | None = None
         self._unproven: dict[int, _Unproven] = {}
         self._proven: list[LocalConnection] = []
 
@@ -82,10 +88,15 @@ class LocalListener:
     @property
     def seconds(self) -> float | None:
         """Seconds after which ``serve`` should be called even so; None if there is no need to."""
+        if self._paused_until is not None:
+            return max(0.0, self._paused_until - time.monotonic())
         return PROOF_SECONDS / 5 if self._unproven else None
 
     def serve(self) -> None:
-        """Accept connections, check proofs, and close those that are late."""
+        """Accept connections, a few at once, check proofs, and close those that are late."""
+        if self._paused_until is not None and time.monotonic() >= self._paused_until:
+            self._paused_until = None
+            self._poll.modify(self._socket.fileno(), select.EPOLLIN)
         for descriptor, _ in self._poll.poll(0):
             if descriptor == self._socket.fileno():
                 self._accept()
@@ -96,14 +107,13 @@ class LocalListener:
                 self._drop(descriptor)
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connected, _ = self._socket.accept()
             except BlockingIOError:
                 return
             except OSError:  # no descriptor is free
-                time.sleep(NO_DESCRIPTOR_SECONDS)
-                return
+                break
             self._proven = [each for each in self._proven if each.fileno() >= 0]
             if len(self._proven) >= self._most:
                 connected.close()
@@ -115,6 +125,8 @@ class LocalListener:
             self._poll.register(connected.fileno(), select.EPOLLIN)
             with contextlib.suppress(OSError):
                 connected.send(unproven.number)
+        self._paused_until = time.monotonic() + PAUSE_SECONDS
+        self._poll.modify(self._socket.fileno(), 0)
 
     def _check(self, unproven: _Unproven) -> None:
         connected = unproven.connected

@@ -192,8 +192,10 @@ class WorkerProcess:
                     error = self._error_of(role or "", method, raised)
                 finally:
                     self._running = None
-            elif keep:
-                error = GroupError(f"{role}.{method} was cancelled", role=role, method=method)
+            elif keep:  # an error for who reads the value; the answer has none, because no rank has failed
+                cancelled = GroupError(f"{role}.{method} was cancelled", role=role, method=method)
+                self._kept.put((call.caller, call.number), (cancelled, None, _NOTHING))
+                keep = False
             self._answer(call, keep, error, rows, encoded)
             del call, error, encoded  # the next call may come much later
 

@@ -55,9 +55,14 @@ def open_connection(url: str) -> socket.socket:
 
 def open_local_connection(address: Address) -> socket.socket:
     """A plain connection to the listener of local connections."""
+    return connect_locally(address.local)
+
+
+def connect_locally(name: str) -> socket.socket:
+    """A plain connection to the listener of this name."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(SECONDS)
-    connection.connect(f"\0{address.local}")
+    connection.connect(f"\0{name}")
     return connection
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import threading
 from contextlib import ExitStack, suppress
@@ -14,11 +15,12 @@ import pytest
 from mcontroller.channel import local_connection, local_listener
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
 from mcontroller.channel.local_connection import LocalMemory, OutgoingMessage
-from mcontroller.channel.local_listener import OpeningConnection
+from mcontroller.channel.local_listener import ACCEPTED_AT_ONCE, PAUSE_SECONDS, LocalListener, OpeningConnection
 from mcontroller.channel.messages import pack_call
 from tests.mcontroller.channel.endpoints import (
     SECONDS,
     Controller,
+    connect_locally,
     cut_local_connections,
     open_local_connection,
     start_endpoint,
@@ -204,3 +206,17 @@ def test_a_descriptor_that_is_no_memory_is_not_accepted(keys: ChannelKeys) -> No
     os.close(reading)
     os.close(writing)
     assert Controller([address]).open_local_connections().call(0, b"x") == {0: [b"x"]}
+
+
+def test_a_flood_of_connections_is_accepted_a_few_at_a_time(keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(local_listener.time, "monotonic", lambda: clock[0])
+    listener = LocalListener(keys.client.secret, 4096, lambda *_: None)
+    greeted = []
+    with ExitStack() as open_ones:
+        strangers = [open_ones.enter_context(connect_locally(listener.name)) for _ in range(2 * ACCEPTED_AT_ONCE + 1)]
+        for now in (0.0, 0.0, PAUSE_SECONDS / 2, PAUSE_SECONDS, 2 * PAUSE_SECONDS):
+            clock[0] = now
+            listener.serve()
+            greeted.append(len(select.select(strangers, [], [], 0)[0]))
+    assert greeted == [ACCEPTED_AT_ONCE] * 3 + [2 * ACCEPTED_AT_ONCE, 2 * ACCEPTED_AT_ONCE + 1]

@@ -224,3 +224,18 @@ def test_a_lost_argument_raises_the_error_of_the_producing_rank_even_if_groups_s
         reading.passed(making.made_but_on_rank_1(batch(SMALL), dies))
     assert isinstance(caught.value, WorkerDied if dies else WorkerError)
     assert (caught.value.fields["rank"], caught.value.fields["pid"]) == (1, pid)
+
+
+def test_a_cancelled_call_of_kept_rows_ends_alone(groups: dict[str, RayWorkerGroup], tmp_path: Path) -> None:
+    wide, other, go = groups["wide"], groups["other"], tmp_path / "go"
+    running = wide.meet(str(tmp_path / "begun"), str(go))
+    cancelled, later = wide.same_later(batch(SMALL)), wide.same_later(batch(SMALL))
+    cancelled.cancel()
+    go.touch()
+    assert running.get() == [True] * 4
+    assert later.get() == batch(SMALL)
+    with pytest.raises(GroupError, match=r"^wide\.same_later was cancelled$"):
+        cancelled.get()
+    with pytest.raises(GroupError, match=r"^wide\.same_later was cancelled$"):
+        other.same(cancelled)
+    assert wide.same(batch(SMALL)) == other.same(batch(SMALL)) == batch(SMALL)
