@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,6 +37,7 @@ __all__ = [
     "InFlightCall",
     "call_context",
     "complete",
+    "countdown",
     "finish",
     "rejection",
     "reported_coordinates",
@@ -46,8 +48,12 @@ __all__ = [
 Handle = Any
 """A transport's reference to a value that it keeps: in a worker process, in Ray's object store, or in this process."""
 
-Fetch = Callable[[Sequence[Handle]], list[Any]]
-"""Returns the values of several handles at once. Each is private to the caller, who may write into it."""
+
+class Fetch(Protocol):
+    """Returns the values of several handles at once. Each is private to the caller, who may write into it."""
+
+    def __call__(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
+        """Return the values; wait no longer than ``timeout`` seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,8 +193,12 @@ class Executor(Protocol):
             GroupBroken: an earlier call has failed.
         """
 
-    def fetch(self, handles: Sequence[Handle]) -> list[Any]:
-        """Return the values of handles of this transport in the calling process; see ``Fetch``."""
+    def fetch(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
+        """Return the values of handles of this transport in the calling process; see ``Fetch``.
+
+        Raises:
+            CallTimeout: one has not arrived in ``timeout`` seconds.
+        """
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Call ``finish`` on idle ranks, end all ranks and free their resources. A second call does nothing.
@@ -209,6 +219,14 @@ def call_context(worker: Any, method: str) -> AbstractContextManager[Any]:
     """Return the context in which a worker wants its method to run; workers need not derive from ``Worker``."""
     enter = getattr(worker, "call_context", None)
     return nullcontext() if enter is None else enter(method)
+
+
+def countdown(timeout: float | None) -> Callable[[], float | None]:
+    """Return a function that returns how many of ``timeout`` seconds are left; None stays None."""
+    if timeout is None:
+        return lambda: None
+    end = time.monotonic() + timeout
+    return lambda: max(0.0, end - time.monotonic())
 
 
 def complete(value: Any) -> Any:

@@ -25,12 +25,19 @@ __all__ = ["Hub"]
 
 _logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 1.0
+"""Seconds until a thread that waits for another one, which polls, looks itself: the other may have been interrupted."""
+
 
 class Hub:
     """Sends messages to ranks and delivers their answers, for any number of threads.
 
     There is no background thread: answers are delivered while some thread is in ``wait``. One waiting thread polls the
     sockets; the others sleep until it has delivered something, or leaves.
+
+    An interrupt (Ctrl-C) may end any method anywhere in the main thread. The lock is a lock of C that is only taken by
+    ``with``, which releases it then. Whoever takes it next finds that its last holder was interrupted, and connects
+    again: what was sent or received in part goes with the old connections, and is sent again, as after any loss.
 
     Args:
         name: identifies this controller to the ranks.
@@ -51,11 +58,13 @@ class Hub:
         self._changed = changed
         self._dropped = dropped
         self._links = Links(name)
+        self._addresses: list[Address] = []
         self._ids: list[bytes] = []
         self._ranks: dict[bytes, int] = {}
-        self._turn = threading.Condition(threading.Lock())
-        self._sleeping = 0
-        self._polling = self._woken = False
+        self._turn = threading.Lock()
+        self._in_use = False  # True without a holder of the lock: its last holder was interrupted
+        self._sleeping: set[threading.Lock] = set()
+        self._poller: int | None = None  # the thread that polls
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._memory: LocalMemory | None = None
         self._unopened: dict[int, Address] = {}
@@ -81,15 +90,37 @@ class Hub:
         return len(self._local)
 
     def connect(self, addresses: Iterable[Address]) -> None:
-        """Connect to the endpoint of every rank, in the order of ranks."""
+        """Connect to the endpoint of every rank, in the order of ranks. Called once."""
         with self._turn:
-            for rank, address in enumerate(addresses):
-                link = b"rank" + rank.to_bytes(4, "big")
-                self._ids.append(link)
-                self._ranks[link] = rank
-                self._links.connect(link, address.calls, address)
-                if address.is_local:
-                    self._unopened[rank] = address
+            self._addresses = list(addresses)
+            self._connect()
+
+    def _connect(self) -> None:
+        self._ids = [b"rank" + rank.to_bytes(4, "big") for rank in range(len(self._addresses))]
+        self._ranks = {link: rank for rank, link in enumerate(self._ids)}
+        self._unopened = {rank: address for rank, address in enumerate(self._addresses) if address.is_local}
+        for link, address in zip(self._ids, self._addresses, strict=True):
+            self._links.connect(link, address.calls, address)
+
+    def _enter(self) -> None:
+        """Connect again if the last holder of the lock was interrupted; the lock is held."""
+        if self._in_use and not self._closed:
+            for descriptor in (self._messages, self._events):
+                with contextlib.suppress(OSError):  # an interrupt came between this and the registration
+                    self._poll.unregister(descriptor)
+            for rank in range(len(self._addresses)):
+                self._changed(rank, False)
+            self._close_connections()
+            self._rank_at.clear()
+            self._poll_for.clear()
+            self._links = Links(self.name)
+            self._messages, self._events = self._links.filenos
+            for descriptor in (self._messages, self._events):
+                self._poll.register(descriptor, select.EPOLLIN)
+            self._connect()
+            self._look = True
+            self._wake_others()
+        self._in_use = True
 
     def _open(self, rank: int, address: Address) -> None:
         """Begin to open a local connection, now that the rank can send over ZeroMQ what the connection cannot take."""
@@ -105,6 +136,7 @@ class Hub:
         with self._turn:
             if self._closed:
                 return
+            self._enter()
             socket, ids, local = self._links.socket, self._ids, self._local
             for rank, message in messages:
                 if rank in local:
@@ -116,8 +148,9 @@ class Hub:
                 self._look = True
                 send(socket, ids[rank], SNDMORE)
                 send_frames(socket, message.frames)
-            if self._polling:  # sending may have reset the descriptors of answers that another thread polls
+            if self._poller is not None:  # sending may have reset the descriptors of answers that another thread polls
                 self._receive_over_zeromq()
+            self._in_use = False
 
     def wait(self, ready: Callable[[], bool], seconds: float | None, awaited: Collection[int] = ()) -> bool:
         """Deliver answers until ``ready`` returns True; return False if that takes more than ``seconds``.
@@ -129,43 +162,54 @@ class Hub:
                 or for a millisecond: every time that it wakes up costs as much as reading several answers.
         """
         end = None if seconds is None else time.monotonic() + seconds
-        readable: list[tuple[int, int]] | None = None
+        thread = threading.get_ident()
         slept = False
-        while True:
-            with self._turn:
-                if self._look:
-                    self._receive_over_zeromq()
-                if readable is None:
-                    readable = self._poll.poll(0)
-                self._receive(readable)
-                if ready() or self._closed:
-                    return True
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                if self._polling:
-                    self._sleeping += 1
-                    try:
-                        self._turn.wait(left)
-                    finally:
-                        self._sleeping -= 1
-                    readable = None
-                    continue
-                self._polling = True
-                last = None if slept else self._last(awaited)
-            try:
-                if last is None:
-                    readable, slept = self._poll.poll(left), False
-                else:
-                    last.poll(1 if left is None else min(left * 1e3, 1))
-                    readable, slept = None, True
-            finally:
+        news: threading.Lock | None = None
+        try:
+            while True:
                 with self._turn:
-                    self._polling = False
-                    if self._woken:
-                        self._woken = False
-                        os.eventfd_read(self._wake)
-                    self._wake_sleeping()
+                    self._enter()
+                    if news is not None:
+                        self._sleeping.discard(news)
+                        news = None
+                    if self._poller == thread:
+                        self._poller = None  # until it polls again, or since an interrupt
+                    self._receive_all()
+                    finished = ready() or self._closed
+                    left = None if end is None else end - time.monotonic()
+                    over = finished or (left is not None and left <= 0)
+                    last = None if slept or over else self._last(awaited)
+                    if not over and self._poller is None:
+                        self._poller = thread
+                    elif not over:
+                        news = threading.Lock()
+                        news.acquire()
+                        self._sleeping.add(news)
+                    self._in_use = False
+                if over:
+                    return finished
+                slept = self._sleep(left, last, news)
+        finally:
+            self._leave(thread)
+
+    def _sleep(self, left: float | None, last: select.poll | None, news: threading.Lock | None) -> bool:
+        """Wait for news, of the thread that polls, or by polling; return whether only for the last answer."""
+        if news is not None:
+            news.acquire(timeout=LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
+            return False
+        if last is None:
+            self._poll.poll(left)
+            return False
+        last.poll(1 if left is None else min(left * 1e3, 1))
+        return True
+
+    def _leave(self, thread: int) -> None:
+        """Let another thread poll, if this one does; one that was interrupted here does so in its next ``wait``."""
+        with self._turn:
+            if self._poller == thread:
+                self._poller = None
+            if self._poller is None:
+                self._wake_sleeping()
 
     def _poll_with(self, descriptor: int) -> select.poll:
         """Return what to poll for one local connection, and for all that is no local connection."""
@@ -182,13 +226,16 @@ class Hub:
     def close(self) -> None:
         """Close all connections. Threads that wait return."""
         with self._turn:
-            if not self._closed:
-                self._closed = True
-                self._close_connections()
-                self._notify()
+            self._closed = True
+            self._close_connections()
+            if self._memory is not None:
+                self._memory.close()
+            self._wake_others()
 
     def __del__(self) -> None:
         self._close_connections()
+        if self._memory is not None:
+            self._memory.close()
         self._poll.close()
         os.close(self._wake)
 
@@ -197,12 +244,12 @@ class Hub:
         for connections in (self._local, self._opening):
             while connections:
                 connections.popitem()[1].close()
-        if self._memory is not None:
-            self._memory.close()
 
-    def _receive(self, readable: Iterable[tuple[int, int]]) -> None:
-        """Deliver what has arrived at descriptors; the lock is held."""
-        for descriptor, _ in readable:
+    def _receive_all(self) -> None:
+        """Deliver what has arrived; the lock is held."""
+        if self._look:
+            self._receive_over_zeromq()
+        for descriptor, _ in self._poll.poll(0):
             if self._closed:
                 return
             if descriptor in self._rank_at:
@@ -215,7 +262,10 @@ class Hub:
                     if established and rank in self._unopened:
                         self._open(rank, self._unopened.pop(rank))
                     self._changed(rank, established)
-                self._notify()
+                self._wake_others()
+            elif descriptor == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
 
     def _receive_over_zeromq(self) -> None:
         """Deliver what ZeroMQ has received; the lock is held.
@@ -231,7 +281,7 @@ class Hub:
             self._deliver(self._ranks[link], frames)
             received = True
         if received:
-            self._notify()
+            self._wake_others()
 
     def _receive_locally(self, descriptor: int) -> None:
         """Deliver the next message of a local connection, or take the next step of opening it; the lock is held."""
@@ -241,7 +291,7 @@ class Hub:
                 frames = self._local[rank].receive()
                 if frames is not None:
                     self._deliver(rank, frames)
-                    self._notify()
+                    self._wake_others()
             else:
                 connection = self._opening[rank].advance()
                 if connection is not None:
@@ -261,16 +311,16 @@ class Hub:
             self._local.pop(rank).close()
             del self._poll_for[rank]
             self._dropped(rank)
-            self._notify()
+            self._wake_others()
         else:
             self._opening.pop(rank).close()
 
-    def _notify(self) -> None:
+    def _wake_others(self) -> None:
+        """Wake up the threads that sleep, and the one that polls; the lock is held."""
         self._wake_sleeping()
-        if self._polling:
-            self._woken = True
+        if self._poller is not None:
             os.eventfd_write(self._wake, 1)
 
     def _wake_sleeping(self) -> None:
-        if self._sleeping:
-            self._turn.notify_all()
+        while self._sleeping:
+            self._sleeping.pop().release()

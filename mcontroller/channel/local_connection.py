@@ -61,7 +61,8 @@ class _Region:
         self._freed = freed
 
     def __del__(self) -> None:
-        self._freed.append(self.offset)
+        with contextlib.suppress(AttributeError):  # an interrupt has ended __init__
+            self._freed.append(self.offset)
 
 
 class LocalMemory:
@@ -84,7 +85,8 @@ class LocalMemory:
     def write(self, frames: Sequence[bytes]) -> _Region | None:
         """Write frames one after another, at the first free place; return None if there is none."""
         while self._freed:
-            del self._ends[self._freed.popleft()]
+            self._ends.pop(self._freed[0], None)
+            self._freed.popleft()
         size = sum(map(len, frames))
         offset = 0
         for begin, end in sorted(self._ends.items()):
@@ -93,12 +95,13 @@ class LocalMemory:
             offset = end
         if offset + size > MEMORY_BYTES:
             return None
+        region = _Region(offset, self._freed)  # before the place is taken: an interrupt frees it again
         self._ends[offset] = -(-(offset + max(size, 1)) // _ALIGNMENT) * _ALIGNMENT
         position = offset
         for frame in frames:
             self._memory[position : position + len(frame)] = frame
             position += len(frame)
-        return _Region(offset, self._freed)
+        return region
 
     def close(self) -> None:
         """Close the memory. A second call does nothing."""

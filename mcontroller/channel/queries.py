@@ -32,16 +32,22 @@ def ask(
     Raises:
         DataError: If a process does not know the query, or cannot answer it with these arguments.
     """
-    return _client().ask(addresses, [(name, arguments)] * len(addresses), timeout)
+    return _client().ask(addresses, [(name, arguments)] * len(addresses), timeout)[0]
 
 
-def ask_each(addresses: Sequence[Address], queries: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+def ask_each(
+    addresses: Sequence[Address], queries: Sequence[tuple[str, tuple[Any, ...]]], timeout: float | None = None
+) -> tuple[list[Any], list[int]]:
     """Ask each process its own query, a name with arguments; wait until all have answered, or are known to be gone.
+
+    Returns:
+        The answers as ``ask`` returns them; and the positions of those that were not there in ``timeout`` seconds, of
+        processes that are not known to be gone.
 
     Raises:
         DataError: As ``ask``.
     """
-    return _client().ask(addresses, queries, None)
+    return _client().ask(addresses, queries, timeout)
 
 
 def notify(addresses: Sequence[Address | None], name: str, *arguments: Any) -> None:
@@ -52,7 +58,8 @@ def notify(addresses: Sequence[Address | None], name: str, *arguments: Any) -> N
 def notify_from_finalizer(addresses: Sequence[Address], name: str, *arguments: Any) -> None:
     """Call ``notify``, now or before the next query of any thread if this one is in the middle of a query."""
     _postponed.append((addresses, name, arguments))
-    if not sys.is_finalizing():
+    client: _Client | None = getattr(_local, "client", None)
+    if not sys.is_finalizing() and (client is None or not client.busy):
         _client().send_postponed()
 
 
@@ -62,9 +69,12 @@ _postponed: deque[tuple[Sequence[Address], str, tuple[Any, ...]]] = deque()
 
 
 def _client() -> _Client:
-    """Return the client of this thread. Its connections stay open for the next query, unless they are lost."""
+    """Return the client of this thread. Its connections stay open for the next query, unless they are lost.
+
+    One that is still busy was interrupted while it used its socket, and is replaced.
+    """
     client: _Client | None = getattr(_local, "client", None)
-    if client is None or client.pid != os.getpid():
+    if client is None or client.pid != os.getpid() or client.busy:
         client = _local.client = _Client()
     return client
 
@@ -79,11 +89,11 @@ class _Client:
         self._connected: dict[Address, bytes] = {}
         self._requests = itertools.count(1)
         self._connections = itertools.count()
-        self._busy = False
+        self.busy = False
 
     def send_postponed(self) -> None:
         """Send what finalizers have left, unless this thread is in the middle of a query."""
-        while _postponed and not self._busy:
+        while _postponed and not self.busy:
             with contextlib.suppress(IndexError):  # another thread was faster
                 addresses, name, arguments = _postponed.popleft()
                 self.send(addresses, [(name, arguments)] * len(addresses), wanted=False)
@@ -93,7 +103,7 @@ class _Client:
         addresses: Sequence[Address | None],
         queries: Sequence[tuple[str, tuple[Any, ...]]],
         timeout: float | None,
-    ) -> list[Any]:
+    ) -> tuple[list[Any], list[int]]:
         end = None if timeout is None else time.monotonic() + timeout
         waiting = self.send(addresses, queries, wanted=True)
         answers: list[Any] = [None] * len(addresses)
@@ -105,7 +115,7 @@ class _Client:
             if not waiting or (left is not None and left <= 0):
                 break
             self._poll.poll(None if left is None else left * 1e3)
-        return answers
+        return answers, sorted(position for position, _ in waiting.values())
 
     def send(
         self, addresses: Sequence[Address | None], queries: Sequence[tuple[str, tuple[Any, ...]]], *, wanted: bool
@@ -125,12 +135,10 @@ class _Client:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep finalizers that run meanwhile from using the socket."""
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
+        """Keep finalizers that run meanwhile from using the socket, and whoever comes after an interrupt."""
+        self.busy = True
+        yield
+        self.busy = False
 
     def _link(self, address: Address) -> bytes:
         link = self._connected.get(address)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn
@@ -12,7 +11,7 @@ from typing_extensions import TypeVar
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.remote_batch import JoinedBatch, RemoteBatch, Window
 from mcontroller.errors import DispatchError
-from mcontroller.transport import Deferred, Fetch, Handle, InFlightCall
+from mcontroller.transport import Deferred, Fetch, Handle, InFlightCall, countdown
 
 __all__ = ["DataProtoFuture", "Future", "LazyBatch"]
 
@@ -64,7 +63,7 @@ class Future(Generic[T_co], metaclass=_FutureType):
 
     def check(self, timeout: float | None = None) -> None:
         """Wait and raise as ``get`` does, but fetch nothing: the values stay on the workers."""
-        left = _countdown(timeout)
+        left = countdown(timeout)
         for call in self._calls:
             call.check(left())
 
@@ -76,7 +75,7 @@ class Future(Generic[T_co], metaclass=_FutureType):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank has answered or failed; return whether that happened within ``timeout`` seconds."""
-        left = _countdown(timeout)
+        left = countdown(timeout)
         return all(call.wait(left()) for call in self._calls)
 
     def cancel(self) -> None:
@@ -135,8 +134,9 @@ class DataProtoFuture(Future[DataProto]):
         self.fetch = fetch
 
     def _assemble(self, timeout: float | None) -> Any:
-        self.check(timeout)
-        return self.rows.resolve(self.fetch)
+        left = countdown(timeout)
+        self.check(left())
+        return self.rows.resolve(_within(self.fetch, left))
 
     @property
     def futures(self) -> list[Future[Any]]:
@@ -144,8 +144,9 @@ class DataProtoFuture(Future[DataProto]):
 
         def read(part: Handle) -> Callable[[float | None], Any]:
             def collect(timeout: float | None) -> Any:
-                self.check(timeout)
-                return self.fetch([part])[0]
+                left = countdown(timeout)
+                self.check(left())
+                return self.fetch([part], left())[0]
 
             return collect
 
@@ -202,9 +203,6 @@ class LazyBatch(Deferred):
         return DataProtoFuture(self.rows, fetch)
 
 
-def _countdown(timeout: float | None) -> Callable[[], float | None]:
-    """Return a function that returns how many of ``timeout`` seconds are left; None stays None."""
-    if timeout is None:
-        return lambda: None
-    end = time.monotonic() + timeout
-    return lambda: max(0.0, end - time.monotonic())
+def _within(fetch: Fetch, left: Callable[[], float | None]) -> Fetch:
+    """Return ``fetch`` with what is ``left`` of a deadline."""
+    return lambda handles, timeout=None: fetch(handles, left())

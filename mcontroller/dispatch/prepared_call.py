@@ -13,7 +13,7 @@ from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, R
 from mcontroller.dispatch.remote_batch import ResultBatch, Split, differing_rows, received_rows
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration
-from mcontroller.transport import Arguments, Executor, InFlightCall
+from mcontroller.transport import Arguments, Executor, Fetch, InFlightCall, countdown
 
 __all__ = ["CallingGroup", "PreparedCall"]
 
@@ -76,8 +76,9 @@ class PreparedCall:
         executor = self.group.executor
 
         def collected(timeout: float | None) -> Any:
-            joined = self.concatenates and len(self.plan.collected) > 1
-            return self.collect(in_flight.result(timeout, joined=joined))
+            joined, left = self.concatenates and len(self.plan.collected) > 1, countdown(timeout)
+            values = in_flight.result(timeout, joined=joined)
+            return self.collect(values, lambda handles, timeout=None: executor.fetch(handles, left()))
 
         if not (self.concatenates and in_flight.lengths):
             return Future([in_flight], collected)
@@ -87,13 +88,17 @@ class PreparedCall:
         rows = ResultBatch(tuple(in_flight.parts), lengths, self.origin, source, ranks, self.received)
         return DataProtoFuture(rows, executor.fetch, [in_flight], transport=executor.transport, collect=collected)
 
-    def collect(self, values: Sequence[Any]) -> Any:
+    def collect(self, values: Sequence[Any], fetch: Fetch | None = None) -> Any:
         """Return the caller's result from the values of the returning ranks, in the order of the results.
 
         With the result ``concat``, DataProtos are joined in the order of the caller's rows, without padding rows.
         DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does, but a key of ``meta_info``
         whose values differ keeps that of the first returning rank. In a list, padding rows are dropped from every
         DataProto.
+
+        Args:
+            values: the values.
+            fetch: reads row counts that are still on the workers; None for the group's own.
 
         Raises:
             DispatchError: a rank returned something other than a DataProto for ``concat``, or another number of rows
@@ -105,20 +110,21 @@ class PreparedCall:
             return spec.functions[1](self.group, list(values))
         if spec.result == "value":
             return values[0]
-        origin = self.origin.partition(self.group.executor.fetch) if isinstance(self.origin, Split) else self.origin
+        fetch = fetch or self.group.executor.fetch
+        origin = self.origin.partition(fetch) if isinstance(self.origin, Split) else self.origin
         if not self.concatenates:
             return [self._without_padding(origin, shard, value) for shard, value in enumerate(values)]
         for rank, value in zip(self.plan.collected, values, strict=True):
             if not isinstance(value, DataProto):
                 raise self.error(_not_a_batch(self.plan.spec, rank, value), rank=rank, type=type(value).__name__)
-        return self._join(origin, values)
+        return self._join(origin, values, fetch)
 
-    def _join(self, origin: Partition | None, values: Sequence[DataProto]) -> DataProto:
+    def _join(self, origin: Partition | None, values: Sequence[DataProto], fetch: Fetch) -> DataProto:
         if origin is None or not any(value.has_columns() for value in values):
             return self._concat(values)
         lengths = [len(value) if value.has_columns() else 0 for value in values]
         if not self.changes_rows:
-            received = received_rows(origin, self.received, self.group.executor.fetch)
+            received = received_rows(origin, self.received, fetch)
             reason = differing_rows(received, lengths, self.plan.collected)
             if reason is not None:
                 raise self.error(reason, returned=tuple(lengths), ranks=self.plan.collected)

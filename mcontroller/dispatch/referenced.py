@@ -262,8 +262,8 @@ def _only(
         seen: a list to which the whole batches are added.
     """
 
-    def fetched(handles: Sequence[Handle]) -> list[Any]:
-        return [kept(value) if isinstance(value, DataProto) else value for value in fetch(handles)]
+    def fetched(handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
+        return [kept(value) if isinstance(value, DataProto) else value for value in fetch(handles, timeout)]
 
     def kept(batch: DataProto) -> DataProto:
         if seen is not None:

@@ -187,8 +187,8 @@ class LocalExecutor:
         with call_context(worker, method):
             return complete(getattr(worker, method)(*args, **kwargs))
 
-    def fetch(self, handles: Sequence[Handle]) -> list[Any]:
-        """Return copies of the values of handles."""
+    def fetch(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
+        """Return copies of the values of handles, at once."""
         return [private_copy(handle.value) for handle in handles]
 
     def fail(self, error: MControllerError) -> LocalCall:

@@ -37,17 +37,19 @@ class NodeProcess(NamedTuple):
         started: when it started, in clock ticks since the boot: another process may get its id later.
         queries: id of the thread that answers queries.
         exits: the file in which its parent records its end; None if it has no warm parent.
+        namespace: the namespace of process ids that it is in; empty if the system does not say.
     """
 
     pid: int
     started: int
     queries: int
     exits: str | None
+    namespace: str = ""
 
     @classmethod
     def this(cls, queries: int) -> NodeProcess:
         """Return the calling process."""
-        return cls(os.getpid(), int(_stat(os.getpid())[19]), queries, exits.record_of_this_process())
+        return cls(os.getpid(), int(_stat(os.getpid())[19]), queries, exits.record_of_this_process(), _namespace())
 
     @property
     def state(self) -> str:
@@ -59,6 +61,11 @@ class NodeProcess(NamedTuple):
         return "" if int(started) != self.started else state
 
     @property
+    def is_seen(self) -> bool:
+        """Whether it runs, and the calling process, on whatever node, sees that."""
+        return bool(self.namespace) and self.namespace == _namespace() and self.runs
+
+    @property
     def runs(self) -> bool:
         """Whether it has not ended."""
         return self.state not in ("", "Z", "X")
@@ -66,6 +73,14 @@ class NodeProcess(NamedTuple):
 
 def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _namespace() -> str:
+    """Return what identifies the process ids of this process: the boot of its machine, and the namespace there."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def begin_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -91,26 +106,33 @@ def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: fl
 
     Args:
         processes: asked to end already.
-        patience: seconds until they get SIGKILL.
+        patience: seconds until they get SIGKILL. Those that are stopped get it at once: they cannot end by themselves.
         seconds: seconds after that until they are given up.
 
     Returns:
         By process id, why a process still runs.
     """
+    _kill([process for process in processes if process.state in ("T", "t")])
     _wait_until(lambda: not any(process.state for process in processes), patience)  # reaped too
     left = [process for process in processes if process.runs]
+    reasons = _kill(left)
+    killed = [process for process in left if process.pid not in reasons]
+    _wait_until(lambda: not any(process.runs for process in killed), seconds)
+    late = {process.pid: f"in state {process.state} {seconds:g} s after SIGKILL" for process in killed if process.runs}
+    return reasons | late
+
+
+def _kill(processes: Sequence[NodeProcess]) -> dict[int, str]:
+    """Send SIGKILL to processes; return by process id why that failed."""
     reasons: dict[int, str] = {}
-    for process in left:
+    for process in processes:
         try:
             os.kill(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         except OSError as error:
             reasons[process.pid] = f"SIGKILL fails: {error.strerror}"
-    killed = [process for process in left if process.pid not in reasons]
-    _wait_until(lambda: not any(process.runs for process in killed), seconds)
-    late = {process.pid: f"in state {process.state} {seconds:g} s after SIGKILL" for process in killed if process.runs}
-    return reasons | late
+    return reasons
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:

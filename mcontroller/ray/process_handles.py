@@ -14,11 +14,11 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.ray.node_processes import NODE_SECONDS, begin_on_node, end_processes
+from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.reservation import session
 
-__all__ = ["ProcessHandles", "Releasable"]
+__all__ = ["ProcessEnded", "ProcessHandles", "Releasable"]
 
 END_SECONDS = 5.0
 """Time to wait until processes that Ray has killed are gone, before they get SIGKILL."""
@@ -26,7 +26,17 @@ END_SECONDS = 5.0
 KILL_SECONDS = 10.0
 """Time to wait until processes that got SIGKILL are gone."""
 
+REPORT_SECONDS = 0.3
+"""Time in which Ray reports the end of a process whose connections are closed."""
+
 _log = logging.getLogger(__name__)
+
+
+class ProcessEnded(Exception):
+    """A process has ended, although Ray does not report it."""
+
+    def __init__(self) -> None:
+        super().__init__("Ray has not noticed it: a process that it has forked keeps its connections open")
 
 
 class Releasable(Protocol):
@@ -59,6 +69,7 @@ class ProcessHandles:
     infos: list[ProcessInfo] = field(default_factory=list)
     hub: Hub | None = None
     remaining: list[str] = field(default_factory=list)
+    _seen: dict[int, NodeProcess] | None = None
     _killed: bool = False
     _freed: bool = False
     _session: tuple[str, str] | None = field(default_factory=session)
@@ -85,12 +96,28 @@ class ProcessHandles:
         return [actor._actor_id.hex() for actor in self.actors]
 
     def deaths(self, timeout: float = 0.0) -> dict[int, BaseException]:
-        """Return Ray's error for each process that has ended, by rank; wait ``timeout`` seconds for the first."""
+        """Return the error of each process that has ended, by rank; wait ``timeout`` seconds for Ray's first.
+
+        Ray notices the end of a process by its connections, which a child that the process has forked keeps open. So
+        processes that this one can see are looked at too.
+        """
         if not self.watched or not self.reachable:
             return {}
-        ready, _ = ray.wait(self.watched, num_returns=len(self.watched), timeout=timeout, fetch_local=False)
+        if self._seen is None and self.infos:
+            self._seen = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_seen}
+        ended = [rank for rank, process in (self._seen or {}).items() if not process.runs]
+        errors = self._reported(range(len(self.watched)), timeout)
+        silent = [rank for rank in ended if rank not in errors]
+        if silent:
+            errors |= self._reported(silent, REPORT_SECONDS)
+        return {rank: ProcessEnded() for rank in ended} | errors
+
+    def _reported(self, ranks: Sequence[int], timeout: float) -> dict[int, BaseException]:
+        """Return Ray's error for each of these processes that has ended; wait ``timeout`` seconds for the first."""
+        watched = [self.watched[rank] for rank in ranks]
+        ready, _ = ray.wait(watched, num_returns=len(watched), timeout=timeout, fetch_local=False)
         known = set(ready)
-        errors = {rank: _error_or_none(ref) for rank, ref in enumerate(self.watched) if ref in known}
+        errors = {rank: _error_or_none(self.watched[rank]) for rank in ranks if self.watched[rank] in known}
         return {rank: error for rank, error in errors.items() if error is not None}
 
     def end(self) -> None:
@@ -115,8 +142,6 @@ class ProcessHandles:
         """Kill the processes and wait for their end on every node; return those that remain."""
         for actor in self.actors:
             ray.kill(actor)
-        if self.watched:
-            ray.wait(self.watched, num_returns=len(self.watched), timeout=END_SECONDS, fetch_local=False)
         by_node: dict[str, list[ProcessInfo]] = {}
         for info in self.infos:
             by_node.setdefault(info.node_id, []).append(info)
@@ -131,6 +156,8 @@ class ProcessHandles:
         end = time.monotonic() + sum(limits) + NODE_SECONDS
         for node, reference in elsewhere.items():
             reasons[node] = _reasons(reference, node, by_node[node], max(0.0, end - time.monotonic()))
+        if self.watched:  # Ray too has noticed it, and processes that have not reported yet have ended
+            ray.wait(self.watched, num_returns=len(self.watched), timeout=END_SECONDS, fetch_local=False)
         return [
             f"pid {info.pid} on {info.node}: {reasons[node][info.pid]}"
             for node, infos in by_node.items()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from typing_extensions import Buffer
 
 from mcontroller.channel.queries import notify_from_finalizer
@@ -24,10 +24,11 @@ from mcontroller.ray.values.handles import (
     Source,
     Stored,
     StoredValue,
+    ValuesLate,
     fetch,
 )
 from mcontroller.ray.values.wire import decode, encode, is_larger, is_stored, store
-from mcontroller.transport import Arguments, Deferred
+from mcontroller.transport import Arguments, Deferred, countdown
 
 __all__ = ["RayCall", "RayExecutor"]
 
@@ -118,12 +119,18 @@ class RayExecutor:
         call.held += [encoded.stored, *(value.handles() for value in deferred)]
         return write_call(header, encoded.content), encoded.frames
 
-    def fetch(self, handles: Sequence[Any]) -> list[Any]:
-        """Return the values of handles; raise the error of the call that failed to produce one."""
+    def fetch(self, handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Return the values of handles; raise the error of the call that failed to produce one.
+
+        Raises:
+            CallTimeout: a value has not arrived in ``timeout`` seconds.
+        """
         try:
-            return fetch(handles)
+            return fetch(handles, timeout)
         except ArgumentFailed as failed:
             raise failed.error from None
+        except ValuesLate as late:
+            raise self.processes.values_late(late, timeout or 0.0) from None
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut down the processes, and with them every role that they run; see ``GroupProcesses.shutdown``."""
@@ -184,23 +191,40 @@ class RayCall(SentCall):
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
+        limit = self.timeout if timeout is None else timeout
+        left = countdown(limit)
         self._settle(timeout)
         if self._values is None:
             if self._keep and self._processes.handles.ended:
                 self._processes.raise_ended(self)
-            if self._keep:
-                self._values = fetch(self.parts)
-            else:
-                self._values = decode([self._contents[rank] for rank in self._returning], shared=joined)
-                self._contents.clear()
+            try:
+                self._values = self._read(joined, left())
+            except ValuesLate as late:
+                self.error = self._processes.values_late(late, limit or 0.0, self)
+                raise self.error from None
+            self._contents.clear()
             self._kept = None
         return self._values
 
-    def read_before_end(self) -> None:
+    def _read(self, joined: bool, timeout: float | None) -> list[Any]:
+        if self._keep:
+            return fetch(self.parts, timeout)
+        try:
+            return decode([self._contents[rank] for rank in self._returning], joined, timeout)
+        except GetTimeoutError:
+            stored = [rank for rank in self._returning if is_stored(self._contents[rank][0])]
+            raise ValuesLate([(self._handle(rank, rows=False).source, self.number) for rank in stored]) from None
+
+    def read_before_end(self, timeout: float) -> bool:
         """Read the values that the processes keep, unless that was done or the call has failed."""
         if self._values is None and self.error is None and not (self.pending or self.failed):
-            with suppress(GroupError, ArgumentFailed):  # the reader gets the reason why the group ended
-                self._values = fetch(self.parts)
+            try:
+                self._values = fetch(self.parts, timeout)
+            except ValuesLate:
+                return False
+            except (GroupError, ArgumentFailed):  # the reader gets the reason why the group ended
+                pass
+        return True
 
     def check(self, timeout: float | None = None) -> None:
         """Wait for every rank and raise the error of the call, if it failed."""

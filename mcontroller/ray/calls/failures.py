@@ -13,6 +13,7 @@ import ray
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.ray.node_processes import on_node, recorded_status
 from mcontroller.ray.process import ProcessInfo
+from mcontroller.ray.process_handles import ProcessEnded
 from mcontroller.ray.warm_start import exits
 
 __all__ = ["NO_CALL", "RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
@@ -66,7 +67,7 @@ class RankFailure:
     Attributes:
         label: the rank.
         method: name of the method.
-        error: the error that the process sent, or the exception with which Ray reports its death.
+        error: the error that the process sent, or the exception that reports its death, Ray's or ``ProcessEnded``.
         call: the call that failed, compared by identity.
     """
 
@@ -93,7 +94,7 @@ class RankFailure:
     @property
     def died(self) -> bool:
         """Whether the process ended."""
-        return isinstance(self.error, ray.exceptions.RayActorError)
+        return isinstance(self.error, (ray.exceptions.RayActorError, ProcessEnded))
 
     @property
     def follows(self) -> bool:

@@ -24,6 +24,10 @@ _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": 
 """The states of processes that do not run, as ps has them, in the words of reports."""
 
 
+QUICK_SECONDS = 0.3
+"""Time in which most processes answer; of the others it is first found out whether they are stopped or have ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hang:
     """What ranks do.
@@ -55,10 +59,12 @@ def look_at_ranks(
         late: Those of them that have not answered.
         timeout: Seconds to wait for the answers of the processes.
     """
-    answers = ask([info.address for info in infos], "position", timeout=timeout)
-    positions: dict[int, ProcessPosition] = {rank: answer[0] for rank, answer in enumerate(answers) if answer}
+    positions = _positions(infos, range(len(infos)), min(timeout, QUICK_SECONDS))
     silent = [rank for rank in range(len(infos)) if rank not in positions]
     outside = dict(zip(silent, _read_from_outside([infos[rank] for rank in silent]), strict=True))
+    positions |= _positions(infos, [rank for rank in silent if not outside[rank].state], timeout)
+    outside = {rank: seen for rank, seen in outside.items() if rank not in positions}
+    silent = list(outside)
     states = {rank: seen.state for rank, seen in outside.items()}
     records = {rank: position.record for rank, position in positions.items()}
     records |= {rank: seen.record for rank, seen in outside.items()}
@@ -76,6 +82,11 @@ def look_at_ranks(
         stopped={rank for rank, state in states.items() if state},
     )
     return Hang(stacks, *ranks.report())
+
+
+def _positions(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> dict[int, ProcessPosition]:
+    answers = ask([infos[rank].address for rank in ranks], "position", timeout=timeout)
+    return {rank: answer[0] for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
 
 
 def stopped_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> list[int]:

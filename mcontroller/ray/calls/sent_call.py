@@ -79,5 +79,12 @@ class SentCall:
     def take(self, rank: int, content: tuple[Any, ...], frames: list[Any]) -> None:
         """Keep the answer of a rank. The base class drops it."""
 
-    def read_before_end(self) -> None:
-        """Read values that the processes keep, because they are about to be ended. The base class has none."""
+    def read_before_end(self, timeout: float) -> bool:
+        """Read values that the processes keep, because they are about to be ended; return whether all are here.
+
+        The base class has none.
+
+        Args:
+            timeout: seconds to wait for them.
+        """
+        return True

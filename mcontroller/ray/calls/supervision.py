@@ -40,7 +40,7 @@ from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, firs
 from mcontroller.ray.calls.hangs import look_at_ranks, stopped_ranks
 from mcontroller.ray.calls.sent_call import SentCall
 from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.values.handles import ArgumentLost
+from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
 from mcontroller.ray.values.wire import encode
 from mcontroller.transport import Arguments, rejection
 
@@ -60,8 +60,8 @@ QUERY_SECONDS = 5.0
 STOPPED_SECONDS = 2.0
 """Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
 
-WATCH_SECONDS = 1.0
-"""Time between questions to Ray whether all processes exist, while a call is awaited and all connections are open."""
+WATCH_SECONDS = 0.5
+"""Time between looks whether all processes exist, while a call is awaited and all connections are open."""
 
 LOST_SECONDS = 0.02
 """Time between such questions while a connection is lost."""
@@ -131,19 +131,50 @@ class GroupProcesses:
         return [(call.number, settled, place) for place in places]
 
     def _places(self, call: SentCall) -> list[Place | None]:
-        """Return the call that each rank of a call runs before it; ask rank 0 again if the connection is lost."""
-        end = time.monotonic() + RECONNECT_SECONDS
+        """Return the call that each rank of a call runs before it; ask rank 0 again if the connection is lost.
+
+        Raises:
+            CallTimeout: rank 0 has not answered before the deadline of the call.
+        """
+        asked = [self.handles.infos[0].address]
+        lost_since: float | None = None
         while True:
-            [answer] = ask([self.handles.infos[0].address], "place", self.caller, call.number, call.ranks, timeout=None)
+            began, left = time.monotonic(), call.remaining()
+            limit = WATCH_SECONDS if left is None else min(WATCH_SECONDS, left)
+            [answer] = ask(asked, "place", self.caller, call.number, call.ranks, timeout=limit)
             if answer is not None:
                 places: list[Place | None] = answer[0]
                 return places
-            if self.handles.ended or 0 in self.handles.deaths(LOST_SECONDS) or time.monotonic() > end:
+            if call.remaining() == 0.0:
+                order = SentCall(call.role, call.method, (0,), timeout=call.timeout, number=call.number)
+                raise self._break(partial(self._timeout_error, order, None, "got no place in the order of calls in"))
+            lost_since = None if time.monotonic() - began >= limit else lost_since or began
+            if self.handles.ended or 0 in self.handles.deaths(LOST_SECONDS if lost_since else 0.0):
                 return [None] * len(call.ranks)  # rank 0 is gone, which ends the group
+            if lost_since is not None and time.monotonic() - lost_since > RECONNECT_SECONDS:
+                return [None] * len(call.ranks)
 
     def keep_until_end(self, call: SentCall) -> None:
         """Have ``shutdown`` read the values of a call that its processes keep, if the call still exists then."""
         self._keeping.add(call)
+
+    def values_late(self, late: ValuesLate, timeout: float, call: SentCall | None = None) -> GroupError:
+        """End the group whose processes did not send values of a finished call in time; return its error.
+
+        Args:
+            late: the values.
+            timeout: the seconds that were waited.
+            call: the call, if it is known; else it is found by its number.
+        """
+        actors = {source.actor for source, _ in late.sources}
+        group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
+        ranks = tuple(rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors)
+        numbers = {number for _, number in late.sources}
+        known = call or next((each for each in tuple(group._keeping) if each.number in numbers), None)
+        role, method = (known.role, known.method) if known else (group.name, "an earlier call")
+        unread = SentCall(role, method, ranks or (known.ranks if known else ()), timeout=timeout, number=-1)
+        text = "has ended, but its values did not arrive in"
+        return group._break(partial(group._timeout_error, unread, None, text))
 
     def call_processes(
         self, role: str, shown: str, method: str, arguments: Sequence[Arguments], timeout: float | None = None
@@ -258,12 +289,12 @@ class GroupProcesses:
                 nothing = [Arguments()] * self.world_size
                 call = (
                     self.call_processes(self.name, "before_shutdown", "finish", nothing, timeout)
-                    if self._is_idle()
+                    if self._is_idle(timeout)
                     else None
                 )
             if call is not None:
                 for keeping in tuple(self._keeping):
-                    keeping.read_before_end()
+                    self._read_before_end(keeping, call)
                 self._await_end(call)
         finally:
             self.handles.end()
@@ -276,13 +307,22 @@ class GroupProcesses:
                     processes=self.handles.remaining,
                 )
 
+    def _read_before_end(self, keeping: SentCall, last: SentCall) -> None:
+        """Read the values that the processes keep, before ``last`` is due, but not of a process that is stopped."""
+        while not keeping.read_before_end(last.remaining(STOPPED_SECONDS) or 0.0):
+            self._break_if_stopped(last, keeping.ranks)
+            if last.remaining() == 0.0:
+                return
+
+    def _break_if_stopped(self, call: SentCall, ranks: Sequence[int]) -> None:
+        if stopped_ranks(self.handles.infos, ranks, STOPPED_SECONDS):
+            raise self._break(partial(self._timeout_error, call, time.monotonic() - call.started))
+
     def _await_end(self, call: SentCall) -> None:
         """Wait for ``before_shutdown`` of all workers, but not for a process that is stopped by a signal."""
-        began = time.monotonic()
         with contextlib.suppress(WorkerDied):
             while not self._ends_within(call, STOPPED_SECONDS):
-                if stopped_ranks(self.handles.infos, sorted(call.pending), STOPPED_SECONDS):
-                    raise self._break(partial(self._timeout_error, call, time.monotonic() - began))
+                self._break_if_stopped(call, sorted(call.pending))
             self.settle(call)
 
     def _ends_within(self, call: SentCall, seconds: float) -> bool:
@@ -293,12 +333,13 @@ class GroupProcesses:
         except _Failed:
             return True
 
-    def _is_idle(self) -> bool:
+    def _is_idle(self, timeout: float | None) -> bool:
         if self.handles.ended or self._poll() or self._broken is not None or self._calls:
             return False
         if not self.detached:
             return True
-        answers = ask([info.address for info in self.handles.infos], "idle", timeout=QUERY_SECONDS)
+        limit = QUERY_SECONDS if timeout is None else min(QUERY_SECONDS, timeout)
+        answers = ask([info.address for info in self.handles.infos], "idle", timeout=limit)
         return all(answer is not None and answer[0] for answer in answers)
 
     # ---- waiting: the hub calls the first two with its lock held -----------------------------------------------------
@@ -325,16 +366,21 @@ class GroupProcesses:
         else:
             self._errors.append((call, rank, error))
             call.failed = True
-        call.pending.discard(rank)
-        if not call.pending:
+        if call.pending == {rank}:  # the last: before it is no longer pending, because an interrupt may come here
             if len(call.rejections) == len(call.ranks):
                 call.rejected = rejection(call.role, call.method, call.rejections)
             elif call.rejections:
                 self._fail_rejected(call)
-            call.sent.clear()
-            call.held.clear()
-            if not call.failed:
-                del self._calls[call.number]
+        call.pending.discard(rank)
+        if not call.pending:
+            self._forget(call)
+
+    def _forget(self, call: SentCall) -> None:
+        """Drop what a complete call does not need any more."""
+        call.sent.clear()
+        call.held.clear()
+        if not call.failed:
+            self._calls.pop(call.number, None)
 
     def _fail_rejected(self, call: SentCall) -> None:
         """Count the rejections of a call as failures, because other ranks have not rejected it."""
@@ -350,10 +396,15 @@ class GroupProcesses:
         return not any(call.pending & pending for pending in earlier)
 
     def _connection_changed(self, rank: int, established: bool) -> None:
-        if not established:
-            self._lost.setdefault(rank, time.monotonic())
-        elif self._lost.pop(rank, None) is not None:
-            self._restored.add(rank)
+        if established:
+            if rank in self._lost:
+                self._restored.add(rank)
+                del self._lost[rank]
+            return
+        self._lost.setdefault(rank, time.monotonic())
+        for call in tuple(self._calls.values()):
+            if not call.pending:  # an interrupt came before this, and had the hub connect again
+                self._forget(call)
 
     def _await(self, call: SentCall, seconds: float | None) -> bool:
         """Wait for one call; raise ``_Failed`` as soon as any call of the group has failed."""
@@ -381,9 +432,9 @@ class GroupProcesses:
 
     def _look_for_deaths(self) -> bool:
         """Return whether a process has died or cannot be reached; send calls again after a lost connection."""
-        while self._restored:
-            rank = self._restored.pop()
+        for rank in tuple(self._restored):
             calls = [call for call in tuple(self._calls.values()) if rank in call.pending and rank in call.sent]
+            self._restored.discard(rank)  # an interrupt while the calls are sent has all connections made again
             self.hub.send([(rank, call.sent[rank]) for call in calls])
         found = self.handles.deaths()
         for rank, since in tuple(self._lost.items()):
@@ -442,7 +493,8 @@ class GroupProcesses:
         with self._lock:
             if self._broken is None:
                 self._broken = make()
-                self._calls.clear()
+            self._calls.clear()
+            if not self.handles.killed:
                 self.handles.end()
             return self._broken
 
@@ -487,7 +539,7 @@ class GroupProcesses:
         coordinates = self.coordinates.get(role)
         return RankLabel(role, rank, coordinates[rank] if coordinates else {}, self.handles.infos[rank])
 
-    def _timeout_error(self, call: SentCall, timeout: float | None) -> CallTimeout:
+    def _timeout_error(self, call: SentCall, timeout: float | None, what: str = "had no answer in") -> CallTimeout:
         late = sorted(call.pending)
         coordinates = self.coordinates.get(call.role, ())
         hang = look_at_ranks(self.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
@@ -495,7 +547,7 @@ class GroupProcesses:
         listed = "\n".join(f"{self._label(call.role, rank)}:\n{hang.stacks[rank]}" for rank in late)
         explained = f" {hang.cause}\n\n{hang.report}\n\n" if hang.cause else "\n"
         return CallTimeout(
-            f"{call.role}.{call.method} had no answer in {limit:g} s from {len(late)} of {len(call.ranks)} "
+            f"{call.role}.{call.method} {what} {limit:g} s from {len(late)} of {len(call.ranks)} "
             f"ranks, {', '.join(map(str, late))}:{explained}{listed}",
             role=call.role,
             method=call.method,

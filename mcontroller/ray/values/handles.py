@@ -19,7 +19,7 @@ from mcontroller.channel.queries import ask_each
 from mcontroller.errors import GroupError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from mcontroller.ray.values.wire import decode, unpack
-from mcontroller.transport import Deferred, Fetch
+from mcontroller.transport import Deferred, Fetch, countdown
 
 __all__ = [
     "ArgumentFailed",
@@ -30,6 +30,7 @@ __all__ = [
     "Source",
     "Stored",
     "StoredValue",
+    "ValuesLate",
     "fetch",
 ]
 
@@ -46,6 +47,18 @@ class ArgumentFailed(Exception):
     def __init__(self, error: GroupError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class ValuesLate(Exception):
+    """Values have not arrived in time.
+
+    Attributes:
+        sources: for each the process, and the number of the call there; empty if they are not known.
+    """
+
+    def __init__(self, sources: Sequence[tuple[Source, int]] = ()) -> None:
+        super().__init__(f"{len(sources)} values")
+        self.sources = sources
 
 
 class Source(NamedTuple):
@@ -133,23 +146,31 @@ class RayObject(Deferred):
         return ray.get(self._handle.reference)
 
 
-def fetch(handles: Sequence[Any]) -> list[Any]:
+def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
     """Return the values of handles, private to the caller. Waits until they have been computed.
 
     Raises:
+        ValuesLate: one has not arrived in ``timeout`` seconds.
         ArgumentLost: the process producing one of them died.
         ArgumentFailed: the call producing one of them failed.
     """
     remote = [handle for handle in handles if isinstance(handle, RemoteValue)]
-    values = iter(_fetch_remote(remote) if remote else ())
-    return [
-        next(values) if isinstance(handle, RemoteValue) else unpack(ray.get(handle.reference)) for handle in handles
-    ]
+    left = countdown(timeout)
+    try:
+        values = iter(_fetch_remote(remote, left) if remote else ())
+        return [
+            next(values) if isinstance(handle, RemoteValue) else unpack(ray.get(handle.reference, timeout=left()))
+            for handle in handles
+        ]
+    except ray.exceptions.GetTimeoutError:
+        raise ValuesLate([(handle.source, handle.number) for handle in remote]) from None
 
 
-def _fetch_remote(handles: Sequence[RemoteValue]) -> list[Any]:
+def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | None]) -> list[Any]:
     queries = [("value", (handle.caller, handle.number, handle.rows)) for handle in handles]
-    answers = ask_each([handle.source.address for handle in handles], queries)
+    answers, late = ask_each([handle.source.address for handle in handles], queries, left())
+    if late:
+        raise ValuesLate([(handles[position].source, handles[position].number) for position in late])
     messages = []
     for handle, answer in zip(handles, answers, strict=True):
         if answer is None:
@@ -159,7 +180,7 @@ def _fetch_remote(handles: Sequence[RemoteValue]) -> list[Any]:
             raise ArgumentFailed(error)
         messages.append((content, frames))
     try:
-        return decode(messages)
+        return decode(messages, timeout=left())
     except ray.exceptions.ObjectLostError as error:  # the process died between its answer and our reading
         raise _lost(handles[0], str(error)) from None
 

@@ -146,14 +146,17 @@ _PLAIN_VALUE, _COPIED, _FRAMES, _STORED = range(4)
 """How a value travels, at the head of ``Encoded.content``."""
 
 
-def decode(messages: Sequence[tuple[tuple[Any, ...], Sequence[Buffer]]], shared: bool = False) -> list[Any]:
+def decode(
+    messages: Sequence[tuple[tuple[Any, ...], Sequence[Buffer]]], shared: bool = False, timeout: float | None = None
+) -> list[Any]:
     """Return the values of messages, given as content and frames, in private memory; ``shared`` as in ``unpack``.
 
     Raises:
+        GetTimeoutError: one that is in the store has not arrived in ``timeout`` seconds (Ray's exception).
         DataError: a value cannot be read in this process, such as one of a class that it cannot import.
     """
     references = [read_reference(content[1]) for content, _ in messages if content[0] == _STORED]
-    objects = iter(ray.get(references) if references else ())
+    objects = iter(ray.get(references, timeout=timeout) if references else ())
     try:
         return [_decoded(content, frames, objects, shared) for content, frames in messages]
     except Exception as error:

@@ -128,6 +128,8 @@ class Parent:
         def ended() -> None:
             self._selector.unregister(process)
             os.close(process)
+            with contextlib.suppress(OSError):  # what it has forked would keep its connections, and its memory
+                os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             self._workers.discard(pid)
             code = os.waitstatus_to_exitcode(status)

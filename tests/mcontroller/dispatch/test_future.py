@@ -35,8 +35,8 @@ class Counting(LocalExecutor):
         super().__init__(*args)
         self.fetched: list[list[Any]] = []
 
-    def fetch(self, handles: Sequence[Any]) -> list[Any]:
-        values = super().fetch(handles)
+    def fetch(self, handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        values = super().fetch(handles, timeout)
         self.fetched.append([numbers(value) if value and isinstance(value, DataProto) else value for value in values])
         return values
 

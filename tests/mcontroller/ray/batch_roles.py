@@ -26,9 +26,9 @@ class Batches(Worker):
         self.fetched = 0
         fetch = process.fetch
 
-        def counted(handles: Sequence[Any]) -> list[Any]:
+        def counted(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
             self.fetched += len(handles)
-            return fetch(handles)
+            return fetch(handles, timeout)
 
         process.fetch = counted
 

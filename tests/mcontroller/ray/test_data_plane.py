@@ -144,9 +144,9 @@ def test_a_future_is_not_fetched_by_the_controller_on_its_way(
     fetched: list[tuple[bytes, int]] = []
     fetch = executor.fetch
 
-    def counting(handles: Sequence[Any]) -> list[Any]:
+    def counting(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
         fetched.extend((handle.caller, handle.number) for handle in handles if not handle.rows)
-        return fetch(handles)
+        return fetch(handles, timeout)
 
     monkeypatch.setattr(executor, "fetch", counting)
     first = groups["wide"].same_later(batch(LARGE))

@@ -1,0 +1,95 @@
+"""Ranks that are stopped, or that leave a child with their connections, end a wait at its deadline, or at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcontroller import DataProto, Dispatch, register
+from mcontroller.errors import CallTimeout, WorkerDied
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tests.mcontroller.ray.batch_roles import Chained
+from tests.mcontroller.ray.roles import Plain
+
+Start = Callable[..., RayWorkerGroup]
+
+
+class Forking(Plain):
+    """Forks a child, which keeps the connections of the rank, and ends."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def leave_a_child_on(self, rank: int, path: str) -> None:
+        if self.rank == rank:
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                time.sleep(600)
+                os._exit(0)
+            Path(path).write_text(str(child))
+            os._exit(3)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # the end of the group has killed it
+            os.kill(pid, signal.SIGKILL)
+
+
+def rows() -> DataProto:
+    return DataProto.from_dict({"ids": torch.arange(8).view(8, 1)})
+
+
+def test_values_of_a_stopped_rank_end_at_the_deadline_of_get(pool: RayResourcePool, start: Start) -> None:
+    group = start("rows", Chained)
+    future = group.passed.options(blocking=False)(rows())
+    assert future.wait(60)
+    with stopped(group.pid()[1]), pytest.raises(CallTimeout) as caught:
+        future.get(timeout=1)
+    text = str(caught.value)
+    assert text.startswith("rows.passed has ended, but its values did not arrive in 1 s from 1 of 1 ranks, 1:")
+    assert "the process is stopped: continue it with SIGCONT" in text
+    assert caught.value.ranks == (1,) and pool.holders == []
+
+
+def test_shutdown_does_not_wait_for_the_values_of_a_stopped_rank(pool: RayResourcePool, start: Start) -> None:
+    group = start("rows", Chained)
+    future = group.passed.options(blocking=False)(rows())
+    assert future.wait(60)
+    with stopped(group.pid()[1]), pytest.raises(CallTimeout, match="the process is stopped"):
+        group.shutdown()
+    assert pool.holders == []
+
+
+def test_a_detached_group_with_a_stopped_rank_0_ends_at_the_deadline(ray_cluster: None) -> None:
+    with RayResourcePool([2], use_gpu=False, name_prefix="lasting", detached=True) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="lasting", detached=True)
+        with stopped(group.pid()[0]), pytest.raises(CallTimeout) as caught:
+            group.pid.options(timeout=1)()
+        assert str(caught.value).startswith(
+            "lasting.pid got no place in the order of calls in 1 s from 1 of 1 ranks, 0:"
+        )
+        assert pool.holders == []
+
+
+def test_the_death_of_a_rank_whose_child_keeps_its_connections_is_found(start: Start, tmp_path: Path) -> None:
+    group = start("parent", Forking)
+    path = tmp_path / "child"
+    try:
+        with pytest.raises(
+            WorkerDied, match=r"parent rank 1 on .* died in leave_a_child_on: exited with code 3"
+        ) as caught:
+            group.leave_a_child_on(1, str(path))
+    finally:
+        os.kill(int(path.read_text()), signal.SIGKILL)
+    assert caught.value.rank == 1

@@ -1,0 +1,117 @@
+"""Ctrl-C at any moment of a call leaves a group that works, or one that has ended: no later call waits for ever.
+
+The ranks are threads of this process, so that a call takes less than a millisecond. The environment variable
+``MCONTROLLER_TEST_INTERRUPTS`` is the number of interrupts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.options import ChannelOptions
+from mcontroller.channel.queries import ask
+from mcontroller.errors import GroupBroken
+from mcontroller.ray import process_handles
+from mcontroller.ray.call_messages import read_call, write_answer
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.calls.supervision import GroupProcesses
+from mcontroller.ray.node_processes import NodeProcess
+from mcontroller.ray.process import ProcessInfo, Rendezvous
+from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.values.wire import decode, encode
+from mcontroller.transport import Arguments
+from tests.mcontroller.channel.endpoints import start_endpoint
+
+INTERRUPTS = int(os.environ.get("MCONTROLLER_TEST_INTERRUPTS", "300"))
+RANKS = 3
+SECONDS = 20.0
+SESSION = ("node", "job")
+
+
+class NoSlots:
+    def release(self) -> None:
+        pass
+
+
+def answer(frames: list[bytes]) -> list[bytes]:
+    _, content = read_call(frames[0])
+    [arguments] = decode([(content, frames[1:])])
+    encoded = encode(arguments.args[0], 1 << 20)
+    return [write_answer(None, encoded.content), *encoded.frames]
+
+
+def group_at(addresses: list[Address]) -> RayExecutor:
+    process, nowhere = NodeProcess.this(0), Rendezvous("", 0)
+    infos = [ProcessInfo("node", "id", os.getpid(), (), address, nowhere, process) for address in addresses]
+    handles = ProcessHandles(NoSlots(), ChannelOptions(), infos=infos, _session=SESSION)
+    return RayExecutor(GroupProcesses("group", handles), "role")
+
+
+def call(group: RayExecutor, value: Any, pause: float = 0.0) -> Any:
+    sent = group.submit("echo", {rank: Arguments((value,)) for rank in range(RANKS)}, range(RANKS), timeout=SECONDS)
+    if pause:
+        time.sleep(pause)
+    return sent.result()
+
+
+@contextmanager
+def interrupted_in(seconds: float) -> Iterator[None]:
+    """Interrupt what is done within, in this many seconds."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Address]]:
+    monkeypatch.setattr(process_handles, "session", lambda: SESSION)
+    monkeypatch.setattr(ProcessHandles, "_kill", lambda handles: [])
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    keys = ChannelKeys.generate()
+    yield [start_endpoint(keys, answer) for _ in range(RANKS)]
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_an_interrupt_at_any_moment_leaves_no_call_waiting(addresses: list[Address], seed: int) -> None:
+    chosen = random.Random(seed)
+    group = group_at(addresses)
+    usual = statistics.median([_seconds(group) for _ in range(100)])
+    interrupts = ended = 0
+    values = ("small", b"x" * 40_000)
+    while interrupts < INTERRUPTS:
+        value, pause = chosen.choice(values), chosen.choice((0.0, 0.0, 0.001))
+        try:
+            with interrupted_in(chosen.uniform(1e-6, 2 * usual + pause)):
+                call(group, value, pause)
+                ask(addresses, "double", 3, timeout=SECONDS)
+        except KeyboardInterrupt:
+            interrupts += 1
+        try:
+            assert call(group, interrupts) == [interrupts] * RANKS
+        except GroupBroken as broken:
+            assert "while role.echo was being sent" in str(broken)
+            ended += 1
+            group = group_at(addresses)
+            assert call(group, interrupts) == [interrupts] * RANKS
+        assert ask(addresses, "double", interrupts, timeout=SECONDS) == [(2 * interrupts, [])] * RANKS
+    assert 0 < ended < INTERRUPTS
+    assert not group.processes._calls
+
+
+def _seconds(group: RayExecutor) -> float:
+    began = time.perf_counter()
+    call(group, "small")
+    return time.perf_counter() - began
