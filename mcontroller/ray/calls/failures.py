@@ -25,6 +25,9 @@ LOG_LINES = 20
 LOG_BYTES = 16 * 1024
 """Bytes at the end of a log that are read and shown: a process may have written very much, or very long lines."""
 
+FULL_BYTES = 1 << 20
+"""A file system with less free space is full: processes cannot write their logs, or start."""
+
 FOLLOWERS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -203,7 +206,8 @@ def _ray_cause(text: str) -> str:
 def tail(info: ProcessInfo | None) -> str:
     """Return the last lines that a process wrote, read on its node, or why they are not available."""
     if info is None or not info.log:
-        return "(the process ended before it reported the path of its log)"
+        session = ray._private.worker.global_worker.node.get_session_dir_path()
+        return "\n".join(["(the process ended before it reported the path of its log)", *_full_disk(session)])
     try:
         return str(on_node(info.node_id, _read_tail, info.log))
     except (ray.exceptions.RayError, TimeoutError) as error:
@@ -219,4 +223,16 @@ def _read_tail(paths: Sequence[str]) -> str:
                 log.seek(max(0, os.path.getsize(path) - LOG_BYTES))
                 written = log.read(LOG_BYTES).decode(errors="replace").splitlines()
             lines += [line for line in written if line and not line.startswith(":")][-LOG_LINES:]
-    return "\n".join(lines) or "(empty)"
+    return "\n".join([*(lines or ["(empty)"]), *(line for path in paths[:1] for line in _full_disk(path))])
+
+
+def _full_disk(path: str) -> list[str]:
+    """Return a line that says so if the file system of a file of the Ray session is full: its processes then end."""
+    disk = os.statvfs(path)
+    free = disk.f_bavail * disk.f_frsize
+    if free >= FULL_BYTES and (disk.f_favail or not disk.f_files):
+        return []
+    return [
+        f"(the file system of {path} is full: {free} bytes and {disk.f_favail} files are left. Ray's processes end if "
+        "they cannot write there: free space, or start Ray with --temp-dir on another file system)"
+    ]

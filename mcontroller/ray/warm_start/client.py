@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 PARENT = "import sys; del sys.path[0]; from mcontroller.ray.warm_start.parent import run; run()"
 
@@ -28,6 +28,10 @@ OF_A_PROCESS = {"PWD", "OLDPWD", "SHLVL", "_"}
 
 DEFAULT_THREADS = "MCONTROLLER_DEFAULT_THREADS"
 """``mcontroller.ray.threads.DEFAULT_MARK``."""
+
+
+ANSWER_SECONDS = 30.0
+"""Time in which a parent forks, also for many workers at once; then the worker starts by itself."""
 
 
 class NoParent(Exception):
@@ -56,27 +60,46 @@ def request(command: Sequence[str]) -> socket.socket:
     Raises:
         NoParent: there is no parent, or it does not fork.
     """
-    folder, key = socket_folder(command), environment_key()
+    folder, key = open_folder(command), environment_key()
     connection = connect(folder, key) or start_parent(folder, key)
+    connection.settimeout(ANSWER_SECONDS)
     body = json.dumps([list(command), dict(os.environ), os.getcwd()]).encode()
     streams = array.array("i", [0, 1, 2])
     connection.sendmsg([len(body).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     connection.sendall(body)
     if connection.recv(1) != b"+":
         raise NoParent("the parent does not fork")
+    connection.settimeout(None)  # until the worker has ended
     return connection
 
 
-def socket_folder(command: Sequence[str]) -> str:
-    """Return the folder of this user's parents in the folder of the Ray session, which only the user can enter."""
+def open_folder(command: Sequence[str]) -> int:
+    """Return a descriptor of the folder of this user's parents in the folder of the Ray session.
+
+    Only the user can enter it. But anyone may write into the folder of the session, and so replace it at any time: from
+    here on its path is ``path_of`` the descriptor, so that what is used is what was checked.
+
+    Raises:
+        NoParent: the folder is another user's, or others may enter it.
+        OSError: it is no folder, but a link for example.
+    """
     values = dict(each.split("=", 1) for each in command if each.startswith("--") and "=" in each)
     if "--temp-dir" not in values or "--session-name" not in values:
         raise NoParent("Ray has not named its session")
     folder = os.path.join(values["--temp-dir"], values["--session-name"], f"warm_start_{os.getuid()}")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    if os.stat(folder).st_uid != os.getuid() or os.stat(folder).st_mode & 0o077:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    found = os.fstat(descriptor)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        os.close(descriptor)
         raise NoParent("another user can enter the folder of the parents")
-    return folder
+    return descriptor
+
+
+def path_of(folder: int) -> str:
+    """Return the path of an open folder in this process, which is also short: that of a socket has 107 characters."""
+    return f"/proc/self/fd/{folder}"
 
 
 def environment_key() -> str:
@@ -93,44 +116,33 @@ def environment_key() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def connect(folder: str, key: str) -> socket.socket | None:
+def connect(folder: int, key: str) -> socket.socket | None:
     """Return a connection to the parent; None if it does not run.
 
     Raises:
         NoParent: a parent has found that it is not safe to fork.
     """
-    if os.path.exists(os.path.join(folder, f"{key}.unsafe")):
+    if os.path.exists(f"{path_of(folder)}/{key}.unsafe"):
         raise NoParent("the parent is not safe to fork")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with short_path(folder) as short:
-            connection.connect(f"{short}/{key}.sock")
+        connection.connect(f"{path_of(folder)}/{key}.sock")
     except OSError:
         connection.close()
         return None
     return connection
 
 
-@contextlib.contextmanager
-def short_path(folder: str) -> Iterator[str]:
-    """Yield another path of a folder, because the path of a socket may have 107 characters."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-def start_parent(folder: str, key: str) -> socket.socket:
+def start_parent(folder: int, key: str) -> socket.socket:
     """Start the parent, unless another process is starting it, and connect to it when it is ready."""
-    with open(os.path.join(folder, f"{key}.lock"), "w") as lock, open(os.path.join(folder, f"{key}.log"), "a") as log:
+    with open(f"{path_of(folder)}/{key}.lock", "w") as lock, open(f"{path_of(folder)}/{key}.log", "a") as log:
         fcntl.flock(lock, fcntl.LOCK_EX)
         connection = connect(folder, key)
         if connection is not None:
             return connection
-        command = [sys.executable, "-c", PARENT, folder, key, os.environ["RAY_RAYLET_PID"]]
+        command = [sys.executable, "-c", PARENT, str(folder), key, os.environ["RAY_RAYLET_PID"]]
         parent = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[folder]
         )
         while parent.poll() is None:
             connection = connect(folder, key)

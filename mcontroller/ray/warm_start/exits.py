@@ -36,10 +36,18 @@ def record(path: str, pid: int, status: int) -> None:
 
 
 def status_in(path: str, pid: int) -> int | None:
-    """Return the status that was last recorded for a process; None if there is none."""
-    if not os.path.exists(path):
+    """Return the status that was last recorded for a process; None if there is none.
+
+    Anyone may write into the folder of the Ray session, and replace the one that has the file: one of another user
+    counts as none.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return None
-    with open(path) as lines:
+    with open(descriptor) as lines:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            return None
         found = [line.split() for line in lines if line.startswith(f"{pid} ")]
     return int(found[-1][1]) if found else None
 

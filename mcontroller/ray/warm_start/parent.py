@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.ray.warm_start import exits
-from mcontroller.ray.warm_start.client import short_path
+from mcontroller.ray.warm_start.client import path_of
 
 __all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "run"]
 
@@ -57,25 +57,26 @@ class Parent:
         exits: the file in which it records how its workers have ended.
 
     Args:
-        folder: folder of its socket.
+        folder: descriptor of the folder of its socket.
         key: name of its socket there.
         raylet: process id of the raylet.
     """
 
-    def __init__(self, folder: str, key: str, raylet: int) -> None:
+    def __init__(self, folder: int, key: str, raylet: int) -> None:
+        self._folder = folder
         self._selector = selectors.DefaultSelector()
         self._raylet = os.pidfd_open(raylet)
         self._loaded = [module.__file__ for name in LIBRARIES if (module := _imported(name)) and module.__file__]
         self._loaded_at = self._times()
         self._selector.register(self._raylet, selectors.EVENT_READ, sys.exit)
         _check_that_forks_are_safe()
-        self._path = os.path.join(folder, f"{key}.sock")
-        self.exits = exits.path_of(folder, key)
+        self._path = f"{path_of(folder)}/{key}.sock"
+        self._exits = exits.path_of(path_of(folder), key)
+        self.exits = exits.path_of(os.readlink(path_of(folder)), key)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):  # of a parent that was killed
             os.unlink(self._path)
-        with short_path(folder) as short:
-            self._listener.bind(f"{short}/{key}.sock")
+        self._listener.bind(self._path)
         self._listener.listen(1024)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._workers: set[int] = set()
@@ -134,7 +135,7 @@ class Parent:
             self._workers.discard(pid)
             code = os.waitstatus_to_exitcode(status)
             with contextlib.suppress(OSError):  # the folder of the Ray session may be gone
-                exits.record(self.exits, pid, code)
+                exits.record(self._exits, pid, code)
             with contextlib.suppress(OSError):
                 connection.send(str(code).encode())
             self._forget(connection)
@@ -157,6 +158,7 @@ class Parent:
     def _close(self, connection: socket.socket) -> None:
         """Close, in a worker, what belongs to the parent."""
         connection.close()
+        os.close(self._folder)
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
@@ -167,11 +169,12 @@ class Parent:
 
 def run() -> None:
     """Import the libraries and fork workers; run the worker in each fork. Ends with the raylet."""
-    folder, key, raylet = sys.argv[1:]
+    folder, key, raylet = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    os.set_inheritable(folder, False)
     try:
-        parent = Parent(folder, key, int(raylet))
+        parent = Parent(folder, key, raylet)
     except (OSError, ImportError, RuntimeError) as error:
-        with open(os.path.join(folder, f"{key}.unsafe"), "w") as note:  # read by ``client.connect``
+        with open(f"{path_of(folder)}/{key}.unsafe", "w") as note:  # read by ``client.connect``
             note.write(str(error))
         raise
     worker = parent.serve()

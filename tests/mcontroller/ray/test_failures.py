@@ -20,6 +20,7 @@ from ray.util import list_named_actors
 from mcontroller.channel.hub import Hub
 from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
+from mcontroller.ray.calls import failures
 from mcontroller.ray.calls.failures import LOG_BYTES, is_follower
 from parallel_state import ParallelLayout
 from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit, Reporting
@@ -108,6 +109,21 @@ def test_the_error_of_a_dead_process_has_how_it_ended_and_the_last_lines_of_its_
     assert error.exit_cause.startswith(cause) and "connection error" not in error.exit_cause
     assert f"died in die_on: {cause}" in str(error)
     assert "the last words of a rank" in error.log_tail
+
+
+@pytest.mark.parametrize(("blocks", "files", "full"), [(0, 9, True), (1 << 20, 0, True), (1 << 20, 9, False)])
+def test_a_full_file_system_of_rays_folder_is_named_beside_the_log(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, files: int, full: bool
+) -> None:
+    log = tmp_path / "worker.out"
+    log.write_text("the last words\n")
+    found = os.statvfs_result((4096, 4096, 1 << 20, blocks, blocks, 9, files, files, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    texts = [failures._read_tail([str(log)]), failures.tail(None)]
+    assert texts[0].startswith("the last words")
+    line = f"is full: {4096 * blocks} bytes and {files} files are left"
+    assert [line in text for text in texts] == [full, full]
+    assert (str(log) in texts[0]) is full
 
 
 def test_a_process_that_ended_between_calls_is_named_by_the_next_call_and_breaks_those_after_it(start: Start) -> None:

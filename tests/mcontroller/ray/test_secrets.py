@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.processes
 
@@ -51,3 +53,9 @@ def test_a_secret_of_the_environment_appears_in_no_log_and_no_message(tmp_path_f
     assert not any("def start_worker" in path.read_text(errors="replace") for path in files), "the logs repeat a source"
     open_to_others = [path for path in Path(folder).rglob("warm_start_*") if path.stat().st_mode & 0o077]
     assert open_to_others == []
+
+
+def test_versions_of_ray_that_ignore_its_token_are_not_accepted() -> None:
+    project = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())["project"]
+    [accepted] = [Requirement(each).specifier for each in project["dependencies"] if each.startswith("ray")]
+    assert [version in accepted for version in ("2.40.0", "2.51.1", "2.52.0", "2.60.0")] == [False, False, True, True]

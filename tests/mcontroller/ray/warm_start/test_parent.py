@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,9 @@ print(json.dumps({
     "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
     "forked": "mcontroller.ray.warm_start.parent" in sys.modules,
 }), flush=True)
-if "--sleep" in sys.argv:
+if "--fork" in sys.argv and os.fork() == 0:
+    print(json.dumps({"pid": os.getpid()}), flush=True)
+if "--sleep" in sys.argv or "--fork" in sys.argv:
     import time
     time.sleep(60)
 sys.exit(3)
@@ -110,6 +113,41 @@ def test_a_worker_ends_with_the_process_that_asked_for_it(start: Start) -> None:
     process.kill()
     process.wait()
     wait_until(lambda: not running(worker["pid"]))
+
+
+def test_what_a_worker_has_forked_ends_with_it(start: Start) -> None:
+    process = start("--fork")
+    assert process.stdout is not None
+    worker, child = (json.loads(process.stdout.readline()) for _ in range(2))
+    os.kill(worker["pid"], signal.SIGKILL)
+    process.wait(timeout=30)
+    wait_until(lambda: not running(child["pid"]))
+
+
+def test_a_folder_that_is_replaced_after_its_check_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "session_1").mkdir()
+    folder = client.open_folder([f"--temp-dir={tmp_path}", "--session-name=session_1"])
+    [path] = (tmp_path / "session_1").iterdir()
+    path.rename(tmp_path / "own")
+    path.mkdir()
+    with socket.socket(socket.AF_UNIX) as of_a_stranger, socket.socket(socket.AF_UNIX) as own:
+        of_a_stranger.bind(str(path / "key.sock"))
+        of_a_stranger.listen()
+        assert client.connect(folder, "key") is None
+        own.bind(str(tmp_path / "own" / "key.sock"))
+        own.listen()
+        connection = client.connect(folder, "key")
+        assert connection is not None and own.accept()
+        connection.close()
+    os.close(folder)
+
+
+def test_a_link_in_the_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "session_1").mkdir()
+    (tmp_path / "session_1" / f"warm_start_{os.getuid()}").symlink_to(tmp_path / "own")
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+        client.open_folder([f"--temp-dir={tmp_path}", "--session-name=session_1"])
 
 
 def test_a_killed_worker_reports_its_signal(start: Start) -> None:
