@@ -77,7 +77,7 @@ def open_folder(command: Sequence[str]) -> int:
     """Return a descriptor of the folder of this user's parents in the folder of the Ray session.
 
     Only the user can enter it. But anyone may write into the folder of the session, and so replace it at any time: from
-    here on its path is ``path_of`` the descriptor, so that what is used is what was checked.
+    here on its path is ``folder_path`` of the descriptor, so that what is used is what was checked.
 
     Raises:
         NoParent: the folder is another user's, or others may enter it.
@@ -97,7 +97,7 @@ def open_folder(command: Sequence[str]) -> int:
     return descriptor
 
 
-def path_of(folder: int) -> str:
+def folder_path(folder: int) -> str:
     """Return the path of an open folder in this process, which is also short: that of a socket has 107 characters."""
     return f"/proc/self/fd/{folder}"
 
@@ -122,11 +122,11 @@ def connect(folder: int, key: str) -> socket.socket | None:
     Raises:
         NoParent: a parent has found that it is not safe to fork.
     """
-    if os.path.exists(f"{path_of(folder)}/{key}.unsafe"):
+    if os.path.exists(f"{folder_path(folder)}/{key}.unsafe"):
         raise NoParent("the parent is not safe to fork")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(f"{path_of(folder)}/{key}.sock")
+        connection.connect(f"{folder_path(folder)}/{key}.sock")
     except OSError:
         connection.close()
         return None
@@ -135,7 +135,7 @@ def connect(folder: int, key: str) -> socket.socket | None:
 
 def start_parent(folder: int, key: str) -> socket.socket:
     """Start the parent, unless another process is starting it, and connect to it when it is ready."""
-    with open(f"{path_of(folder)}/{key}.lock", "w") as lock, open(f"{path_of(folder)}/{key}.log", "a") as log:
+    with open(f"{folder_path(folder)}/{key}.lock", "w") as lock, open(f"{folder_path(folder)}/{key}.log", "a") as log:
         fcntl.flock(lock, fcntl.LOCK_EX)
         connection = connect(folder, key)
         if connection is not None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.ray.warm_start import exits
-from mcontroller.ray.warm_start.client import path_of
+from mcontroller.ray.warm_start.client import folder_path
 
 __all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "run"]
 
@@ -70,9 +70,9 @@ class Parent:
         self._loaded_at = self._times()
         self._selector.register(self._raylet, selectors.EVENT_READ, sys.exit)
         _check_that_forks_are_safe()
-        self._path = f"{path_of(folder)}/{key}.sock"
-        self._exits = exits.path_of(path_of(folder), key)
-        self.exits = exits.path_of(os.readlink(path_of(folder)), key)
+        self._path = f"{folder_path(folder)}/{key}.sock"
+        self._exits = exits.path_of(folder_path(folder), key)
+        self.exits = exits.path_of(os.readlink(folder_path(folder)), key)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):  # of a parent that was killed
             os.unlink(self._path)
@@ -174,7 +174,7 @@ def run() -> None:
     try:
         parent = Parent(folder, key, raylet)
     except (OSError, ImportError, RuntimeError) as error:
-        with open(f"{path_of(folder)}/{key}.unsafe", "w") as note:  # read by ``client.connect``
+        with open(f"{folder_path(folder)}/{key}.unsafe", "w") as note:  # read by ``client.connect``
             note.write(str(error))
         raise
     worker = parent.serve()
