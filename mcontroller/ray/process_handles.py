@@ -69,7 +69,8 @@ class ProcessHandles:
     infos: list[ProcessInfo] = field(default_factory=list)
     hub: Hub | None = None
     remaining: list[str] = field(default_factory=list)
-    _seen: dict[int, NodeProcess] | None = None
+    _seen: dict[int, NodeProcess] = field(default_factory=dict)
+    _unreported: set[int] = field(default_factory=set)
     _killed: bool = False
     _freed: bool = False
     _session: tuple[str, str] | None = field(default_factory=session)
@@ -95,6 +96,10 @@ class ProcessHandles:
         """Ray's id of each process."""
         return [actor._actor_id.hex() for actor in self.actors]
 
+    def watch(self) -> None:
+        """Find out which processes this one can see, when all have reported where they run."""
+        self._seen = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_seen}
+
     def deaths(self, timeout: float = 0.0) -> dict[int, BaseException]:
         """Return the error of each process that has ended, by rank; wait ``timeout`` seconds for Ray's first.
 
@@ -103,13 +108,12 @@ class ProcessHandles:
         """
         if not self.watched or not self.reachable:
             return {}
-        if self._seen is None and self.infos:
-            self._seen = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_seen}
-        ended = [rank for rank, process in (self._seen or {}).items() if not process.runs]
+        ended = [rank for rank, process in self._seen.items() if not process.runs]
         errors = self._reported(range(len(self.watched)), timeout)
-        silent = [rank for rank in ended if rank not in errors]
+        silent = [rank for rank in ended if rank not in errors and rank not in self._unreported]
         if silent:
             errors |= self._reported(silent, REPORT_SECONDS)
+            self._unreported.update(silent)
         return {rank: ProcessEnded() for rank in ended} | errors
 
     def _reported(self, ranks: Sequence[int], timeout: float) -> dict[int, BaseException]:
@@ -156,8 +160,9 @@ class ProcessHandles:
         end = time.monotonic() + sum(limits) + NODE_SECONDS
         for node, reference in elsewhere.items():
             reasons[node] = _reasons(reference, node, by_node[node], max(0.0, end - time.monotonic()))
-        if self.watched:  # Ray too has noticed it, and processes that have not reported yet have ended
-            ray.wait(self.watched, num_returns=len(self.watched), timeout=END_SECONDS, fetch_local=False)
+        if self.watched:  # processes that have not said where they run are known to Ray alone
+            timeout = REPORT_SECONDS if self.infos else END_SECONDS
+            ray.wait(self.watched, num_returns=len(self.watched), timeout=timeout, fetch_local=False)
         return [
             f"pid {info.pid} on {info.node}: {reasons[node][info.pid]}"
             for node, infos in by_node.items()

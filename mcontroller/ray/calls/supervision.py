@@ -104,6 +104,7 @@ class GroupProcesses:
         )
         self.hub.connect([info.address for info in handles.infos])
         handles.hub = self.hub
+        handles.watch()
         if not detached:
             weakref.finalize(self, handles.end)
         _living.add(self)

@@ -39,6 +39,8 @@ class Forking(Plain):
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
+    while "(stopped)" not in Path(f"/proc/{pid}/status").read_text():
+        time.sleep(0.001)
     try:
         yield
     finally:
