@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import subprocess
 import time
 
 NOT_CALLABLE = 3
@@ -47,3 +49,17 @@ def returns_text(response):
 async def slow(response):
     await asyncio.sleep(60 if response == "hang" else 0.3)
     return 1.0
+
+
+def process_id(response):
+    return os.getpid()
+
+
+def starts_a_child(response):
+    """Start a process that keeps a lock on the file that the response names, and hang, or end, as its suffix says."""
+    file = open(response, "w")  # noqa: SIM115 - the child keeps it open
+    fcntl.flock(file, fcntl.LOCK_EX)
+    subprocess.Popen(["sleep", "600"], pass_fds=[file.fileno()])
+    if response.endswith("die"):
+        os._exit(7)
+    time.sleep(600)
