@@ -49,12 +49,10 @@ def read_jsonl(config: DatasetConfig) -> Records:
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}: {line.strip()[:60]!r}",
-                path=str(path),
-                line=number,
-            ) from error
+        except (ValueError, RecursionError) as error:  # the last from lists in lists, thousands of them
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            text = f"{path}, line {number} is not JSON: {reason}: {line.strip()[:60]!r}"
+            raise DataError(text, path=str(path), line=number) from error
         rows.append(checked_record(value, f"{path}, line {number}"))
         locations.append(f"line {number}")
     return _not_empty(Records(str(path), rows, locations))

@@ -43,6 +43,8 @@ def test_skip_and_size_select_rows(tmp_path):
         (['{"prompt": "a"}', '{"prompt": '], "rows.jsonl, line 2 is not JSON: Expecting value at column 12"),
         (['"a plain string"'], "rows.jsonl, line 1 is 'a plain string' of type str; expected named columns"),
         (["[1, 2]"], r"rows.jsonl, line 1 is \[1, 2\] of type list"),
+        (['{"prompt": ' + "[" * 200_000], r"rows.jsonl, line 1 is not JSON: maximum recursion depth .*: '\{"),
+        ([f'{{"prompt": {"1" * 5000}}}'], "rows.jsonl, line 1 is not JSON: Exceeds the limit .* for integer string"),
     ],
 )
 def test_a_broken_file_is_rejected_with_the_file_and_the_line(tmp_path, lines, message):
