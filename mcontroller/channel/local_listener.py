@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from mcontroller.channel.local_connection import LocalConnection
 
-__all__ = ["LocalListener", "OpeningConnection"]
+__all__ = ["PROOF_SECONDS", "UNPROVEN", "LocalListener", "OpeningConnection", "proof"]
 
 UNPROVEN = 64
 """Connections that have not proven yet that they have the key; a further one closes the oldest."""
@@ -41,7 +41,8 @@ _NAME_BYTES = 256
 _SERVER, _CLIENT = b"mcontroller endpoint", b"mcontroller controller"
 
 
-def _code(key: bytes, side: bytes, name: str, numbers: bytes, caller: bytes) -> bytes:
+def proof(key: bytes, side: bytes, name: str, numbers: bytes, caller: bytes) -> bytes:
+    """Return the code that only who has the key can compute, of what a connection has of its own."""
     parts = (side, name.encode(), numbers, caller)
     return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
 
@@ -133,14 +134,14 @@ class LocalListener:
         self._poll.unregister(connected.fileno())
         descriptors: list[int] = []
         try:
-            proof, descriptors, _, _ = socket.recv_fds(connected, _NUMBER_BYTES + _CODE_BYTES + _NAME_BYTES, 1)
-            number, rest = proof[:_NUMBER_BYTES], proof[_NUMBER_BYTES:]
+            received, descriptors, _, _ = socket.recv_fds(connected, _NUMBER_BYTES + _CODE_BYTES + _NAME_BYTES, 1)
+            number, rest = received[:_NUMBER_BYTES], received[_NUMBER_BYTES:]
             code, caller = rest[:_CODE_BYTES], rest[_CODE_BYTES:]
             numbers = unproven.number + number
-            if not hmac.compare_digest(code, _code(self._key, _CLIENT, self.name, numbers, caller)):
+            if not hmac.compare_digest(code, proof(self._key, _CLIENT, self.name, numbers, caller)):
                 raise ConnectionAbortedError("not the key of the group")
             connection = LocalConnection(connected, *descriptors)
-            connected.send(_code(self._key, _SERVER, self.name, numbers, caller))
+            connected.send(proof(self._key, _SERVER, self.name, numbers, caller))
         except (OSError, ValueError):  # the latter from what is no memory
             connected.close()
             return
@@ -199,8 +200,8 @@ class OpeningConnection:
         if self._expected is None:
             number = secrets.token_bytes(_NUMBER_BYTES)
             numbers = received + number
-            self._expected = _code(self._key, _SERVER, self._name, numbers, self._caller)
-            code = _code(self._key, _CLIENT, self._name, numbers, self._caller)
+            self._expected = proof(self._key, _SERVER, self._name, numbers, self._caller)
+            code = proof(self._key, _CLIENT, self._name, numbers, self._caller)
             socket.send_fds(self._socket, [number + code + self._caller], [self._memory])
             return None
         if not hmac.compare_digest(received, self._expected):
