@@ -1,12 +1,32 @@
-"""Files that are replaced as a whole: a reader finds the old content or the new one, after a crash too."""
+"""Files that are replaced as a whole: a reader finds the old content or the new one, after a crash too. And locks.
+
+A lock is a file with the name of its holder, and a lock of the kernel on it (``fcntl``), which ends with the process.
+Network file systems that have such locks enforce them between nodes. Without them the content of the file decides.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import logging
 import os
 import shutil
+import socket
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["delete_with_links", "replace_text", "sync_directory"]
+from mcontroller.errors import DataError
+
+__all__ = ["acquire_lock", "delete_with_links", "free_space", "release_lock", "replace_text", "sync_directory"]
+
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""The errors of file systems that have no locks."""
+
+_held: dict[tuple[int, Path], int] = {}
+"""The descriptors of the locks that processes hold; a fork inherits the entries of its parent, and not the locks."""
+
+_logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -16,11 +36,15 @@ def replace_text(path: Path, text: str) -> None:
         OSError: it cannot be written; ``path`` has its old content.
     """
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
@@ -31,6 +55,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_space(path: Path) -> str:
+    """Return the disk of a path and its free bytes, for messages about what cannot be written there."""
+    path = path.absolute()
+    while not os.path.ismount(path):
+        path = path.parent
+    found = os.statvfs(path)
+    return f"the disk at {path} has {found.f_bavail * found.f_frsize:,} bytes free"
 
 
 def delete_with_links(directory: Path) -> None:
@@ -45,3 +78,99 @@ def delete_with_links(directory: Path) -> None:
                 link.unlink()
     if directory.exists():
         shutil.rmtree(directory)
+
+
+class _Holder(NamedTuple):
+    """The process that holds a lock: its node, its id, and when it started, in clock ticks since the boot."""
+
+    host: str
+    pid: int
+    started: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def acquire_lock(path: Path, what: str) -> None:
+    """Lock something for this process, until ``release_lock`` or the end of the process; no more if it has the lock.
+
+    A lock whose process has ended is taken over. If the process ran on another node, it counts as ended if the file
+    system gives the lock to this process; on a file system without locks the user must delete the file.
+
+    Args:
+        path: the file of the lock. Its directory is created.
+        what: what it protects, for messages, such as ``the run in /runs/first``.
+
+    Raises:
+        DataError: another process holds the lock; fields: ``path``, ``host``, ``pid``. Or the file cannot be written.
+    """
+    path = path.absolute()
+    if (os.getpid(), path) in _held:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                _lock(descriptor, path, what)
+                if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    break  # else its holder has just deleted it
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+    except OSError as error:
+        raise DataError(f"cannot lock {what}: {error}", path=str(path)) from error
+    _held[os.getpid(), path] = descriptor
+
+
+def release_lock(path: Path) -> None:
+    """Release a lock; nothing if this process does not have it."""
+    path = path.absolute()
+    descriptor = _held.pop((os.getpid(), path), None)
+    if descriptor is not None:
+        os.ftruncate(descriptor, 0)  # for a process that has opened the file already
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, what: str) -> None:
+    """Lock an open file for this process, or raise DataError; then write the name of this process into it."""
+    enforced, free = True, True
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN, *_WITHOUT_LOCKS):
+            raise
+        enforced, free = error.errno not in _WITHOUT_LOCKS, error.errno in _WITHOUT_LOCKS
+    holder, here = _read_holder(descriptor), socket.gethostname()
+    if holder is not None and free:
+        free = _start_of(holder.pid) != holder.started if holder.host == here else enforced
+    if not free:
+        remedy = "" if enforced else f"; if that process has ended, delete {path}"
+        text = f"{what} is in use by {holder or 'another process'}: wait for its end, or use another directory{remedy}"
+        fields = {} if holder is None else holder._asdict()
+        raise DataError(text, path=str(path), **fields)
+    if holder is not None:
+        _logger.warning("%s was in use by %s, which has ended without releasing it", what, holder)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(_Holder(here, os.getpid(), _start_of(os.getpid()) or 0)._asdict()).encode(), 0)
+    os.fsync(descriptor)
+
+
+def _read_holder(descriptor: int) -> _Holder | None:
+    """Return the process that a lock file names; None if it names none, because it is new or was cut off."""
+    try:
+        content = json.loads(os.pread(descriptor, 10_000, 0))
+        return _Holder(str(content["host"]), int(content["pid"]), int(content["started"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process of this node started, in clock ticks since the boot; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

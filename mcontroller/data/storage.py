@@ -56,8 +56,10 @@ def save_batch(
 
     Raises:
         DataError: If a value cannot be stored in such a file; names the column or key, and the type.
+        OSError: If the file cannot be written.
     """
     writer = _Writer()
+    from safetensors import SafetensorError
     from safetensors.torch import save_file  # on use: a program that saves no batch needs no safetensors
 
     description = {
@@ -71,8 +73,12 @@ def save_batch(
     writer.tensors[_DESCRIPTION] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     target = Path(filepath)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
-    save_file(writer.tensors, temporary)
-    temporary.replace(target)
+    try:
+        save_file(writer.tensors, temporary)
+        temporary.replace(target)
+    except SafetensorError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"cannot write {filepath}: {error}") from error
 
 
 def load_batch(filepath: str | os.PathLike[str]) -> Parts:

@@ -49,7 +49,7 @@ from mcontroller.ppo.roles import (
     updates_once,
 )
 from mcontroller.ppo.rollout_weights import RolloutWeights
-from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful, load_run
+from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
@@ -541,8 +541,7 @@ class RayPPOTrainer:
             DataError: there is none, or it is of other roles.
         """
         groups = self._trained_groups()
-        state = load_run(self.config.trainer.default_local_dir, groups, self.stages.devices)
-        self.checkpoints.recover(groups)
+        state = self.checkpoints.load(groups)
         self.rollout_weights.changed()
         self.global_steps = state.global_steps
         in_flight = state.resume_batches(self.train_batches)
@@ -593,6 +592,7 @@ class RayPPOTrainer:
             "the trainer",
             [
                 ("display", self.display.close),
+                ("checkpoints", self.checkpoints.close),
                 ("weights", self.rollout_weights.close),
                 *((f"group {role}", group.shutdown) for role, group in self.groups.items()),
                 ("pools", self.resource_pool_manager.shutdown),

@@ -12,13 +12,14 @@ import shutil
 from pathlib import Path
 
 from mcontroller.errors import DataError
-from mcontroller.files import delete_with_links, replace_text, sync_directory
+from mcontroller.files import acquire_lock, delete_with_links, release_lock, replace_text, sync_directory
 from workers.checkpoint.manifest import MANIFEST, Manifest, write_manifest
 
 __all__ = ["checkpoint_path", "commit", "create_partial", "delete_partial", "find_checkpoint", "partial_path"]
 
 _STEP = "global_step_{}"
 _LATEST = "latest"
+_LOCK = ".save.lock"
 _LINK = "iter_{:07d}"
 _LATEST_OF_MEGATRON_LM = "latest_checkpointed_iteration.txt"
 
@@ -63,11 +64,12 @@ def _named_by(pointer: Path) -> str:
 
 
 def create_partial(target: Path) -> None:
-    """Create an empty directory at ``partial_path(target)``.
+    """Create an empty directory at ``partial_path(target)``, and lock the directory that it is in.
 
     Raises:
-        DataError: if it cannot be created.
+        DataError: if it cannot be created, or another process saves there.
     """
+    acquire_lock(target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
     partial = partial_path(target)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -79,10 +81,11 @@ def create_partial(target: Path) -> None:
 def delete_partial(target: Path) -> None:
     """Delete what was written of a checkpoint that was not committed."""
     shutil.rmtree(partial_path(target), ignore_errors=True)
+    release_lock(target.with_name(_LOCK))
 
 
 def commit(target: Path, manifest: Manifest, keep: int | None) -> None:
-    """Rename the finished ``partial_path(target)`` to ``target``, and point ``latest`` to it.
+    """Rename the finished ``partial_path(target)`` to ``target``, point ``latest`` to it, and release the lock.
 
     Args:
         target: the directory of the checkpoint.
@@ -99,6 +102,7 @@ def commit(target: Path, manifest: Manifest, keep: int | None) -> None:
         raise DataError(f"cannot write the checkpoint {str(target)!r}: {error}", path=str(target)) from error
     if keep is not None:
         _delete_old(target, keep)
+    release_lock(target.with_name(_LOCK))
 
 
 def _replace(target: Path, manifest: Manifest) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.utils.serialization import config as serialization
 
 from mcontroller.errors import DataError
+from mcontroller.files import free_space
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.releases import async_save_arguments
 from workers.checkpoint import write_from_memory
@@ -61,6 +62,7 @@ class PlannedWrite:
     ) -> None:
         self._writer, self._metadata, self._config, self._then = writer, metadata, config, then
         self._directory = Path(writer.checkpoint_dir)
+        self._nbytes = sum(tensor.nbytes for *_, (_, tensors) in writer.write_buckets or () for _, tensor in tensors)
         self._results: list[Any] = []
         self._files: dict[str, FileEntry] = {}
         self._error: str | None = None
@@ -155,9 +157,7 @@ class PlannedWrite:
 
     def _outcome(self) -> tuple[list[Any], dict[str, FileEntry]]:
         if self._error is not None:
-            rank = dist.get_rank()
-            text = f"rank {rank} cannot write the checkpoint {str(self._directory)!r}: {self._error}"
-            raise DataError(text, path=str(self._directory), rank=rank)
+            raise _unwritten(self._directory, f"its part of {self._nbytes:,} bytes: {self._error}")
         return self._results, self._files
 
 
@@ -257,8 +257,13 @@ def _failing_as_data_error(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        text = f"rank {dist.get_rank()} cannot write the checkpoint {str(directory)!r}: {error}"
-        raise DataError(text, path=str(directory), rank=dist.get_rank()) from error
+        raise _unwritten(directory, str(error)) from error
+
+
+def _unwritten(directory: Path, cause: str) -> DataError:
+    rank = dist.get_rank()
+    text = f"rank {rank} cannot write the checkpoint {str(directory)!r}, {cause}; {free_space(directory)}"
+    return DataError(text, path=str(directory), rank=rank)
 
 
 def _flush(path: Path) -> None:

@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mcontroller.errors import ConfigError
+from mcontroller.files import acquire_lock, release_lock
 from mcontroller.ppo.progress import ProgressDisplay
+from mcontroller.ppo.saving.checkpoints import LOCK
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trackers import Run, make_trackers
@@ -40,7 +42,7 @@ def train(config: RunConfig, console: Console) -> Path:
 
     Raises:
         ConfigError: see ``make_parts``, or the directory contains another run.
-        DataError: see ``make_parts``, or a reward function fails in the trial.
+        DataError: see ``make_parts``, a reward function fails in the trial, or another process runs in the directory.
     """
     started = time.perf_counter()
     directory = Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
@@ -51,7 +53,8 @@ def train(config: RunConfig, console: Console) -> Path:
         console.print(line, highlight=False, soft_wrap=True)
     try:
         parts.try_rewards()
-        directory.mkdir(parents=True, exist_ok=True)
+        acquire_lock(directory / LOCK, f"the run in {directory}")
+        _check_unused(directory, config)
         trainer = make_trainer(config, parts, directory, console)
         if not config.trainer.resume:
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
@@ -65,6 +68,7 @@ def train(config: RunConfig, console: Console) -> Path:
         if parts.rewards is not None:
             parts.rewards.close()
         ray.shutdown()
+        release_lock(directory / LOCK)
     write_summary(directory, trainer.stages.totals, time.perf_counter() - started, console)
     return directory
 

@@ -2,7 +2,7 @@
 
 A save has three phases. All groups write into new directories. The record of the run is replaced, and the directories
 and the ``latest`` files follow it. What is obsolete is deleted. A run that is killed at any time has a complete
-checkpoint of all groups of one step, and the next save or the next ``load_run`` goes on from the record.
+checkpoint of all groups of one step, and the next save or the next ``load`` goes on from the record.
 """
 
 from __future__ import annotations
@@ -19,15 +19,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcontroller.errors import DataError, MControllerError
-from mcontroller.files import delete_with_links, sync_directory
+from mcontroller.errors import DataError, GroupBroken, MControllerError, WorkerError
+from mcontroller.files import acquire_lock, delete_with_links, free_space, release_lock, sync_directory
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.saving.batches_in_flight import BatchInFlight, SavedBatch, read_batches, write_batches
-from mcontroller.ppo.saving.run_record import RECORD, RunRecord, SavedStep, checked_program, read_record, write_record
+from mcontroller.ppo.saving.run_record import (
+    RECORD,
+    RunRecord,
+    SavedStep,
+    checked_program,
+    outside_of,
+    read_record,
+    write_record,
+)
 from mcontroller.ppo.stages.devices import SharedDevices
 
-__all__ = ["RunCheckpoints", "RunState", "Stateful", "load_run"]
+__all__ = ["LOCK", "RunCheckpoints", "RunState", "Stateful"]
+
+LOCK = "run.lock"
+"""The file of the lock that the process of a run holds in its directory, and in that of its checkpoints."""
+
+CLOSE_TIMEOUT_S = 600.0
+"""Longest time in which a group writes the save in flight when the run ends."""
 
 _STAGED = ".saving-"
 _IN_FLIGHT = "in_flight"
@@ -124,15 +138,20 @@ class RunCheckpoints:
             state: the controller's own state.
 
         Raises:
-            DataError: a group wrote outside of the directory that it was passed.
+            DataError: a group wrote outside of the directory that it was passed, the directory of a group is a link
+                that leads out of that of the run, or another process uses it.
         """
         self.finish()
         self._began = time.monotonic()
+        sections = [*groups, *([_IN_FLIGHT] if state.in_flight else [])]
+        for section in sections:
+            if outside := outside_of(self.directory, section):
+                text = f"{self.directory / section} leads to {outside}, outside of the run's directory: links to"
+                raise DataError(f"{text} another disk must be those of the whole directory", path=outside)
         self.recover(groups)
         name = f"{_STAGED}{secrets.token_hex(4)}"
-        sections = [*groups, *([_IN_FLIGHT] if state.in_flight else [])]
         staged = {section: self.directory / section / name for section in sections}
-        with _deleted_if_it_fails(staged):
+        with self._deleted_if_it_fails(staged, state.global_steps):
             written = self._write(groups, staged, state.global_steps)
             batches: tuple[SavedBatch, ...] = ()
             if state.in_flight:
@@ -158,7 +177,12 @@ class RunCheckpoints:
         return written
 
     def recover(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """Complete a save that was interrupted after it was recorded, and delete the remains of those before that."""
+        """Complete a save that was interrupted after it was recorded, and delete the remains of those before that.
+
+        Raises:
+            DataError: another process uses the directory.
+        """
+        self._lock()
         record = self._record()
         if record is not None and (record.staged or record.obsolete):
             self._complete(record)
@@ -166,30 +190,109 @@ class RunCheckpoints:
             for remains in (self.directory / name).glob(f"{_STAGED}*"):
                 shutil.rmtree(remains)
 
+    def load(self, groups: Mapping[str, WorkerGroup]) -> RunState:
+        """Load the last save of the run into all groups, or the newest earlier one that is whole, and return its state.
+
+        Args:
+            groups: the groups to load, by name.
+
+        Raises:
+            DataError: there is no record, it is damaged, it names other groups, no save is whole, or another process
+                uses the directory. Nothing has changed.
+        """
+        self._lock()
+        record = read_record(self.directory)
+        problems: list[str] = []
+        for save in record.saves():
+            saved_groups = set(save.groups) - {_IN_FLIGHT}
+            if saved_groups != set(groups):
+                raise DataError(
+                    f"the checkpoint in {self.directory} is of a run with groups {sorted(saved_groups)}; this one has "
+                    f"{sorted(groups)}",
+                    saved=sorted(saved_groups),
+                    groups=sorted(groups),
+                )
+            paths = {name: str(record.locate(self.directory, save, name)) for name in groups}
+            damage, batches = _damage(groups, paths), tuple[BatchInFlight, ...]()
+            if damage is None and save.in_flight:
+                try:
+                    batches = read_batches(record.locate(self.directory, save, _IN_FLIGHT), save.in_flight)
+                except DataError as error:
+                    damage = f"{_IN_FLIGHT}: {error}"
+            if damage is None:
+                for name, group in groups.items():
+                    self.devices.make_room(group.load_checkpoint)
+                    group.load_checkpoint(paths[name])
+                drawn = save.global_steps if save.drawn_batches is None else save.drawn_batches
+                counts = save.global_steps, save.kl_coef, drawn, save.num_tokens
+                self.recover(groups)
+                return RunState(*counts, save.program, save.rollout, batches, save.next_row, save.batch_size)
+            problems.append(f"step {save.global_steps}: {damage}")
+            _logger.warning(
+                "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage
+            )
+        raise DataError(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}", path=str(self.directory))
+
     def finish_if_written(self) -> None:
         """Finish the save in flight, if there is one and all groups have written it."""
         if self._writing is not None and self._writing.is_written():
             self.finish()
 
-    def finish(self) -> None:
+    def finish(self, timeout: float | None = None) -> None:
         """Wait until the groups have written the save in flight, record it, and delete what is obsolete.
 
+        Args:
+            timeout: seconds after which a group that has not written it fails; None: the timeout of the group.
+
         Raises:
-            DataError: a group did not write its checkpoint.
+            DataError: a group did not write its checkpoint, or the record cannot be written. What was written is
+                deleted, and the earlier checkpoints stay.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        with _deleted_if_it_fails(writing.staged):
+        with self._deleted_if_it_fails(writing.staged, writing.state.global_steps):
             for group_name, group in writing.groups.items():
                 if "wait_for_checkpoint" in dir(group):
-                    group.wait_for_checkpoint()
+                    group.wait_for_checkpoint.options(timeout=timeout)()
                 if not writing.written[group_name].exists():
                     path = str(writing.written[group_name])
                     raise DataError(f"{group_name} reported a checkpoint at {path}, which does not exist", path=path)
-        self._complete(self._publish(writing))
+            record = self._publish(writing)
+        self._complete(record)
         self.saved_step = writing.state.global_steps
         self.longest = max(self.longest, time.monotonic() - self._began)
+
+    def close(self) -> None:
+        """Finish the save in flight, if its groups can still write it, and let other runs use the directory.
+
+        Raises:
+            DataError: see ``finish``.
+        """
+        try:
+            with contextlib.suppress(GroupBroken):  # the error that broke it was raised
+                self.finish(CLOSE_TIMEOUT_S)
+        finally:
+            release_lock(self.directory / LOCK)
+
+    def _lock(self) -> None:
+        acquire_lock(self.directory / LOCK, f"the directory of checkpoints {self.directory}")
+
+    @contextlib.contextmanager
+    def _deleted_if_it_fails(self, staged: Mapping[str, Path], step: int) -> Iterator[None]:
+        """Delete what was written of a save that fails. If it cannot be written, say what the run has instead."""
+        try:
+            yield
+        except (MControllerError, OSError) as error:
+            cause = error.cause if isinstance(error, WorkerError) else f"{error}; {free_space(self.directory)}"
+            for directory in staged.values():
+                shutil.rmtree(directory, ignore_errors=True)
+            if not isinstance(error, OSError | WorkerError):
+                raise
+            record = self._record()
+            has = "no checkpoint" if record is None else f"the checkpoint of step {record.last.global_steps}"
+            text = f"the checkpoint of step {step} was not saved, and the run has {has}: {cause}"
+            raise DataError(text, path=str(self.directory)) from error
 
     def _record(self) -> RunRecord | None:
         """Return the record; None if there is none, or it is damaged and the run starts a new one."""
@@ -239,17 +342,6 @@ class RunCheckpoints:
         write_record(self.directory, replace(record, staged={}, obsolete=()))
 
 
-@contextlib.contextmanager
-def _deleted_if_it_fails(staged: Mapping[str, Path]) -> Iterator[None]:
-    """Delete what the groups have written if one of them cannot write."""
-    try:
-        yield
-    except MControllerError:
-        for directory in staged.values():
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
-
-
 def _move(staged: Path, place: Path) -> None:
     """Move the checkpoint, then the links and files next to it by name, and delete the directory that they were in."""
     if not staged.exists():
@@ -263,49 +355,6 @@ def _move(staged: Path, place: Path) -> None:
             os.replace(file, place.with_name(file.name))
     sync_directory(place.parent)
     shutil.rmtree(staged)
-
-
-def load_run(directory: str, groups: Mapping[str, WorkerGroup], devices: SharedDevices) -> RunState:
-    """Load the last save of the run into all groups, or the newest earlier one that is whole, and return its state.
-
-    Args:
-        directory: of the run's checkpoints.
-        groups: the groups to load, by name.
-        devices: the devices that the groups share.
-
-    Raises:
-        DataError: there is no record, it is damaged, it names other groups, or no save is whole. Nothing has changed.
-    """
-    record = read_record(Path(directory))
-    problems: list[str] = []
-    for save in record.saves():
-        saved_groups = set(save.groups) - {_IN_FLIGHT}
-        if saved_groups != set(groups):
-            raise DataError(
-                f"the checkpoint in {directory} is of a run with groups {sorted(saved_groups)}; this one has "
-                f"{sorted(groups)}",
-                saved=sorted(saved_groups),
-                groups=sorted(groups),
-            )
-        paths = {name: str(record.locate(Path(directory), save, name)) for name in groups}
-        damage, batches = _damage(groups, paths), tuple[BatchInFlight, ...]()
-        if damage is None and save.in_flight:
-            try:
-                batches = read_batches(record.locate(Path(directory), save, _IN_FLIGHT), save.in_flight)
-            except DataError as error:
-                damage = f"{_IN_FLIGHT}: {error}"
-        if damage is None:
-            for name, group in groups.items():
-                devices.make_room(group.load_checkpoint)
-                group.load_checkpoint(paths[name])
-            drawn = save.global_steps if save.drawn_batches is None else save.drawn_batches
-            counts = save.global_steps, save.kl_coef, drawn, save.num_tokens
-            return RunState(*counts, save.program, save.rollout, batches, save.next_row, save.batch_size)
-        problems.append(f"step {save.global_steps}: {damage}")
-        _logger.warning(
-            "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage
-        )
-    raise DataError(f"no checkpoint in {directory} is whole: {'; '.join(problems)}", path=directory)
 
 
 def _damage(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> str | None:

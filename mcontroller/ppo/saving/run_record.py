@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -17,7 +18,7 @@ from mcontroller.errors import DataError
 from mcontroller.files import replace_text
 from mcontroller.ppo.saving.batches_in_flight import SavedBatch
 
-__all__ = ["RECORD", "RunRecord", "SavedStep", "checked_program", "read_record", "write_record"]
+__all__ = ["RECORD", "RunRecord", "SavedStep", "checked_program", "outside_of", "read_record", "write_record"]
 
 RECORD = "trainer.json"
 
@@ -171,7 +172,15 @@ def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:
         inside = isinstance(each, str) and "\0" not in each and each not in ("", ".")
         if not inside or PurePosixPath(each).is_absolute() or ".." in PurePosixPath(each).parts:
             raise _damaged(path, f"{name} has {each!r:.100}, expected a relative path inside the run's directory")
+        if outside := outside_of(path.parent, each):
+            raise _damaged(path, f"{name} has {each!r:.100}, which leads to {outside}, outside of the run's directory")
     return content
+
+
+def outside_of(directory: Path, place: str) -> str:
+    """Return where a path leads that leaves ``directory`` through a link; "" if it does not."""
+    real = os.path.realpath(directory / place)
+    return "" if Path(real).is_relative_to(os.path.realpath(directory)) else real
 
 
 def _damaged(path: Path, reason: str) -> DataError:

@@ -200,9 +200,7 @@ class ScoringProcesses:
         code = _kill(server)
         if running is not None:
             with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-                ours.shutdown(
-                    socket.SHUT_RDWR
-                )  # ends the exchange even if a child that left the group lives
+                ours.shutdown(socket.SHUT_RDWR)  # ends the exchange even if a child that left the group lives
             running.exchange.join()
         server.connection.close()
         return code

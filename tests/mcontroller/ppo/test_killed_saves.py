@@ -69,7 +69,8 @@ def test_killed_at_any_change_of_the_file_system_the_run_goes_on_to_the_same_wei
     resumed_at, change = [], 0
     while True:
         directory = tmp_path / str(change)
-        started(directory, 1, staleness, save_freq=0, max_to_keep=1).fit()
+        with started(directory, 1, staleness, save_freq=0, max_to_keep=1) as first:
+            first.fit()
         killed = killed_at(change, lambda: train(directory, staleness, resume=True, save_freq=1))  # noqa: B023
         resumed_at.append(started(directory, 1, staleness, resume=True).load_checkpoint())
         resumed = train(directory, staleness, resume=True, save_freq=1)

@@ -111,3 +111,28 @@ def test_a_damaged_record_is_rejected_with_its_value(tmp_path: Path, content: st
     with pytest.raises(DataError) as caught:
         toy_trainer(toy_config(1, default_local_dir=str(tmp_path), resume=True))
     assert "trainer.json, is damaged" in str(caught.value) and reason in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["actor/link", "actor/link/kept", "link/kept"])
+@pytest.mark.parametrize("key", ["obsolete", "staged", "groups"])
+def test_a_link_out_of_the_run_is_rejected_and_nothing_there_is_deleted(tmp_path: Path, place: str, key: str) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    trained(run, 1, save_freq=1)
+    (outside / "kept" / "files").mkdir(parents=True)
+    for link in (run / "link", run / "actor" / "link"):
+        link.symlink_to(outside)
+    record = json.loads((run / "trainer.json").read_text())
+    paths = record["groups"] | {"actor": place}
+    record[key] = [place] if key == "obsolete" else paths
+    (run / "trainer.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=rf"{key} has '{place}', which leads to {outside}.*, outside of the run's dir"):
+        trained(run, 2, save_freq=1, resume=True)
+    assert [found.name for found in outside.rglob("*")] == ["kept", "files"]
+
+
+def test_a_group_that_saves_through_a_link_out_of_the_run_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "critic").symlink_to(tmp_path)
+    with pytest.raises(DataError, match=r"run/critic leads to .*, outside of the run's directory: links to another"):
+        trained(tmp_path / "run", 1, save_freq=1)
+    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "critic"]

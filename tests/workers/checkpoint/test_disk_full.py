@@ -5,6 +5,7 @@ A limit of the file size stands for a full disk: the kernel ends a write with an
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 from pathlib import Path
@@ -52,5 +53,7 @@ def test_full_disk(tmp_path: Path, where: str, asynchronous: bool) -> None:
     results: list[Any] = run_ranks(fails_then_works, RANKS, str(tmp_path), rank, limit, asynchronous, timeout_s=60)
     for message, left, after in results:
         assert f"rank {rank} cannot write the checkpoint " in message and "File too large" in message, message
+        assert re.search(r"; the disk at /\S* has [\d,]+ bytes free", message), message
+        assert where == "common.pt" or re.search(r"', its part of [\d,]{6,} bytes: ", message), message
         assert left == ["global_step_1"]
         assert after == ["global_step_3"]

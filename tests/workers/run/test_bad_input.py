@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError
+from mcontroller.files import acquire_lock
 from mcontroller.ppo.datasets.tokenizers import TokenizerSource
 from workers.run.hf_tokenizer import HuggingFaceTokenizer
 
@@ -135,3 +137,22 @@ def test_chat_messages_for_a_tokenizer_without_a_chat_template_are_reported_with
     (folder / "rows.jsonl").write_text(f"{row}\n{row}\n")
     error = error_of(capsys, "tokenizer.kind=huggingface", "tokenizer.path=plain")
     assert "the tokenizer in 'plain' has no chat template" in error and "data.chat_template=false" in error
+
+
+@pytest.mark.processes
+def test_a_second_run_in_the_directory_of_a_living_one_is_rejected_and_writes_nothing(folder, capsys):
+    (ready, started), (ended, end) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        acquire_lock(folder / "out" / "run.lock", "the first run")
+        os.close(started)
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    os.close(started)
+    os.read(ready, 1)
+    assert main(["train", "run.yaml", "run_dir=out", "trainer.total_training_steps=1"]) == 1
+    assert f"the run in {folder}/out is in use by process {pid} on " in capsys.readouterr().err
+    assert [found.name for found in (folder / "out").iterdir()] == ["run.lock"]
+    os.close(end)
+    os.waitpid(pid, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mcontroller.errors import DataError
-from workers.weights.hf.files import WeightFiles
+from workers.weights.hf.files import WeightFiles, finish_export, start_export
 
 INDEX = "model.safetensors.index.json"
 
@@ -64,3 +65,28 @@ def test_broken_directory_is_rejected(tmp_path: Path, how: str) -> None:
         files = WeightFiles(tmp_path)
         for name in files.names:
             files.shape(name)
+
+
+@pytest.mark.processes
+def test_a_second_export_into_a_directory_is_rejected_until_the_first_ends(tmp_path: Path) -> None:
+    target, (ready, started), (ended, end) = tmp_path / "model", os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            start_export(target)
+            os.close(started)
+            os.close(end)
+            os.read(ended, 1)
+            finish_export(target, {}, [], None)
+        finally:
+            os._exit(0)
+    os.close(started)
+    os.read(ready, 1)
+    (tmp_path / ".model.partial" / "weights").touch()
+    with pytest.raises(DataError, match=f"the export to .*/model is in use by process {pid} on "):
+        start_export(target)
+    assert (tmp_path / ".model.partial" / "weights").exists()
+    os.close(end)
+    os.waitpid(pid, 0)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["model"]
+    assert sorted(found.name for found in target.iterdir()) == ["config.json", "weights"]

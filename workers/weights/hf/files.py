@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcontroller.errors import DataError
+from mcontroller.files import acquire_lock, release_lock
 
 if TYPE_CHECKING:
     import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
@@ -175,10 +176,15 @@ class WeightWriter:
 def start_export(target: Path) -> None:
     """Create an empty directory next to ``target``, in which every rank's ``WeightWriter`` writes its files.
 
+    It is locked until ``finish_export``.
+
     Raises:
-        DataError: ``target`` exists and is not an empty directory, or the directory cannot be created.
+        DataError: ``target`` exists and is not an empty directory, another process exports to it, or the directory
+            cannot be created.
     """
+    acquire_lock(_lock(target), f"the export to {target}")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        release_lock(_lock(target))
         raise DataError(f"{str(target)!r} exists: export into a new directory", path=str(target))
     shutil.rmtree(_partial(target), ignore_errors=True)
     try:
@@ -214,6 +220,7 @@ def finish_export(
     if target.exists():
         target.rmdir()
     partial.rename(target)
+    release_lock(_lock(target))
 
 
 def _names(count: int) -> Iterator[str]:
@@ -226,3 +233,7 @@ def _names(count: int) -> Iterator[str]:
 
 def _partial(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
+
+
+def _lock(target: Path) -> Path:
+    return target.with_name(f".{target.name}.lock")

@@ -1,0 +1,122 @@
+"""Locks between processes: one holder at a time, which is named, and locks of processes that have ended."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import DataError
+from mcontroller.files import acquire_lock, release_lock
+
+WHAT = "the run in /runs/first"
+HERE = socket.gethostname()
+
+
+def in_fork(action: Callable[[], object]) -> str:
+    """Return the type and the text of the error of an action in a forked process; "" without one."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        except Exception as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+@pytest.mark.processes
+def test_a_lock_excludes_other_processes_until_it_is_released(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.lock"
+    acquire_lock(path, WHAT)
+    acquire_lock(path, WHAT)
+    assert in_fork(lambda: acquire_lock(path, WHAT)) == (
+        f"DataError: {WHAT} is in use by process {os.getpid()} on {HERE}: wait for its end, or use another directory"
+    )
+    assert in_fork(lambda: release_lock(path)) == "" and path.exists()
+    release_lock(path)
+    assert not path.exists()
+    assert in_fork(lambda: acquire_lock(path, WHAT)) == ""
+
+
+@pytest.mark.processes
+def test_the_lock_of_a_process_that_has_ended_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.lock"
+    assert in_fork(lambda: acquire_lock(path, WHAT)) == ""
+    ended = json.loads(path.read_text())["pid"]
+    with caplog.at_level(logging.WARNING):
+        acquire_lock(path, WHAT)
+    assert caplog.messages == [f"{WHAT} was in use by process {ended} on {HERE}, which has ended without releasing it"]
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    release_lock(path)
+
+
+def held(path: Path, **changes: Any) -> None:
+    """Write a lock file as the process with id 1 of this machine writes it, with other values."""
+    started = int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19])
+    path.write_text(json.dumps({"host": HERE, "pid": 1, "started": started} | changes))
+
+
+def refuse_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel_locks", "message"),
+    [
+        ({}, True, f"in use by process 1 on {HERE}: wait"),
+        (
+            {},
+            False,
+            f"in use by process 1 on {HERE}: .*; if that process has ended, delete .*run.lock",
+        ),
+        ({"started": 0}, True, ""),
+        ({"started": 0}, False, ""),
+        ({"host": "elsewhere"}, True, ""),
+        ({"host": "elsewhere"}, False, "in use by process 1 on elsewhere: .*; if that process has ended, delete "),
+    ],
+)
+def test_without_locks_of_the_kernel_the_named_process_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kernel_locks: bool, message: str
+) -> None:
+    path = tmp_path / "run.lock"
+    held(path, **changes)
+    if not kernel_locks:
+        monkeypatch.setattr(fcntl, "lockf", refuse_locks)
+    if message:
+        with pytest.raises(DataError, match=message):
+            acquire_lock(path, WHAT)
+        assert json.loads(path.read_text())["pid"] == 1
+    else:
+        acquire_lock(path, WHAT)
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        release_lock(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 1}', "[" * 9000])
+def test_a_lock_file_without_a_name_is_taken_over(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.lock"
+    path.write_text(content)
+    acquire_lock(path, WHAT)
+    assert json.loads(path.read_text())["host"] == HERE
+    release_lock(path)
+
+
+def test_a_directory_that_cannot_be_written_is_reported_with_the_lock(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot lock the run in /runs/first: .*File exists"):
+        acquire_lock(tmp_path / "file" / "run.lock", WHAT)
