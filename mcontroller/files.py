@@ -6,6 +6,7 @@ Network file systems that have such locks enforce them between nodes. Without th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -13,6 +14,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,14 +83,15 @@ def delete_with_links(directory: Path) -> None:
 
 
 class _Holder(NamedTuple):
-    """The process that holds a lock: its node, its id, and when it started, in clock ticks since the boot."""
+    """The process that holds a lock; ``started`` is in clock ticks since the boot, ``since`` when it got the lock."""
 
     host: str
     pid: int
     started: int
+    since: str
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {self.host} since {self.since}"
 
 
 def acquire_lock(path: Path, what: str) -> None:
@@ -102,25 +105,24 @@ def acquire_lock(path: Path, what: str) -> None:
         what: what it protects, for messages, such as ``the run in /runs/first``.
 
     Raises:
-        DataError: another process holds the lock; fields: ``path``, ``host``, ``pid``. Or the file cannot be written.
+        DataError: another process holds the lock; fields: ``path``, ``host``, ``pid``, ``since``.
+        OSError: the file cannot be written.
     """
     path = path.absolute()
     if (os.getpid(), path) in _held:
         return
-    try:
+    with contextlib.suppress(FileExistsError):  # a file: opening the lock says so
         path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                _lock(descriptor, path, what)
-                if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                    break  # else its holder has just deleted it
-            except BaseException:
-                os.close(descriptor)
-                raise
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, path, what)
+            if path.exists() and os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                break  # else its holder has just deleted it
+        except BaseException:
             os.close(descriptor)
-    except OSError as error:
-        raise DataError(f"cannot lock {what}: {error}", path=str(path)) from error
+            raise
+        os.close(descriptor)
     _held[os.getpid(), path] = descriptor
 
 
@@ -154,7 +156,8 @@ def _lock(descriptor: int, path: Path, what: str) -> None:
     if holder is not None:
         _logger.warning("%s was in use by %s, which has ended without releasing it", what, holder)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(_Holder(here, os.getpid(), _start_of(os.getpid()) or 0)._asdict()).encode(), 0)
+    this = _Holder(here, os.getpid(), _start_of(os.getpid()) or 0, time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    os.pwrite(descriptor, json.dumps(this._asdict()).encode(), 0)
     os.fsync(descriptor)
 
 
@@ -162,7 +165,7 @@ def _read_holder(descriptor: int) -> _Holder | None:
     """Return the process that a lock file names; None if it names none, because it is new or was cut off."""
     try:
         content = json.loads(os.pread(descriptor, 10_000, 0))
-        return _Holder(str(content["host"]), int(content["pid"]), int(content["started"]))
+        return _Holder(str(content["host"]), int(content["pid"]), int(content["started"]), str(content["since"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -69,12 +69,13 @@ def create_partial(target: Path) -> None:
     Raises:
         DataError: if it cannot be created, or another process saves there.
     """
-    acquire_lock(target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
     partial = partial_path(target)
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        acquire_lock(target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
     except OSError as error:
+        delete_partial(target)
         raise DataError(f"cannot write a checkpoint to {str(target)!r}: {error}", path=str(target)) from error
 
 

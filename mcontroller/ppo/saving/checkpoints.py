@@ -276,7 +276,11 @@ class RunCheckpoints:
             release_lock(self.directory / LOCK)
 
     def _lock(self) -> None:
-        acquire_lock(self.directory / LOCK, f"the directory of checkpoints {self.directory}")
+        try:
+            acquire_lock(self.directory / LOCK, f"the directory of checkpoints {self.directory}")
+        except OSError as error:
+            text = f"cannot write to {self.directory}: {error}; {free_space(self.directory)}"
+            raise DataError(text, path=str(self.directory)) from error
 
     @contextlib.contextmanager
     def _deleted_if_it_fails(self, staged: Mapping[str, Path], step: int) -> Iterator[None]:

@@ -182,14 +182,15 @@ def start_export(target: Path) -> None:
         DataError: ``target`` exists and is not an empty directory, another process exports to it, or the directory
             cannot be created.
     """
-    acquire_lock(_lock(target), f"the export to {target}")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        release_lock(_lock(target))
-        raise DataError(f"{str(target)!r} exists: export into a new directory", path=str(target))
-    shutil.rmtree(_partial(target), ignore_errors=True)
     try:
-        _partial(target).mkdir(parents=True)
+        acquire_lock(_lock(target), f"the export to {target}")
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            release_lock(_lock(target))
+            raise DataError(f"{str(target)!r} exists: export into a new directory", path=str(target))
+        shutil.rmtree(_partial(target), ignore_errors=True)
+        _partial(target).mkdir()
     except OSError as error:
+        release_lock(_lock(target))
         raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
 
 
