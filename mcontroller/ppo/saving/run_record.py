@@ -172,7 +172,11 @@ def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:
         inside = isinstance(each, str) and "\0" not in each and each not in ("", ".")
         if not inside or PurePosixPath(each).is_absolute() or ".." in PurePosixPath(each).parts:
             raise _damaged(path, f"{name} has {each!r:.100}, expected a relative path inside the run's directory")
-        if outside := outside_of(path.parent, each):
+        try:
+            outside = outside_of(path.parent, each)
+        except ValueError as error:  # half of a surrogate pair
+            raise _damaged(path, f"{name} has {each!r:.100}: {error}") from error
+        if outside:
             raise _damaged(path, f"{name} has {each!r:.100}, which leads to {outside}, outside of the run's directory")
     return content
 

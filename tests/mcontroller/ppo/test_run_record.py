@@ -100,6 +100,7 @@ SAVE = {"global_steps": 2, "kl_coef": 0.1, "groups": {"actor": "actor/global_ste
         (json.dumps(SAVE | {"groups": ["actor"]}), "groups is"),
         (json.dumps(SAVE | {"groups": {"actor": 3}}), "groups has 3"),
         (json.dumps(SAVE | {"groups": {"actor": "../other"}}), "groups has '../other'"),
+        (json.dumps(SAVE | {"groups": {"actor": "\ud800"}}), "groups has '\\ud800'"),
         (json.dumps(SAVE | {"obsolete": ["/"]}), "obsolete has '/'"),
         (json.dumps(SAVE | {"obsolete": "actor"}), "must be lists"),
         (json.dumps(SAVE | {"staged": {"actor": "actor/../.."}}), "staged has"),
