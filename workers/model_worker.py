@@ -105,6 +105,9 @@ class ModelWorker(MegatronWorker):
         "offload": (),
         "reload": (),
         "take_memory_use": (),
+        "save_checkpoint": ("params", "reference", "optimizer"),
+        "load_checkpoint": ("params", "reference", "optimizer"),
+        "export_hf": ("params",),
         "verify_checkpoint": (),
         "wait_for_checkpoint": (),
     }
