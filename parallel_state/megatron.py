@@ -112,9 +112,10 @@ class MegatronContext:
                 expert_tensor_parallel_size=layout.etp,
                 order=_complete_order(layout),
                 distributed_timeout_minutes=timeout_s / 60,  # Megatron passes it to timedelta, which accepts fractions
-                create_gloo_process_groups=dist.get_backend() != "gloo",
+                create_gloo_process_groups=False,  # nothing uses them beside NCCL's: see ``releases.build_optimizer``
             )
-            _share_gloo_groups()
+            if dist.get_backend() == "gloo":
+                _share_gloo_groups()
             megatron_random.model_parallel_cuda_manual_seed(seed)
             self.pg = ProcessGroupCollection.use_mpu_process_groups()
 
@@ -204,7 +205,7 @@ def _complete_order(layout: ParallelLayout) -> str:
 
 
 def _share_gloo_groups() -> None:
-    """Use the groups also as Megatron's second set of groups, its gloo groups, if they are gloo groups already."""
+    """Use the groups, which are gloo groups, also as Megatron's second set of groups."""
     for name, group in vars(mpu).items():
         if name.endswith("_GLOO") and group is None:
             setattr(mpu, name, getattr(mpu, name.removesuffix("_GLOO")))
