@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from tests.fake_cuda.nccl_group import ProcessGroupNCCL
 from tests.fake_cuda.tags import gpu, memory, on_device, tensors_in
 
 # Collective -> the names of its tensor arguments. Point-to-point transfers take strided tensors; the rest does not.
@@ -38,30 +39,35 @@ _POINT_TO_POINT = {"send", "recv", "isend", "irecv"}
 _UNSUPPORTED_DTYPES = {torch.int16, torch.complex64, torch.complex128}
 
 
-BUFFER_BYTES = 1 << 20
-"""Bytes of the buffers of a communicator, from its first collective on."""
+BUFFER_BYTES = 256 << 20
+"""Bytes of the buffers of a communicator, from its first collective on: as many as the estimate of memory counts."""
 
 
 class Communicator:
-    """The communicator of one group, with the methods of torch's NCCL backend that free and allocate its buffers.
+    """The communicators of one group, with the methods of torch's NCCL backend that free and allocate their buffers.
+
+    There is one of all ranks, and one for each peer of a single send or receive; batches of them use that of all ranks.
 
     Attributes:
         carrier: the backend that carries its collectives, which has all other attributes.
+        used: the peers of those that have been used; None for that of all ranks.
     """
 
     def __init__(self) -> None:
         self.carrier: Any = None
+        self.used: set[int | None] = set()
         self.held = 0
         self.suspended = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.carrier, name)
 
-    def use(self) -> None:
+    def use(self, peer: int | None) -> None:
         """Allocate the buffers at the first collective; raise if they are suspended."""
         if self.suspended:
             raise RuntimeError("NCCL: the communicator is suspended")
-        self._hold(BUFFER_BYTES)
+        self.used.add(peer)
+        self._hold(BUFFER_BYTES * len(self.used))
 
     def suspend(self) -> None:
         """Free the buffers."""
@@ -73,7 +79,7 @@ class Communicator:
         """Allocate the buffers of a suspended communicator again."""
         if self.suspended:
             self.suspended = False
-            self._hold(BUFFER_BYTES)
+            self._hold(BUFFER_BYTES * len(self.used))
 
     def _hold(self, size: int) -> None:
         memory[gpu()].outside += size - self.held
@@ -92,6 +98,10 @@ class _Backends:
         name = (group or c10d._get_default_group()).group_name
         return self._communicators.setdefault(name, Communicator())
 
+    def count(self) -> int:
+        """Return the number of communicators that this process has used."""
+        return sum(len(each.used) for each in self._communicators.values())
+
     def note(self, group: Any, backend: str) -> None:
         self._of[group.group_name] = backend
 
@@ -100,6 +110,13 @@ class _Backends:
 
 
 _backends = _Backends()
+_batches: list[None] = []
+"""One entry for each ``batch_isend_irecv`` that is running."""
+
+
+def communicators() -> int:
+    """Return the number of communicators of this process that have buffers on a GPU."""
+    return _backends.count()
 
 
 def install() -> None:
@@ -111,6 +128,8 @@ def install() -> None:
     _replace("new_group", _posing_new_group(dist.new_group))
     _replace("get_backend", lambda group=None: _backends.of(group))
     _replace("barrier", _barrier(dist.barrier))
+    _replace("ProcessGroupNCCL", ProcessGroupNCCL)
+    _replace("batch_isend_irecv", _batched(dist.batch_isend_irecv))
     for name, arguments in _TENSORS.items():
         if hasattr(dist, name):
             _replace(name, _checked(name, getattr(dist, name), arguments))
@@ -160,6 +179,24 @@ def _barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
     return lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
 
 
+def _batched(batch_isend_irecv: Callable[..., Any]) -> Callable[..., Any]:
+    def batched(operations: Any) -> Any:
+        _batches.append(None)
+        try:
+            return batch_isend_irecv(operations)
+        finally:
+            _batches.pop()
+
+    return batched
+
+
+def _peer(name: str, given: dict[str, Any]) -> int | None:
+    """Return the peer of a single send or receive; None for operations of all ranks, and for batches."""
+    if name not in _POINT_TO_POINT or _batches:
+        return None
+    return next(given[key] for key in ("dst", "src", "group_dst", "group_src") if given.get(key) is not None)
+
+
 def _checked(name: str, collective: Callable[..., Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
     signature = inspect.signature(collective)
 
@@ -172,7 +209,7 @@ def _checked(name: str, collective: Callable[..., Any], arguments: tuple[str, ..
                 _check(name, argument, tensor, backend)
         if backend != "nccl":
             return collective(*args, **kwargs)
-        _backends.communicator(given.get("group")).use()
+        _backends.communicator(given.get("group")).use(_peer(name, given))
         tensors = [tensor for argument in arguments for tensor in tensors_in(given.get(argument))]
         before = _references(tensors)
         work = collective(*args, **kwargs)

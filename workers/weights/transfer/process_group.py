@@ -4,6 +4,10 @@ It has a store and connections of its own: the default group of either side is n
 slices that are contiguous travel from the memory of one rank's weights to that of the other's, without a copy. All of
 those that are contiguous on both sides start together, before the buckets: with two of them in flight, each wait would
 leave the connection idle.
+
+Over NCCL, three things differ. A group's watchdog ends the process if a transfer takes longer than the group's timeout,
+unless the group was created with another error handling. ``wait(timeout)`` counts from the start of the operation, not
+from the call. And the first operation of a pair of ranks blocks until the other rank of the pair starts its own.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +37,12 @@ _IN_FLIGHT = 2
 _DIRECT = -1
 """The key of the slices that travel outside of the buckets, among the buckets."""
 
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NO_HANDLING = "0"
+"""Leave errors to the program, which aborts the group itself: ``ErrorHandlingMode`` of torch's ProcessGroupNCCL."""
+
+_POLL_S = 0.001
 
 _Operation = Callable[[list[Tensor], int, int], Any]
 """``send`` or ``recv`` of a process group: from tensors, the peer and a tag to what can be waited for."""
@@ -67,7 +79,35 @@ class _End:
             self._group = _new_group(store, rank, size, duration, self._traffic.device)
         except RuntimeError as error:
             raise PeerLost(f"the process group of the transfer: {error}", peer=0, cause=str(error)) from error
+        if self._on_gpu:
+            self._connect_pairs(store, deadline)
         self._memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._traffic.device)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._traffic.device.type == "cuda"
+
+    def _direct_peer(self, move: Move) -> int:
+        raise NotImplementedError
+
+    def _operation(self) -> _Operation:
+        """Return what this end does with the group: send, or receive."""
+        raise NotImplementedError
+
+    def _connect_pairs(self, store: dist.Store, deadline: Deadline) -> None:
+        """Exchange one byte with every peer, so that no later operation is the first of its pair.
+
+        All ranks do this in the order of (rank that sends, rank that receives), so no ranks wait in a circle. Nothing
+        starts before all peers are there: NCCL waits without a deadline for a rank that never comes.
+        """
+        peers = sorted({*self._traffic.peers, *map(self._direct_peer, self._traffic.direct)})
+        store.set(f"is there: {self._traffic.rank}", "")
+        for peer in peers:
+            with _lost(peer):
+                store.wait([f"is there: {peer}"], datetime.timedelta(seconds=deadline.left(peer)))
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._traffic.device)
+        for peer in peers:
+            self._wait(*_started(self._operation(), byte, peer), deadline)
 
     def flush(self, deadline: Deadline) -> None:
         """Wait for everything that was started."""
@@ -98,10 +138,10 @@ class _End:
             memory.append(part[message.start :][: message.nbytes] if in_place is None else in_place)
         return memory
 
-    def _start_direct(self, operation: _Operation, peers: Sequence[int]) -> None:
+    def start(self) -> None:
+        """Start to send or receive the slices that travel outside of the buckets."""
         self._works[_DIRECT] = [
-            _started(operation, self._memory_of(move), peer)
-            for move, peer in zip(self._traffic.direct, peers, strict=True)
+            _started(self._operation(), self._memory_of(move), self._direct_peer(move)) for move in self._traffic.direct
         ]
 
     def _memory_of(self, move: Move) -> Tensor:
@@ -121,12 +161,18 @@ class _End:
     def _wait(self, peer: int, work: Any, deadline: Deadline) -> None:
         left = datetime.timedelta(seconds=deadline.left(peer))
         with _lost(peer):
-            work.wait(left)
+            while self._on_gpu and not work.is_completed():
+                deadline.left(peer)
+                time.sleep(_POLL_S)
+            work.wait(*([] if self._on_gpu else [left]))
 
 
 class _Sender(_End):
-    def start(self) -> None:
-        self._start_direct(self._group.send, [move.target_rank for move in self._traffic.direct])
+    def _direct_peer(self, move: Move) -> int:
+        return move.target_rank
+
+    def _operation(self) -> _Operation:
+        return self._group.send
 
     def buffer(self, index: int, deadline: Deadline) -> Tensor:
         self._wait_for(index - _IN_FLIGHT, deadline)
@@ -135,18 +181,21 @@ class _Sender(_End):
     def send(self, index: int, deadline: Deadline) -> None:
         for parcel in self._traffic.buckets[index]:
             for memory in self._messages(index, parcel):
-                self._works.setdefault(index, []).append(_started(self._group.send, memory, parcel.peer))
+                self._works.setdefault(index, []).append(_started(self._operation(), memory, parcel.peer))
 
 
 class _Receiver(_End):
-    def start(self) -> None:
-        self._start_direct(self._group.recv, [move.source_rank for move in self._traffic.direct])
+    def _direct_peer(self, move: Move) -> int:
+        return move.source_rank
+
+    def _operation(self) -> _Operation:
+        return self._group.recv
 
     def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
         for ahead in range(index, min(index + _IN_FLIGHT, len(self._traffic.buckets))):
             if ahead not in self._works:
                 self._works[ahead] = [
-                    _started(self._group.recv, memory, parcel.peer)
+                    _started(self._operation(), memory, parcel.peer)
                     for parcel in self._traffic.buckets[ahead]
                     for memory in self._messages(ahead, parcel)
                 ]
@@ -177,8 +226,23 @@ def _new_group(store: dist.Store, rank: int, size: int, timeout: datetime.timede
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        with _error_handling(_NO_HANDLING):
+            return dist.ProcessGroupNCCL(prefixed, rank, size, options)
     return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+
+
+@contextlib.contextmanager
+def _error_handling(mode: str) -> Iterator[None]:
+    """Set how the NCCL groups that the block creates handle errors; torch reads it from the environment only."""
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = mode
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
 
 
 def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:

@@ -1,0 +1,126 @@
+"""Weights through a process group over NCCL, as its stand-in behaves: a lost peer is an error, and nothing else."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fake_cuda.nccl_group import ProcessGroupNCCL
+from tests.forking import RankFailure, run_ranks
+from workers.weights.refit_plan import Move
+from workers.weights.transfer.errors import PeerLost
+from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.process_group import TRANSPORT
+from workers.weights.transfer.transport import Deadline, RankTraffic
+
+NBYTES = 64
+MOVE = Move("uint8", 0, NBYTES, NBYTES, 0, 0, 0, 1, 0, 0)
+
+
+def end(timeout: float) -> tuple[Any, dict[int, Any]]:
+    """Return this rank's end, of a transfer of one bucket from rank 0 to rank 1, and the addresses."""
+    rank = dist.get_rank()
+    buckets = ((Parcel(1 - rank, 0, NBYTES, (MOVE,)),),)
+    traffic = RankTraffic("one", rank, 2, "127.0.0.1", buckets, torch.device("cuda", rank), timeout)
+    mine = (TRANSPORT.sender if rank == 0 else TRANSPORT.receiver)(traffic)
+    addresses = [mine.listen()]
+    dist.broadcast_object_list(addresses, src=0)
+    return mine, {0: addresses[0]}
+
+
+def received() -> list[int]:
+    mine, addresses = end(30)
+    mine.connect(addresses, Deadline(30))
+    mine.start()
+    if dist.get_rank() == 0:
+        mine.buffer(0, Deadline(30)).copy_(torch.arange(NBYTES, dtype=torch.uint8, device="cuda"))
+        mine.send(0, Deadline(30))
+        arrived = []
+    else:
+        ((_, data),) = mine.receive(0, Deadline(30))
+        arrived = data.tolist()
+    mine.flush(Deadline(30))
+    dist.barrier()
+    mine.close()
+    return arrived
+
+
+def test_bytes_arrive() -> None:
+    assert run_ranks(received, 2, timeout_s=40) == [[], list(range(NBYTES))]
+
+
+def unreceived() -> str:
+    """Rank 1 connects and never receives; the group's timeout ends before the deadline."""
+    mine, addresses = end(0.5)
+    mine.connect(addresses, Deadline(0.5))
+    error = ""
+    if dist.get_rank() == 0:
+        mine.send(0, Deadline(30))
+        with pytest.raises(PeerLost) as raised:
+            mine.flush(Deadline(30))
+        error = raised.value.cause
+    dist.barrier()
+    mine.close()
+    return error
+
+
+def test_a_transfer_that_times_out_does_not_end_the_process_that_sends() -> None:
+    assert "operation timeout" in run_ranks(unreceived, 2, timeout_s=40)[0]
+
+
+def slow() -> bool:
+    """Rank 0 waits for a message after more than half of its deadline; rank 1 receives it then."""
+    mine, addresses = end(30)
+    mine.connect(addresses, Deadline(30))
+    if dist.get_rank() == 0:
+        deadline = Deadline(2.0)
+        mine.send(0, deadline)
+        while deadline.left(1) > 0.9:
+            pass
+        dist.send(torch.zeros(1, device="cuda"), 1)
+        mine.flush(deadline)
+    else:
+        dist.recv(torch.zeros(1, device="cuda"), 0)
+        list(mine.receive(0, Deadline(30)))
+    dist.barrier()
+    mine.close()
+    return True
+
+
+def test_a_wait_lasts_until_its_deadline() -> None:
+    assert run_ranks(slow, 2, timeout_s=40) == [True, True]
+
+
+def absent() -> tuple[int, str]:
+    mine, addresses = end(0.5)
+    found = -1, ""
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerLost) as raised:
+            mine.connect(addresses, Deadline(0.5))
+            mine.send(0, Deadline(0.5))
+            mine.flush(Deadline(0.5))
+        found = raised.value.peer, str(raised.value)
+    dist.barrier()
+    mine.close()
+    return found
+
+
+def test_a_peer_that_never_connects_is_lost_at_the_deadline() -> None:
+    (peer, text), _ = run_ranks(absent, 2, timeout_s=15)
+    assert peer == 1 and "rank 1 of the transfer" in text
+
+
+def unhandled() -> None:
+    options = ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=0.2)
+    group = ProcessGroupNCCL(dist.distributed_c10d._get_default_store(), dist.get_rank(), 2, options)
+    group.recv([torch.zeros(1, device="cuda")], 1 - dist.get_rank(), 0).wait()  # nobody sends
+
+
+def test_the_stand_in_ends_a_process_whose_timeout_nothing_handles() -> None:
+    with pytest.raises(RankFailure, match="died without a result"):
+        run_ranks(unhandled, 2, timeout_s=20)
