@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from mcontroller.errors import ResourceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_torch_without_gpu", "device_of_rank"]
+__all__ = ["check_torch_without_gpu", "compute_capability", "device_of_rank"]
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -46,6 +47,28 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
             visible=visible,
         )
     return torch.device("cuda", local_rank)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Return the least compute capability of the GPUs of this machine; None without a driver.
+
+    It asks NVML, because torch would initialize CUDA, which reads its environment variables then.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    count, major, minor, device = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    found = []
+    for index in range(count.value):
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
+        if not (failed or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))):
+            found.append((major.value, minor.value))
+    nvml.nvmlShutdown()
+    return min(found, default=None)
 
 
 def check_torch_without_gpu() -> None:

@@ -134,6 +134,19 @@ class Worker(PortedWorker):
             ConfigError: an argument is not valid.
         """
 
+    @classmethod
+    def cuda_variables(cls, capability: tuple[int, int] | None, *args: Any, **kwargs: Any) -> dict[str, str]:
+        """Return environment variables that CUDA reads when a process first uses it; by default none.
+
+        A process of a group sets them before it chooses its GPU. Those that its environment has already stay.
+
+        Args:
+            capability: compute capability of the GPUs; None if it is unknown.
+            args: positional arguments of the constructor.
+            kwargs: keyword arguments of the constructor.
+        """
+        return {}
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks.

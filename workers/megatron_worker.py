@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
 from workers.distinct_gpus import check_distinct_gpus
-from workers.model.gpu_defaults import set_max_connections
+from workers.model.gpu_defaults import connection_variables, set_max_connections
 
 __all__ = ["MegatronWorker"]
 
@@ -79,9 +80,11 @@ class MegatronWorker(Worker):
             return
         layout = parallel.layout(self.world_size)
         if self.device.type == "cuda":
-            explanation = set_max_connections(parallel)  # before the device is used
-            if self.rank == 0:
-                _logger.info(explanation)
+            explanation, right = set_max_connections(parallel)  # before the device is used
+            if not right:
+                _logger.warning(explanation)
+            elif self.rank == 0:
+                sys.stdout.write(f"{explanation}\n")
             torch.cuda.set_device(self.device)
         address, port = self.get_master_addr_port()
         initialize_distributed(
@@ -97,6 +100,14 @@ class MegatronWorker(Worker):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = _leaving_context(cls.__init__)  # type: ignore[method-assign]
+
+    @classmethod
+    def cuda_variables(cls, capability: tuple[int, int] | None, *args: Any, **kwargs: Any) -> dict[str, str]:
+        """Return CUDA_DEVICE_MAX_CONNECTIONS as the axes among the arguments need it; see ``max_connections``.
+
+        A subclass that chooses its axes itself overrides this.
+        """
+        return connection_variables([*args, *kwargs.values()], capability)
 
     def call_context(self, method: str) -> AbstractContextManager[Any]:
         """Return the context of a call: this worker's Megatron context. To extend it, enter ``super()``'s in yours."""

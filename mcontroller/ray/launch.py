@@ -6,7 +6,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ from mcontroller.ray.values.handles import Stored, StoredValue
 from mcontroller.ray.values.wire import Packed, pack, store
 from mcontroller.ray.warm_start.executable import with_warm_start
 from mcontroller.transport import Arguments
-from mcontroller.worker import ClassWithInitArgs, RankEnvironment
+from mcontroller.worker import ClassWithInitArgs, RankEnvironment, Worker
 
 __all__ = ["launch"]
 
@@ -85,7 +85,7 @@ def launch(
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
         processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        call = _build(processes, pool, lease, packed, left)
+        call = _build(processes, pool, lease, roles.values(), packed, left)
         with _progress(name, len(call.ranks)) as show:
             show(processes, call)
             processes.settle(call)
@@ -180,6 +180,7 @@ def _build(
     processes: GroupProcesses,
     pool: RayResourcePool,
     lease: SlotLease,
+    inits: Iterable[ClassWithInitArgs[Any]],
     packed: Mapping[str, Packed],
     timeout: float | None,
 ) -> SentCall:
@@ -187,7 +188,8 @@ def _build(
     large = sum(each.nbytes for each in packed.values()) > inline_bytes
     classes = Stored(StoredValue(store(packed))) if large else packed
     rendezvous = processes.handles.infos[0].rendezvous
-    identities = _identities(pool, processes.name, lease, processes.handles.infos)
+    cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
+    identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
     arguments = [Arguments((each, rendezvous, classes)) for each in identities]
     return processes.call_processes(next(iter(packed)), "__init__", "build", arguments, timeout)
 
@@ -203,7 +205,19 @@ def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[Proce
     return [replace(info, threads=threads(info, at)) for info, at in zip(infos, lease.bundles, strict=True)]
 
 
-def _identities(pool: RayResourcePool, name: str, lease: SlotLease, infos: Sequence[ProcessInfo]) -> Iterator[Identity]:
+def _cuda_variables(inits: Iterable[ClassWithInitArgs[Any]], infos: Sequence[ProcessInfo]) -> dict[str, str]:
+    """Return the variables that the worker classes of a process ask for; they share its CUDA."""
+    capability = min((info.capability for info in infos if info.capability is not None), default=None)
+    variables: dict[str, str] = {}
+    for init in inits:
+        if issubclass(init.cls, Worker):
+            variables |= init.cls.cuda_variables(capability, *init.args, **init.kwargs)
+    return variables
+
+
+def _identities(
+    pool: RayResourcePool, name: str, lease: SlotLease, infos: Sequence[ProcessInfo], cuda: Mapping[str, str]
+) -> Iterator[Identity]:
     """Yield the identity of every rank, with the variables that torchrun would set and the GPUs that it can see.
 
     LOCAL_RANK is the index of the rank's GPU among those that it can see: those of its group on its node, or only its
@@ -226,7 +240,7 @@ def _identities(pool: RayResourcePool, name: str, lease: SlotLease, infos: Seque
             gpus, device = gpus[local_rank : local_rank + 1], 0
             environment = RankEnvironment(rank, pool.world_size)
         env = {**environment.variables(), **ray_names, **group_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        yield Identity(name, rank, env, device, infos[rank].threads)
+        yield Identity(name, rank, env, device, infos[rank].threads, cuda)
 
 
 _Actor: Any = ray.remote(WorkerProcess)

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ray
@@ -23,7 +23,7 @@ from mcontroller.channel.endpoint import Endpoint, ReceivedCall, Reply
 from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.ports import reserve_port
-from mcontroller.devices import check_torch_without_gpu, device_of_rank
+from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, DataError, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.call_messages import read_call, write_answer
 from mcontroller.ray.node_processes import NodeProcess
@@ -55,6 +55,7 @@ class Identity:
         env: environment variables that torch and the worker read.
         device: index of its GPU among those that the process can see; None in a pool without GPUs.
         threads: threads that it computes with on the CPU; None for those that Ray has set.
+        cuda: environment variables that CUDA reads; those that the process has already stay.
     """
 
     group: str
@@ -62,6 +63,7 @@ class Identity:
     env: Mapping[str, str]
     device: int | None = None
     threads: int | None = None
+    cuda: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class ProcessInfo:
             none.
         cores: number of cores that it may run on.
         threads: threads that it computes with on the CPU; None for those that Ray has set.
+        capability: compute capability of the GPUs of its node; None if it is unknown.
     """
 
     node: str
@@ -92,6 +95,7 @@ class ProcessInfo:
     record: int | None = None
     cores: int = 1
     threads: int | None = None
+    capability: tuple[int, int] | None = None
 
 
 class ProcessPosition(NamedTuple):
@@ -154,6 +158,7 @@ class WorkerProcess:
             None if self._record is None else self._record.descriptor,
             usable_cores(),
             chosen_threads(),
+            compute_capability(),
         )
 
     def get_info(self) -> ProcessInfo:
@@ -220,6 +225,8 @@ class WorkerProcess:
             WorkerError: a worker's constructor raised.
         """
         self._identity, self._running = identity, "__init__"
+        for name, value in identity.cuda.items():
+            os.environ.setdefault(name, value)
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
         if identity.threads is not None:
             set_threads(identity.threads)

@@ -11,7 +11,19 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from tests.fake_cuda.tags import GPUS, Memory, current, device_of, gpu, gpu_count, mark, measure, memory, traffic
+from tests.fake_cuda.tags import (
+    GPUS,
+    Memory,
+    current,
+    device_of,
+    gpu,
+    gpu_count,
+    initialization,
+    mark,
+    measure,
+    memory,
+    traffic,
+)
 
 MEMORY_BYTES = 140 << 30
 
@@ -88,25 +100,39 @@ def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _using(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that initializes CUDA first."""
+
+    def use(*args: Any, **kwargs: Any) -> Any:
+        initialization.use()
+        return answer(*args, **kwargs)
+
+    return use
+
+
+def _current_index() -> int:
+    return current.index
+
+
 def answers() -> dict[str, Any]:
     """Each name of ``torch.cuda`` that is replaced, with what replaces it."""
     stream = Stream()
     seed = torch.default_generator.manual_seed
-    nothing = {"set_stream", "synchronize", "_lazy_init"}
+    nothing = {"set_stream", "synchronize", "_lazy_init", "init"}
     return {
-        **{name: _returns(None) for name in nothing},
+        **{name: _using(_returns(None)) for name in nothing},
         **_memory_answers(),
         "is_available": _returns(True),
-        "is_initialized": _returns(True),
+        "is_initialized": lambda: initialization.pid == os.getpid(),
         "is_bf16_supported": _returns(True),
         "is_current_stream_capturing": _returns(False),
-        "current_device": lambda: current.index,
-        "set_device": lambda device: _exchange(_index(device)) and None,
-        "_exchange_device": _exchange,
-        "_maybe_exchange_device": _exchange,
+        "current_device": _using(_current_index),
+        "set_device": _using(lambda device: _exchange(_index(device)) and None),
+        "_exchange_device": _using(_exchange),
+        "_maybe_exchange_device": _using(_exchange),
         "device_count": gpu_count,
-        "current_stream": _returns(stream),
-        "default_stream": _returns(stream),
+        "current_stream": _using(_returns(stream)),
+        "default_stream": _using(_returns(stream)),
         "stream": lambda chosen: contextlib.nullcontext(chosen),
         "Stream": Stream,
         "ExternalStream": Stream,
@@ -116,9 +142,9 @@ def answers() -> dict[str, Any]:
         "manual_seed": seed,
         "manual_seed_all": seed,
         "default_generators": (torch.default_generator,) * len(GPUS),
-        "get_device_properties": lambda device=None: Properties(_index(device)),
-        "get_device_capability": _returns((Properties.major, Properties.minor)),
-        "get_device_name": _returns(Properties.name),
+        "get_device_properties": _using(lambda device=None: Properties(_index(device))),
+        "get_device_capability": _using(_returns((Properties.major, Properties.minor))),
+        "get_device_name": _using(_returns(Properties.name)),
         "set_sync_debug_mode": traffic.set_sync_debug_mode,
         "_lazy_call": lambda call, **kwargs: call(),
     }
@@ -160,7 +186,7 @@ def _memory_answers() -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: _memory_of(device).peak_reserved,
         "reset_peak_memory_stats": lambda device=None: _memory_of(device).reset_peak(),
         "empty_cache": _empty_all,
-        "mem_get_info": lambda device=None: (_free(_memory_of(device)), MEMORY_BYTES),
+        "mem_get_info": _using(lambda device=None: (_free(_memory_of(device)), MEMORY_BYTES)),
         "memory_stats": lambda device=None: _statistics(_memory_of(device)),
     }
 

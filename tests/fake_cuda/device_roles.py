@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from tests.fake_cuda import ipc
+from tests.fake_cuda.tags import initialization
 from tests.workers.weights.transfer.roles import Policy
 from workers.config import ParallelConfig
 from workers.megatron_worker import MegatronWorker
@@ -52,3 +53,15 @@ class OnGpu(Policy):
     def gpu_memory(self) -> tuple[int, int]:
         """Return the bytes that are allocated, and how many users have memory that this process exports."""
         return torch.cuda.memory_allocated(), len(ipc.exported)
+
+
+class Sharded(MegatronWorker):
+    """A worker whose axes are an argument, which reports a variable of its process."""
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        super().__init__(parallel, timeout_s=30)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connections(self) -> str | None:
+        """Return CUDA_DEVICE_MAX_CONNECTIONS as it was when CUDA was first used."""
+        return initialization.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")

@@ -22,7 +22,7 @@ import pytest
 
 from tests.fake_cuda import cuda_api, ipc, modes, nccl
 from tests.fake_cuda.not_on_a_gpu import reason_to_fail, runs_only_with_all
-from tests.fake_cuda.tags import memory
+from tests.fake_cuda.tags import initialization, memory
 
 
 def enable() -> None:
@@ -61,7 +61,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test of the workers that uses a GPU in this process: CUDA does not survive the fork of ranks."""
+    """Fail a test of the workers that uses a GPU in this process: CUDA does not survive the fork of ranks.
+
+    Other tests may use it; the ranks of the next test are forked as from a process that has not.
+    """
+    initialization.forget()
     before = _changes()
     result = yield
     if item.nodeid.startswith("tests/workers/") and _changes() != before:

@@ -29,6 +29,36 @@ class _Current(threading.local):
 current = _Current()
 
 
+class _Initialization:
+    """Whether a process has used CUDA, which reads environment variables at the first use and does not survive a fork.
+
+    Attributes:
+        pid: the process that has; None for none.
+        variables: its environment then.
+    """
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        self.variables: dict[str, str] = {}
+
+    def use(self) -> None:
+        """Initialize CUDA at the first use; raise torch's error in a process that was forked after it."""
+        if self.pid is None:
+            self.pid, self.variables = os.getpid(), dict(os.environ)
+        elif self.pid != os.getpid():
+            raise RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+                "'spawn' start method"
+            )
+
+    def forget(self) -> None:
+        """Begin as a process that has not used CUDA."""
+        self.pid = None
+
+
+initialization = _Initialization()
+
+
 def gpu_count() -> int:
     """Return how many GPUs the process can see: of MIG devices one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -88,6 +118,7 @@ class _Block:
     __slots__ = ("device", "memory", "size")
 
     def __init__(self, device: torch.device, size: int) -> None:
+        initialization.use()
         self.device, self.memory, self.size = device, memory[device], size
         self.memory.add(size)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fake_cuda.tags import traffic
+from tests.fake_cuda.tags import initialization, traffic
 from tests.forking import RankFailure, run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -114,3 +115,23 @@ def test_collectives_of_the_device_compute() -> None:
 def test_what_nccl_rejects_is_rejected(case: str, error: str) -> None:
     with pytest.raises(RankFailure, match=error):
         run_ranks(_reduce, 2, case)
+
+
+def first_use() -> tuple[bool, bool, str]:
+    initialization.forget()  # joining torch.distributed has used it
+    before = torch.cuda.is_initialized()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    torch.ones(1, device="cuda")
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    torch.cuda.set_device(0)
+    return before, torch.cuda.is_initialized(), initialization.variables["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+
+def test_variables_are_read_at_the_first_use() -> None:
+    assert run_ranks(first_use, 1) == [(False, True, "1")]
+
+
+def test_a_child_that_is_forked_after_the_first_use_cannot_use_it() -> None:
+    torch.ones(1, device="cuda")
+    with pytest.raises(RankFailure, match="Cannot re-initialize CUDA in forked subprocess"):
+        run_ranks(torch.cuda.current_device, 1)

@@ -11,7 +11,8 @@ import pytest
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.ray.worker_group import RayWorkerGroup
-from tests.fake_cuda.device_roles import Ported
+from tests.fake_cuda.device_roles import Ported, Sharded
+from workers.config import ParallelConfig
 
 HERE = Path(__file__).parent
 PRETEND = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}{os.pathsep}{HERE.parents[1]}"}}}
@@ -41,3 +42,13 @@ def test_the_gpu_of_a_rank_is_current_before_its_worker_is_constructed(ray_clust
             }
         )
         assert own == f"cuda:{index}"
+
+
+@pytest.mark.parametrize("own", [None, "8"])
+def test_connections_are_set_before_a_process_first_uses_cuda(ray_cluster: None, own: str | None) -> None:
+    """The environment's own value stays."""
+    variables = PRETEND["runtime_env"]["env_vars"] | ({} if own is None else {"CUDA_DEVICE_MAX_CONNECTIONS": own})
+    init = RayClassWithInitArgs(Sharded, ParallelConfig(tp=2))
+    init.update_options({"runtime_env": {"env_vars": variables}})
+    with RayResourcePool([2]) as pool, RayWorkerGroup(pool, init) as group:
+        assert group.connections() == [own or "1"] * 2

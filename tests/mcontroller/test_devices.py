@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mcontroller import devices
-from mcontroller.devices import check_torch_without_gpu, device_of_rank
+from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import ResourceError
 from mcontroller.ray.process import choose_device
 from mcontroller.ray.reservation import by_name, gpus_of_bundles
@@ -116,3 +118,31 @@ def test_bundles_without_a_gpu_of_their_own_are_rejected(assigned: list[list[str
 
 def test_every_bundle_has_its_gpu() -> None:
     assert gpus_of_bundles([["GPU-b"], ["GPU-a"]]) == ["GPU-b", "GPU-a"]
+
+
+class Nvml:
+    """The driver's library on a machine whose GPUs have these compute capabilities."""
+
+    def __init__(self, *found: tuple[int, int]) -> None:
+        self.found = found
+        self.nvmlInit_v2 = self.nvmlShutdown = lambda: 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self.found)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> int:
+        device._obj.value = index.value + 1
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, device: Any, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = self.found[device.value - 1]
+        return 0
+
+
+@pytest.mark.parametrize(("found", "least"), [([], None), ([(10, 0)], (10, 0)), ([(9, 0), (8, 6)], (8, 6))])
+def test_the_least_compute_capability_is_read_without_cuda(
+    found: list[tuple[int, int]], least: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(*found))
+    assert compute_capability() == least

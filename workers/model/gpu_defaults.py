@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 
+from mcontroller.devices import compute_capability
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 
-__all__ = ["GpuDefault", "chosen_implementation", "gpu_defaults", "max_connections", "set_max_connections"]
+__all__ = [
+    "GpuDefault",
+    "chosen_implementation",
+    "connection_variables",
+    "gpu_defaults",
+    "max_connections",
+    "set_max_connections",
+]
 
+_WRAPPERS = (
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.extensions.transformer_engine_spec_provider",
+)
+"""What Megatron imports to use Transformer Engine; if that fails, its layer specifications do without."""
 _APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -43,9 +59,11 @@ def chosen_implementation(transformer_impl: str) -> str:
         transformer_impl: one of these, or ``"auto"``: Transformer Engine if it is installed and there is a GPU.
 
     Raises:
-        ConfigError: Transformer Engine is requested and cannot run.
+        ConfigError: Transformer Engine is requested and cannot run, or it is installed and Megatron cannot use it.
     """
     runs_here = torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
+    if transformer_impl != "local" and torch.cuda.is_available() and not runs_here:
+        _check_wrapper(transformer_impl)
     if transformer_impl == "transformer_engine" and not runs_here:
         missing = "package transformer_engine" if torch.cuda.is_available() else "GPU"
         raise ConfigError(
@@ -54,6 +72,25 @@ def chosen_implementation(transformer_impl: str) -> str:
             value=transformer_impl,
         )
     return "transformer_engine" if transformer_impl != "local" and runs_here else "local"
+
+
+def _check_wrapper(transformer_impl: str) -> None:
+    """Raise ConfigError if Transformer Engine is installed: Megatron has found that it cannot use it."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    cause = "Megatron does not say why"
+    for module in _WRAPPERS:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            cause = f"{module} cannot be imported: {error}"
+            break
+    raise ConfigError(
+        f"Transformer Engine is installed, and megatron-core cannot use it: {cause}. Install versions that fit each "
+        "other, or set model.transformer_impl=local for layers without it",
+        key="model.transformer_impl",
+        value=transformer_impl,
+    )
 
 
 def gpu_defaults(model: ModelConfig) -> list[GpuDefault]:
@@ -118,7 +155,7 @@ def _gradient_accumulation(with_engine: bool) -> GpuDefault:
     return GpuDefault(name, False, "it needs Transformer Engine, and layers are local")
 
 
-def max_connections(parallel: ParallelConfig, capability: tuple[int, int]) -> tuple[str | None, str]:
+def max_connections(parallel: ParallelConfig, capability: tuple[int, int] | None) -> tuple[str | None, str]:
     """Return the value that CUDA_DEVICE_MAX_CONNECTIONS should have, None for CUDA's own, and the reason.
 
     Megatron's layers start a collective and then a product, and rely on one hardware queue to start them in this order:
@@ -126,17 +163,31 @@ def max_connections(parallel: ParallelConfig, capability: tuple[int, int]) -> tu
 
     Args:
         parallel: the axes.
-        capability: compute capability of the GPU.
+        capability: compute capability of the GPU; None if it is unknown.
     """
     if parallel.tp == 1 and parallel.cp == 1:
         return None, "tp and cp are 1, so no layer overlaps a collective with a product"
-    if capability >= (10, 0):
+    if capability is not None and capability >= (10, 0):
         return None, f"compute capability {capability[0]}.{capability[1]} keeps the order of kernels without it"
     return "1", f"with tp={parallel.tp} and cp={parallel.cp}, collectives start before the products they overlap with"
 
 
-def set_max_connections(parallel: ParallelConfig) -> str:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS as ``max_connections`` returns it, and return a line that explains it.
+def connection_variables(arguments: Iterable[Any], capability: tuple[int, int] | None) -> dict[str, str]:
+    """Return CUDA_DEVICE_MAX_CONNECTIONS with its value, or nothing, for a worker with these arguments.
+
+    Args:
+        arguments: those of its constructor: of them, the axes, and configurations that have the axes.
+        capability: compute capability of the GPUs; None if it is unknown.
+    """
+    for each in arguments:
+        parallel = each if isinstance(each, ParallelConfig) else getattr(each, "parallel", None)
+        if isinstance(parallel, ParallelConfig) and (value := max_connections(parallel, capability)[0]) is not None:
+            return {_CONNECTIONS: value}
+    return {}
+
+
+def set_max_connections(parallel: ParallelConfig) -> tuple[str, bool]:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS if CUDA has not been used; return its explanation, and whether it is right.
 
     The environment's own value stays. The driver reads the variable when the CUDA context of the process is created, so
     this comes before the first use of the device.
@@ -144,16 +195,14 @@ def set_max_connections(parallel: ParallelConfig) -> str:
     Args:
         parallel: the axes.
     """
-    if _CONNECTIONS in os.environ:
-        return f"{_CONNECTIONS}={os.environ[_CONNECTIONS]}: set in the environment"
-    used = torch.cuda.is_initialized()
-    value, reason = max_connections(parallel, torch.cuda.get_device_capability())
-    if value is None:
-        return f"{_CONNECTIONS} is not set: {reason}"
-    if used:
-        return (
-            f"{_CONNECTIONS} is not set, though {reason}: this process has used CUDA already; set it in the "
-            "environment of the worker processes"
-        )
-    os.environ[_CONNECTIONS] = value
-    return f"{_CONNECTIONS}={value}: {reason}"
+    value, reason = max_connections(parallel, compute_capability())
+    if value is not None and not torch.cuda.is_initialized():
+        os.environ.setdefault(_CONNECTIONS, value)
+    found = os.environ.get(_CONNECTIONS)
+    if found is None:
+        text = f"{_CONNECTIONS} is not set" + (f": {reason}" if value is None else f", and should be {value}: {reason}")
+        advice = "; this process has used CUDA already: set it in the environment of the worker processes (runtime_env)"
+        return text + ("" if value is None else advice), value is None
+    if value in (None, found):
+        return f"{_CONNECTIONS}={found}: {reason if value else 'set in the environment'}", True
+    return f"{_CONNECTIONS}={found} is set in the environment, and should be {value}: {reason}; unset it", False

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 
+from mcontroller.errors import ConfigError
 from tests.training import SMALL_GPT
 from workers.config import ParallelConfig
-from workers.model.gpu_defaults import gpu_defaults, max_connections, set_max_connections
+from workers.megatron_worker import MegatronWorker
+from workers.model.gpu_defaults import chosen_implementation, gpu_defaults, max_connections, set_max_connections
 
 FUSIONS = {"apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"}
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -72,29 +77,53 @@ def test_every_default_is_printed_with_its_field_and_reason(with_engine: bool) -
         ({}, HOPPER, None),
         ({"pp": 4}, HOPPER, None),
         ({"tp": 2}, HOPPER, "1"),
+        ({"tp": 2}, None, "1"),
         ({"cp": 2}, (8, 0), "1"),
         ({"tp": 8, "sequence_parallel": True}, BLACKWELL, None),
     ],
 )
 def test_one_connection_where_layers_overlap_collectives(
-    axes: dict[str, Any], capability: tuple[int, int], expected: str | None
+    axes: dict[str, Any], capability: tuple[int, int] | None, expected: str | None
 ) -> None:
     assert max_connections(ParallelConfig(**axes), capability)[0] == expected
 
 
 @pytest.mark.parametrize(
-    ("own", "used", "expected", "message"),
+    ("own", "used", "expected", "message", "right"),
     [
-        (None, False, "1", "CUDA_DEVICE_MAX_CONNECTIONS=1: with tp=2"),
-        ("8", False, "8", "CUDA_DEVICE_MAX_CONNECTIONS=8: set in the environment"),
-        (None, True, None, "this process has used CUDA already"),
+        (None, False, "1", "CUDA_DEVICE_MAX_CONNECTIONS=1: with tp=2", True),
+        ("1", True, "1", "CUDA_DEVICE_MAX_CONNECTIONS=1: with tp=2", True),
+        ("8", False, "8", "CUDA_DEVICE_MAX_CONNECTIONS=8 is set in the environment, and should be 1", False),
+        (None, True, None, "this process has used CUDA already", False),
     ],
 )
 def test_the_variable_is_set_before_the_device_is_used(
-    monkeypatch: pytest.MonkeyPatch, own: str | None, used: bool, expected: str | None, message: str
+    monkeypatch: pytest.MonkeyPatch, own: str | None, used: bool, expected: str | None, message: str, right: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(os, "environ", {} if own is None else {"CUDA_DEVICE_MAX_CONNECTIONS": own})
-    assert message in set_max_connections(ParallelConfig(tp=2))
+    text, found = set_max_connections(ParallelConfig(tp=2))
+    assert message in text and found == right
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+def test_a_worker_class_asks_for_connections_by_the_axes_of_its_arguments() -> None:
+    sharded, whole = SimpleNamespace(parallel=ParallelConfig(tp=2)), SimpleNamespace(parallel=ParallelConfig())
+    asked = MegatronWorker.cuda_variables
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert asked(HOPPER, config=sharded) == asked(None, ParallelConfig(cp=2)) == one
+    assert asked(HOPPER, config=whole) == asked(BLACKWELL, config=sharded) == asked(HOPPER) == {}
+
+
+def test_an_engine_that_megatron_cannot_use_is_an_error_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", False)
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", None)
+    with pytest.raises(ConfigError, match=r"megatron-core cannot use it: .*extensions.transformer_engine.* halted"):
+        chosen_implementation("auto")
+    assert chosen_implementation("local") == "local"
