@@ -8,6 +8,7 @@ from mcontroller.doctor.facts import NodeFacts
 from mcontroller.doctor.findings import Finding, Verdict
 
 __all__ = [
+    "check_allocator",
     "check_gpus",
     "check_installed",
     "check_interfaces",
@@ -34,6 +35,7 @@ def check_node(node: NodeFacts, ranks: int | None) -> Iterator[Finding]:
     yield from check_limits(node)
     yield from check_threads(node, ranks if ranks is not None else max(1, node.ray_gpus or node.torch_gpus))
     yield from check_interfaces(node)
+    yield from check_allocator(node)
     yield from check_paths(node)
 
 
@@ -177,6 +179,18 @@ def check_interfaces(node: NodeFacts) -> Iterator[Finding]:
         elif all(each == "lo" for each in chosen) and not node.address.startswith("127."):
             verdict, advice = Verdict.WARNING, "the loopback reaches no other node: set it to the node's interface"
         yield Finding("interfaces", node.address, verdict, found, advice)
+
+
+def check_allocator(node: NodeFacts) -> Iterator[Finding]:
+    """Yield a finding if torch's allocator keeps memory that other processes cannot map, nor an engine free."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = node.variables.get(variable, "")
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            advice = (
+                "leave expandable_segments out: neither CUDA IPC, which carries weights between groups on the same "
+                "GPUs, nor the sleep of vLLM's engines works with it"
+            )
+            yield Finding("allocator", node.address, Verdict.WARNING, f"{variable}={value}", advice)
 
 
 def check_paths(node: NodeFacts) -> Iterator[Finding]:

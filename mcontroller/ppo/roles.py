@@ -12,9 +12,9 @@ from mcontroller.ppo.ahead.checks import check_ahead
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import STAGE_COLUMNS
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
-from mcontroller.ppo.rollout_weights import check_transfer
+from mcontroller.ppo.rollout_weights import check_colocated, check_transfer
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
-from mcontroller.ray.resource_pool import Role
+from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 
 __all__ = [
     "CONFIG_KEYS",
@@ -91,13 +91,15 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWor
     return groups
 
 
-def check_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
-    """Raise ConfigError if the roles do not fit the configuration."""
+def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourcePoolManager | None = None) -> None:
+    """Raise ConfigError if the roles do not fit the configuration, or their pools."""
     actors = [role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in mapping]
     if len(actors) != 1 or (Role.Actor in mapping) != (Role.Rollout in mapping):
         raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout, or Role.Actor and Role.Rollout")
     if Role.Rollout in mapping:
         check_transfer(config, mapping[Role.Actor], mapping[Role.Rollout])
+        if pools is not None:
+            check_colocated(pools, Role.Actor, Role.Rollout)
     check_ahead(config, mapping)
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:

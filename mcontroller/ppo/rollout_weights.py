@@ -9,8 +9,9 @@ from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig, TrainerConfig
 from mcontroller.ppo.stages.stages import Stages
+from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 
-__all__ = ["RolloutWeights", "check_transfer"]
+__all__ = ["RolloutWeights", "check_colocated", "check_transfer"]
 
 
 class SentReport(Protocol):
@@ -132,3 +133,23 @@ def check_transfer(config: PPOConfig, actor: Any, rollout: Any) -> None:
         )
     if config.rollout is not None:
         actor.check_transfer(config.actor_rollout_ref, config.rollout, config.trainer.weight_transport)
+
+
+def check_colocated(pools: ResourcePoolManager, actor: Role, rollout: Role) -> None:
+    """Raise ConfigError if actor and rollout share GPUs of several nodes, between which no transport carries weights.
+
+    Args:
+        pools: the pools of the run.
+        actor: the role that weights come from.
+        rollout: the role that weights go to.
+    """
+    pool = pools.mapping.get(rollout)
+    nodes = len(pools.resource_pool_spec.get(pool or "", ()))
+    if pools.use_gpu and nodes > 1 and pool == pools.mapping.get(actor):
+        raise ConfigError(
+            f"{actor} and {rollout} share the GPUs of pool {pool!r} on {nodes} nodes, and weights travel between "
+            f"groups that share GPUs within one node only: give {rollout} a pool of its own (pools.rollout), let the "
+            "processes of the actor generate (Role.ActorRollout; in a file, no section rollout), or use one node",
+            key="role_worker_mapping",
+            value=pool,
+        )

@@ -135,7 +135,7 @@ class RayPPOTrainer:
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
     ) -> None:
-        check_roles(config, role_worker_mapping)
+        check_roles(config, role_worker_mapping, resource_pool_manager)
         check_reference_sync(config, role_worker_mapping)
         check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn is not None)
         if train_dataset is None:

@@ -116,8 +116,11 @@ class ActorConfig:
     """
     log_prob_chunk_tokens: int = 4096
     """[tokens] Tokens whose logits exist at the same time."""
-    timeout_s: float = 600.0
-    """[seconds] Timeout of the rendezvous and of collectives."""
+    timeout_s: float = 7200.0
+    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
+
+    Ranks wait in a collective while others of their group generate, start an engine or read files.
+    """
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
 
@@ -148,6 +151,14 @@ class ActorConfig:
             check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
         _check_router_replay(self)
+        starting = self.rollout.vllm.start_timeout_s
+        if self.rollout.engine == "vllm" and self.timeout_s <= starting:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s:g} s, and rollout.vllm.start_timeout_s {starting:g} s: other ranks wait "
+                "in a collective while an engine starts; set a longer timeout_s",
+                key="timeout_s",
+                value=self.timeout_s,
+            )
 
     def clip_limits(self) -> tuple[float, float]:
         """Return the clip range below and above 1 in force: that of the configuration, or else of the policy loss."""
@@ -213,8 +224,11 @@ class CriticConfig:
     """Seed of the mini-batches."""
     cliprange_value: float | None = 0.5
     """Clip range of a value around its old value in the loss. None: no clipping."""
-    timeout_s: float = 600.0
-    """[seconds] Timeout of the rendezvous and of collectives."""
+    timeout_s: float = 7200.0
+    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
+
+    Ranks wait in a collective while others of their group generate, start an engine or read files.
+    """
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
 
@@ -246,8 +260,11 @@ class RewardConfig:
     """[tokens] Limit of a pass, in place of rows: rows x longest row (packed: sum of lengths). 0: no limit."""
     packed: bool = False
     """Concatenate the rows of a pass into one sequence without padding."""
-    timeout_s: float = 600.0
-    """[seconds] Timeout of the rendezvous and of collectives."""
+    timeout_s: float = 7200.0
+    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
+
+    Ranks wait in a collective while others of their group generate, start an engine or read files.
+    """
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)

@@ -114,7 +114,7 @@ def make_parts(config: RunConfig) -> RunParts:
         attempt(partial(check_layout, placed))
     roles = roles_of(config)
     problems.errors += pool_problems(config, roles)
-    attempt(lambda: check_roles(config, roles))
+    attempt(lambda: check_roles(config, roles, pools_of(config, roles)))
     attempt(lambda: role_workers(config, roles))
     has_rollout_fn = config.multi_turn.environment is not None
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), has_rollout_fn))

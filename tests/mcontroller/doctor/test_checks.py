@@ -122,6 +122,12 @@ WRONG: dict[str, tuple[Check, NodeFacts, Verdict, str]] = {
         FAILURE,
         "GLOO_SOCKET_IFNAME=ib",
     ),
+    "segments that cannot be exported": (
+        checks.check_allocator,
+        node(variables={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}),
+        WARNING,
+        "expandable_segments: True",
+    ),
     "the loopback": (checks.check_interfaces, node(variables={"NCCL_SOCKET_IFNAME": "lo"}), WARNING, "=lo"),
     "a path that is read-only": (
         checks.check_paths,

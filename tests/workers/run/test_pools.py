@@ -198,3 +198,14 @@ def test_memory_and_communication_are_those_of_the_ranks_of_the_roles_own_pool(
     assert cache("[1]") == pytest.approx(2 * cache("[2]"), rel=0.01)  # of half of the rows
     assert main(["communication", str(config_file), *ROLLOUT]) == 0
     assert capsys.readouterr().out.startswith("4 ranks, tp 4")
+
+
+def test_groups_that_share_gpus_of_several_nodes_are_rejected(config_file: Path) -> None:  # noqa: F811
+    colocated = ["rollout={}", "pool.use_gpu=true"]
+    (problem,) = problems(config_file, *colocated)
+    assert problem.startswith(
+        "Role.Actor and Role.Rollout share the GPUs of pool 'pool' on 2 nodes, and weights travel between groups that "
+        "share GPUs within one node only: give Role.Rollout a pool of its own (pools.rollout), "
+    )
+    for fits in (["pool.process_on_nodes=[4]"], [*ROLLOUT, "rollout.parallel.tp=2"], ["pool.use_gpu=false"]):
+        make_parts(read(config_file, *colocated, *fits))
