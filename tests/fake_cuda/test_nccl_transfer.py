@@ -21,11 +21,11 @@ NBYTES = 64
 MOVE = Move("uint8", 0, NBYTES, NBYTES, 0, 0, 0, 1, 0, 0)
 
 
-def end(timeout: float) -> tuple[Any, dict[int, Any]]:
-    """Return this rank's end, of a transfer of one bucket from rank 0 to rank 1, and the addresses."""
+def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
+    """Return this rank's end, of a transfer of equal buckets from rank 0 to rank 1, and the addresses."""
     rank = dist.get_rank()
-    buckets = ((Parcel(1 - rank, 0, NBYTES, (MOVE,)),),)
-    traffic = RankTraffic("one", rank, 2, "127.0.0.1", buckets, torch.device("cuda", rank), timeout)
+    planned = ((Parcel(1 - rank, 0, NBYTES, (MOVE,)),),) * buckets
+    traffic = RankTraffic("one", rank, 2, "127.0.0.1", planned, torch.device("cuda", rank), timeout)
     mine = (TRANSPORT.sender if rank == 0 else TRANSPORT.receiver)(traffic)
     addresses = [mine.listen()]
     dist.broadcast_object_list(addresses, src=0)
@@ -72,27 +72,30 @@ def test_a_transfer_that_times_out_does_not_end_the_process_that_sends() -> None
     assert "operation timeout" in run_ranks(unreceived, 2, timeout_s=40)[0]
 
 
-def slow() -> bool:
-    """Rank 0 waits for a message after more than half of its deadline; rank 1 receives it then."""
-    mine, addresses = end(30)
+def slow() -> list[int]:
+    """Rank 1 posts two receives, and waits for the second 20 s after it was posted, with a deadline of 10 s."""
+    mine, addresses = end(30, buckets=2)
     mine.connect(addresses, Deadline(30))
+    arrived = []
     if dist.get_rank() == 0:
-        deadline = Deadline(2.0)
-        mine.send(0, deadline)
-        while deadline.left(1) > 0.9:
-            pass
-        dist.send(torch.zeros(1, device="cuda"), 1)
-        mine.flush(deadline)
+        for index in range(2):
+            if index == 1:
+                dist.recv(torch.zeros(1, device="cuda"), 1)
+            mine.buffer(index, Deadline(30)).fill_(index + 1)
+            mine.send(index, Deadline(30))
     else:
-        dist.recv(torch.zeros(1, device="cuda"), 0)
-        list(mine.receive(0, Deadline(30)))
+        arrived += [data[0].item() for _, data in mine.receive(0, Deadline(30))]
+        for work in mine._group._works:
+            work.started -= 20
+        dist.send(torch.zeros(1, device="cuda"), 0)
+        arrived += [data[0].item() for _, data in mine.receive(1, Deadline(10))]
     dist.barrier()
     mine.close()
-    return True
+    return arrived
 
 
 def test_a_wait_lasts_until_its_deadline() -> None:
-    assert run_ranks(slow, 2, timeout_s=40) == [True, True]
+    assert run_ranks(slow, 2, timeout_s=40) == [[], [1, 2]]
 
 
 def absent() -> tuple[int, str]:
