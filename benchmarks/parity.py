@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import workers
 from parallel_state import simulated
 from tests import forking
-from tests.workers.parity import IN_BFLOAT16, LAYOUTS, OF_MANY_RANKS, QUANTITIES, ROWS, STEPS, TOLERANCES, differences
+from tests.workers.parity import IN_BFLOAT16, LAYOUTS, OF_MANY_RANKS, QUANTITIES, TOLERANCES, differences
+from workers.gpucheck.cases import ROWS, STEPS
 
 HEAD = """# Parity of the layouts with one process
 

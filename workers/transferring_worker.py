@@ -200,7 +200,7 @@ class TransferringWorker(TrainedWorker):
 
 def _node() -> tuple[str, str]:
     """Return the id of this node, and its address for other nodes."""
-    ray = sys.modules.get("ray")  # not imported here: the smallest part of gpucheck runs without it
+    ray = sys.modules.get("ray")  # not imported here: parts a to c of gpucheck run without it
     if ray is None or not ray.is_initialized():
         return socket.gethostname(), "127.0.0.1"
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

@@ -85,7 +85,7 @@ class NodeAgent:
 
     def gpucheck(self, timeout_s: float) -> tuple[int, str]:
         """Run the smallest part of gpucheck in a new process, and return its exit status and what it printed."""
-        command = [sys.executable, "-m", "mcontroller", "gpucheck", "--smallest"]
+        command = [sys.executable, "-m", "mcontroller", "gpucheck", "--part", "a", "--scale", "tiny"]
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         if "CUDA_VISIBLE_DEVICES" in self.variables:
             environment["CUDA_VISIBLE_DEVICES"] = self.variables["CUDA_VISIBLE_DEVICES"]

@@ -108,7 +108,7 @@ def check_shared_directory(path: str, seen: Mapping[str, bool]) -> Finding:
 
 
 def check_gpucheck(address: str, status: int, output: str) -> Finding:
-    """Judge a run of ``gpucheck --smallest`` on a node.
+    """Judge a run of ``gpucheck --part a --scale tiny`` on a node.
 
     Args:
         address: of the node.
@@ -119,6 +119,6 @@ def check_gpucheck(address: str, status: int, output: str) -> Finding:
     if status == 0:
         summary = next((line for line in lines if " rows: " in line), lines[-1])
         return Finding("gpucheck", address, Verdict.OK, summary)
-    failed = next((line for line in lines if " FAILED" in line and " rows: " not in line), lines[-1])
+    failed = next((line for line in lines if line.split()[1:2] == ["failed"]), lines[-1])
     advice = "run python -m mcontroller gpucheck on the node; docs/gpu.md explains its rows"
     return Finding("gpucheck", address, Verdict.FAILURE, f"status {status}: {' '.join(failed.split())}", advice)

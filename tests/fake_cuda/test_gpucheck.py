@@ -7,41 +7,100 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])])
-    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
-    return subprocess.run([sys.executable, "-W", "ignore", *command], env=variables, capture_output=True, text=True)
-
-
-@pytest.mark.timeout(400)
-def test_all_rows_of_gpucheck_are_ok_on_pretended_gpus(tmp_path: Path) -> None:
-    written = tmp_path / "rows.json"
-    done = run("-m", "workers.gpucheck", "--small", "--json", str(written))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["name"]: row for row in json.loads(written.read_text())["rows"]}
-    assert "machine: cuda:1 pretended CUDA device" in rows
-    assert rows["placement: experts bfloat16"]["reference"] == "all on cuda, bfloat16"
-    assert rows["transfer: changed weights"]["reference"] == "all, by cuda_ipc"
-    assert {row["result"] for row in rows.values()} == {"ok", "info"}  # nothing is skipped: there are two GPUs, and Ray
-    assert {name.partition(":")[0] for name in rows} >= {"offload", "synchronisations", "transfer", "layouts", "ray"}
-
-
-UNPLACED = """
+PRETEND = """
+import os, sys
+from importlib.machinery import PathFinder
+NAMES = {blocked}
+find = PathFinder.find_spec
+def found(name, path=None, target=None):
+    return None if name.partition(".")[0] in NAMES else find(name, path, target)
+PathFinder.find_spec = staticmethod(found)
+OF_RAY = "/dashboard/", "monitor", "runtime_env"  # processes that compute nothing
+if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not any(part in word for word in sys.orig_argv for part in OF_RAY):
+    import tests.fake_cuda.plugin
+"""
+ONLY_TORCH_AND_MEGATRON = {"ray", "tensordict", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}
+FAULT = """
 import runpy, sys
-import workers.model.build
-workers.model.build.place_chunks = lambda chunks, device: None
-sys.argv = ["gpucheck", "--only", "placement"]
+from workers.actor import ActorRolloutRefWorker
+forward_step = ActorRolloutRefWorker.forward_step
+ActorRolloutRefWorker.forward_step = lambda *args: forward_step(*args) * 1.01
+sys.argv = ["gpucheck", *sys.argv[1:]]
 runpy.run_module("workers.gpucheck", run_name="__main__")
 """
 
 
-def test_a_parameter_left_on_the_cpu_fails_the_run() -> None:
-    done = run("-c", UNPLACED, "gpucheck")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAILED" in done.stdout and "cpu" in done.stdout
+def start(folder: Path, *command: str, gpus: str = "0", blocked: set[str] | None = None) -> subprocess.Popen[str]:
+    """Start Python with the pretended device, without the packages that are blocked."""
+    (folder / "sitecustomize.py").write_text(PRETEND.format(blocked=blocked or set()))
+    path = os.pathsep.join([str(folder), str(HERE.parents[1])])
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", *command],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rows_of(process: subprocess.Popen[str], status: int) -> dict[str, dict[str, Any]]:
+    """Wait for the end, and return the rows by name."""
+    out, err = process.communicate()
+    assert process.returncode == status, out + err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert f"{len(rows)} rows: " in err.splitlines()[-1]
+    return {row["name"]: row for row in rows}
+
+
+PARTS = ["-m", "workers.gpucheck", "--scale", "tiny", "--part"]
+
+
+@pytest.mark.timeout(300)
+def test_parts_a_to_c_need_only_torch_and_megatron_core(tmp_path: Path) -> None:
+    options = [*PARTS, "a", "--part", "b", "--part", "c", "--folder", str(tmp_path)]
+    rows = rows_of(start(tmp_path, *options, blocked=ONLY_TORCH_AND_MEGATRON), 0)
+    assert {row["result"] for row in rows.values()} == {"passed"}
+    assert {row["part"] for row in rows.values()} == {"a", "b", "c"}
+    for name in (
+        "scores dense float32",
+        "checkpoint dense bfloat16, to the CPU",
+        "peak of an update",
+        "step after a load",
+    ):
+        assert name in rows
+    assert rows["scores after reload"]["figures"] == {"value": 0.0}
+    assert rows["waits of a token, unequal prompts"]["figures"]["value"] < 2
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.timeout(300)
+def test_groups_on_pretended_gpus_pass_every_row(tmp_path: Path) -> None:
+    rows = rows_of(start(tmp_path, *PARTS, "d", gpus="0,1"), 0)
+    assert {name: row["reason"] for name, row in rows.items() if row["result"] == "skipped"} == {
+        "vllm": "vllm is not installed",
+        "processes left in nvidia-smi": "nvidia-smi is not installed",
+    }
+    assert rows["updated weights"]["figures"]["transport"] == "cuda_ipc"
+    assert rows["variables"]["figures"]["connections"] == "1"
+    for name in ("receiver killed", "NCCL to a stopped peer"):
+        assert "rollout rank 0" in rows[name]["figures"]["error"]
+
+
+def test_a_fault_in_the_product_fails_its_rows_and_the_run(tmp_path: Path) -> None:
+    rows = rows_of(start(tmp_path, "-c", FAULT, *PARTS[2:], "a"), 1)
+    assert rows["scores dense float32"]["result"] == "failed" and rows["versions"]["result"] == "passed"
+
+
+def test_a_killed_run_keeps_the_rows_that_it_has(tmp_path: Path) -> None:
+    process = start(tmp_path, *PARTS, "a")
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    assert (first["name"], first["result"]) == ("versions", "passed")

@@ -8,128 +8,77 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from tests.ranks import run_ranks
-from tests.workers.roles import VOCAB, actor, critic, experience, own_shard, weights
+from tests.workers.roles import actor, critic, experience, own_shard, weights
+from workers.gpucheck.cases import DECISIVE, EXPERTS, ONE_PROCESS, ROWS, STEPS, Case
 from workers.weights.shards import named_shards
 
-ROWS, STEPS, EXPERTS = 16, 3, 4
 QUANTITIES = ("log-probs", "values", "loss", "gradient norm", "weights")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
-_MODEL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "init_method_std": 0.05,
-}
-_MODELS: dict[str, dict[str, Any]] = {
-    "dense": _MODEL,
-    "tied embeddings": _MODEL | {"tie_embeddings": True},
-    "learned positions": _MODEL | {"position_embedding_type": "learned_absolute"},
-    "experts": _MODEL
-    | {
-        "num_moe_experts": EXPERTS,
-        "moe_ffn_hidden_size": 32,
-        "transformer": {"moe_router_load_balancing_type": "none"},
-    },
-}
-_OPTIM = {"lr": 1e-3, "eps": 1e-4, "warmup_steps": 0}
-_MODELS["router losses by row"] = _MODELS["experts"] | {
-    "transformer": {
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": 0.2,
-        "moe_z_loss_coeff": 0.01,
-    }
-}
-_MODELS["router losses"] = _MODELS["experts"] | {
-    "transformer": {
-        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-        "moe_aux_loss_coeff": [0.1, 0.1],
-        "moe_z_loss_coeff": 0.01,
-    }
-}
-# The sizes of "experts", with the embedding and the routers of ``_make_routers_decisive``.
-DECISIVE = "decisive routers"
-_MODELS[DECISIVE] = _MODELS["experts"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One row of the matrix: the axes over ``ranks`` ranks, the model, and further settings."""
-
-    ranks: int
-    parallel: dict[str, Any]
-    model: str = "dense"
-    optim: dict[str, Any] = field(default_factory=dict)
-    transformer: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int = 0
-    packed: bool = False
-
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _DISTRIBUTED = {"distributed_optimizer": True}
 _OVERLAP = _DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = {
-    "TP2": Layout(2, {"tp": 2}),
-    "TP4": Layout(4, {"tp": 4}),
-    "TP2 with SP": Layout(2, {"tp": 2, "sequence_parallel": True}),
-    "PP2": Layout(2, {"pp": 2}),
-    "PP4": Layout(4, {"pp": 4}),
-    "PP2 with VPP2": Layout(2, {"pp": 2, "vpp": 2}),
-    "CP2": Layout(2, {"cp": 2}),
-    "CP4 x PP2": Layout(8, {"cp": 4, "pp": 2}),
-    "DP8": Layout(8, {}),
-    "TP2 x PP2 x DP2": Layout(8, {"tp": 2, "pp": 2}),
-    "TP2 x PP2 x CP2": Layout(8, {"tp": 2, "pp": 2, "cp": 2}),
-    "EP2": Layout(2, {"ep": 2}, "experts"),
-    "TP2 x PP2 x EP2 with SP": Layout(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts"),
-    "EP2, decisive routers": Layout(2, {"ep": 2}, DECISIVE),
-    "TP2 x PP2 x EP2 with SP, decisive routers": Layout(
+    "TP2": Case(2, {"tp": 2}),
+    "TP4": Case(4, {"tp": 4}),
+    "TP2 with SP": Case(2, {"tp": 2, "sequence_parallel": True}),
+    "PP2": Case(2, {"pp": 2}),
+    "PP4": Case(4, {"pp": 4}),
+    "PP2 with VPP2": Case(2, {"pp": 2, "vpp": 2}),
+    "CP2": Case(2, {"cp": 2}),
+    "CP4 x PP2": Case(8, {"cp": 4, "pp": 2}),
+    "DP8": Case(8, {}),
+    "TP2 x PP2 x DP2": Case(8, {"tp": 2, "pp": 2}),
+    "TP2 x PP2 x CP2": Case(8, {"tp": 2, "pp": 2, "cp": 2}),
+    "EP2": Case(2, {"ep": 2}, "experts"),
+    "TP2 x PP2 x EP2 with SP": Case(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts"),
+    "EP2, decisive routers": Case(2, {"ep": 2}, DECISIVE),
+    "TP2 x PP2 x EP2 with SP, decisive routers": Case(
         8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, DECISIVE
     ),
-    "DP2, distributed optimizer": Layout(2, {}, optim=_DISTRIBUTED),
-    "PP2 x DP2, distributed optimizer with overlap": Layout(4, {"pp": 2}, optim=_OVERLAP),
-    "TP2, recomputation": Layout(2, {"tp": 2}, transformer=_RECOMPUTE),
-    "PP2, tied embeddings": Layout(2, {"pp": 2}, "tied embeddings"),
-    "TP2 x PP2 x DP2, micro-batches by tokens": Layout(8, {"tp": 2, "pp": 2}, max_tokens=40),
-    "PP2 with VPP2, micro-batches by tokens": Layout(2, {"pp": 2, "vpp": 2}, max_tokens=40),
-    "one process, packed": Layout(1, {}, packed=True),
-    "TP2, packed": Layout(2, {"tp": 2}, packed=True),
-    "TP2 with SP, packed": Layout(2, {"tp": 2, "sequence_parallel": True}, packed=True),
-    "PP2, packed": Layout(2, {"pp": 2}, packed=True),
-    "PP2 with VPP2, packed": Layout(2, {"pp": 2, "vpp": 2}, packed=True),
-    "CP2, packed": Layout(2, {"cp": 2}, packed=True),
-    "TP2 x PP2 x CP2 with SP, packed, by tokens": Layout(
+    "DP2, distributed optimizer": Case(2, {}, optim=_DISTRIBUTED),
+    "PP2 x DP2, distributed optimizer with overlap": Case(4, {"pp": 2}, optim=_OVERLAP),
+    "TP2, recomputation": Case(2, {"tp": 2}, transformer=_RECOMPUTE),
+    "PP2, tied embeddings": Case(2, {"pp": 2}, "tied embeddings"),
+    "TP2 x PP2 x DP2, micro-batches by tokens": Case(8, {"tp": 2, "pp": 2}, max_tokens=40),
+    "PP2 with VPP2, micro-batches by tokens": Case(2, {"pp": 2, "vpp": 2}, max_tokens=40),
+    "one process, packed": ONE_PROCESS["packed"],
+    "TP2, packed": Case(2, {"tp": 2}, packed=True),
+    "TP2 with SP, packed": Case(2, {"tp": 2, "sequence_parallel": True}, packed=True),
+    "PP2, packed": Case(2, {"pp": 2}, packed=True),
+    "PP2 with VPP2, packed": Case(2, {"pp": 2, "vpp": 2}, packed=True),
+    "CP2, packed": Case(2, {"cp": 2}, packed=True),
+    "TP2 x PP2 x CP2 with SP, packed, by tokens": Case(
         8, {"tp": 2, "pp": 2, "cp": 2, "sequence_parallel": True}, packed=True, max_tokens=40
     ),
-    "TP2 x PP2 x DP2, packed, by tokens": Layout(8, {"tp": 2, "pp": 2}, packed=True, max_tokens=40),
-    "PP2 with VPP2, packed, by tokens": Layout(2, {"pp": 2, "vpp": 2}, packed=True, max_tokens=40),
-    "TP2 x EP2 with SP, packed, by tokens": Layout(
+    "TP2 x PP2 x DP2, packed, by tokens": Case(8, {"tp": 2, "pp": 2}, packed=True, max_tokens=40),
+    "PP2 with VPP2, packed, by tokens": Case(2, {"pp": 2, "vpp": 2}, packed=True, max_tokens=40),
+    "TP2 x EP2 with SP, packed, by tokens": Case(
         4, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", packed=True, max_tokens=40
     ),
-    "CP2, learned positions, packed": Layout(2, {"cp": 2}, "learned positions", packed=True),
-    "EP2, router losses": Layout(2, {"ep": 2}, "router losses"),
-    "CP2 x EP2, router losses": Layout(2, {"cp": 2, "ep": 2}, "router losses"),
-    "TP2 x PP2 x EP2 with SP, router losses": Layout(
+    "CP2, learned positions, packed": Case(2, {"cp": 2}, "learned positions", packed=True),
+    "EP2, router losses": Case(2, {"ep": 2}, "router losses"),
+    "CP2 x EP2, router losses": Case(2, {"cp": 2, "ep": 2}, "router losses"),
+    "TP2 x PP2 x EP2 with SP, router losses": Case(
         8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "router losses"
     ),
-    "TP2 x PP2 x EP4 with SP, router losses": Layout(
+    "TP2 x PP2 x EP4 with SP, router losses": Case(
         8, {"tp": 2, "pp": 2, "ep": 4, "etp": 1, "sequence_parallel": True}, "router losses"
     ),
-    "PP2 with VPP2 x EP2, recomputation, router losses": Layout(
+    "PP2 with VPP2 x EP2, recomputation, router losses": Case(
         4, {"pp": 2, "vpp": 2, "ep": 2}, "router losses", transformer=_RECOMPUTE
     ),
-    "EP2, router losses by row, micro-batches by tokens": Layout(2, {"ep": 2}, "router losses by row", max_tokens=40),
+    "EP2, router losses by row, micro-batches by tokens": Case(2, {"ep": 2}, "router losses by row", max_tokens=40),
 }
 OF_MANY_RANKS = {
-    "TP4 x PP4 x DP4 x CP2": Layout(128, {"tp": 4, "pp": 4, "cp": 2}),
-    "TP4 x PP4 x DP8 x CP4": Layout(512, {"tp": 4, "pp": 4, "cp": 4}),
+    "TP4 x PP4 x DP4 x CP2": Case(128, {"tp": 4, "pp": 4, "cp": 2}),
+    "TP4 x PP4 x DP8 x CP4": Case(512, {"tp": 4, "pp": 4, "cp": 4}),
 }
 """Layouts for simulated ranks only: one needs minutes of CPU."""
 IN_BFLOAT16 = (
@@ -176,7 +125,7 @@ def assert_decisive(name: str, dtype: str) -> None:
             assert margin > 2.0  # bfloat16 rounds these logits, which are below 4, by 1/128 at most
 
 
-def _layout(name: str) -> Layout:
+def _layout(name: str) -> Case:
     return LAYOUTS.get(name) or OF_MANY_RANKS[name]
 
 
@@ -209,24 +158,15 @@ def of_every_rank(name: str, dtype: str, run: Callable[..., Any]) -> list[dict[s
 
 @functools.cache
 def _in_one_process(model: str, dtype: str, run: Callable[..., Any]) -> dict[str, Any]:
-    return run(computed, 1, Layout(1, {}, model), dtype)[0]
+    return run(computed, 1, Case(1, {}, model), dtype)[0]
 
 
-def computed(layout: Layout, dtype: str) -> dict[str, Any]:
+def computed(layout: Case, dtype: str) -> dict[str, Any]:
     """Score and train on this rank: scores are None except on the last stage, weights except on rank 0."""
-    model = dict(_MODELS[layout.model], dtype=dtype)
-    model["transformer"] = dict(model.get("transformer", {}), **layout.transformer)
-    settings = {
-        "model": model,
-        "optim": _OPTIM | layout.optim,
-        "ppo_mini_batch_size": ROWS,
-        "ppo_epochs": 1,
-        "ppo_max_tokens_per_micro_batch": layout.max_tokens,
-        "packed": layout.packed,
-    }
+    settings = layout.settings(dtype)
     # Without clipping: in bfloat16, rounding moves tokens across the edge of a clip.
-    policy = actor(layout.parallel, "actor", **settings, clip_ratio=100.0)
-    value = critic(layout.parallel, **settings, cliprange_value=None)
+    policy = actor(settings.pop("parallel"), "actor", **settings, clip_ratio=100.0)
+    value = critic(dict(layout.parallel), **settings, cliprange_value=None)
     if layout.model == DECISIVE:
         _make_routers_decisive(policy)
         _make_routers_decisive(value)

@@ -14,6 +14,7 @@ from mcontroller.dispatch.registration import registrations
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 from workers.critic import CriticWorker
+from workers.gpucheck.cases import batch_columns, prompt_columns
 from workers.weights.full_state import full_state_dict
 
 PROMPT, RESPONSE = 10, 6
@@ -94,37 +95,12 @@ def be_a_worker() -> None:
 
 def prompts(rows: int, meta_info: dict[str, Any]) -> DataProto:
     """Random prompts of different lengths, padded on the left."""
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(2, VOCAB, (rows, PROMPT), generator=generator)
-    lengths = torch.randint(3, PROMPT + 1, (rows, 1), generator=generator)
-    mask = (torch.arange(PROMPT) >= PROMPT - lengths).long()
-    return DataProto.from_dict({"input_ids": ids * mask, "attention_mask": mask}, meta_info=meta_info)
+    return DataProto.from_dict(prompt_columns(rows, PROMPT, VOCAB), meta_info=meta_info)
 
 
 def experience(rows: int) -> DataProto:
     """A batch as the trainer hands it to an update: responses of different lengths, and columns for the losses."""
-    generator = torch.Generator().manual_seed(6)
-    start = prompts(rows, {}).batch
-    responses = torch.randint(2, VOCAB, (rows, RESPONSE), generator=generator)
-    lengths = torch.randint(1, RESPONSE + 1, (rows, 1), generator=generator)
-    mask = (torch.arange(RESPONSE) < lengths).long()
-
-    def noise(scale: float) -> torch.Tensor:
-        return torch.randn(rows, RESPONSE, generator=generator) * scale * mask
-
-    return DataProto.from_dict(
-        {
-            "input_ids": torch.cat((start["input_ids"], responses * mask), 1),
-            "attention_mask": torch.cat((start["attention_mask"], mask), 1),
-            "responses": responses * mask,
-            "response_mask": mask,
-            "old_log_probs": -4.0 * mask + noise(0.2),
-            "ref_log_prob": -4.0 * mask + noise(0.2),
-            "advantages": noise(1.0),
-            "values": noise(0.5),
-            "returns": noise(1.0),
-        }
-    )
+    return DataProto.from_dict(batch_columns(rows, PROMPT, RESPONSE, VOCAB))
 
 
 def own_shard(batch: DataProto, worker: Any) -> DataProto:

@@ -1,7 +1,5 @@
 """Check a machine with GPUs: the first thing to run on one.
 
-``python -m workers.gpucheck`` needs torch and megatron-core, and no other package. ``python -m mcontroller gpucheck``
-is the same program. It compares devices and dtypes, scores, tokens, updates and checkpoints with a reference that a
-second process computes on the CPU, and measures memory, host synchronisations and speed. ``docs/gpu.md`` explains every
-row.
+``python -m workers.gpucheck`` is ``python -m mcontroller gpucheck``, and its parts a to c need torch and megatron-core
+alone. ``docs/gpu.md`` explains every row. ``cases`` has what the parity tests compare too.
 """

@@ -1,9 +1,16 @@
-"""The course of one model, whose results do not depend on the device: scores, tokens, updates."""
+"""The course of one case, whose results do not depend on the device: scores, tokens, updates, a checkpoint.
+
+The CPU's results come from a process that starts with an empty CUDA_VISIBLE_DEVICES and computes while the GPU works.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import io
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,99 +18,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.generate.rollout_protocol import Generated
-from workers.gpucheck.policy import MODELS, RESPONSE, VARIANTS, Policy, actor_config, ppo_columns
+from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
+from workers.gpucheck.policy import Policy, actor_config
 
-__all__ = ["UPDATES", "Case", "Outcome", "can_save", "cases", "continue_course", "run_course"]
+__all__ = ["BATCH", "PROMPT", "RESPONSE", "SIZES", "CpuProcess", "Run", "can_save", "continue_course", "run_course"]
 
-UPDATES = 2
-"""PPO updates of a course; each makes two optimizer steps."""
+PROMPT, RESPONSE = 24, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": 509,
+    "max_sequence_length": 64,
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 256,
+    "init_method_std": 0.05,
+}
+"""Fields of ModelConfig: widths that kernels of a GPU accept."""
+
+BATCH = batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"])
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A model in a dtype, with settings that do not change the result.
+class Run:
+    """A case of ``ONE_PROCESS`` in a dtype.
 
     Attributes:
-        model: key of ``MODELS``.
+        case: its name.
         dtype: ``float32`` or ``bfloat16``.
-        variant: key of ``VARIANTS``; None for none.
         implementation: ``local`` or ``transformer_engine``.
     """
 
-    model: str
+    case: str
     dtype: str = "float32"
-    variant: str | None = None
     implementation: str = "local"
 
     def __str__(self) -> str:
-        parts = [self.model, self.dtype]
-        parts += [self.variant] if self.variant else []
-        parts += ["TE"] if self.implementation != "local" else []
-        return " ".join(parts)
+        return f"{self.case} {self.dtype}" + (" TE" if self.implementation != "local" else "")
 
     @property
-    def reference(self) -> Case:
-        """The case that the CPU computes."""
-        return Case(self.model, self.dtype)
+    def reference(self) -> Run:
+        """What the CPU computes."""
+        return Run(self.case, self.dtype)
 
-    @property
-    def precision(self) -> str:
-        """The key of ``TOLERANCES``."""
-        uses_tf32 = self.dtype == "float32" and self.implementation == "transformer_engine"
-        return "tf32" if uses_tf32 else self.dtype
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of ActorConfig."""
+        sizes = SIZES | {"transformer_impl": self.implementation}
+        rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
+        return ONE_PROCESS[self.case].settings(self.dtype, sizes) | {"rollout": rollout}
 
-    def policy(self, parallel: Mapping[str, int] | None = None, **model: Any) -> Policy:
-        """Return the policy of this case, with the initial weights.
-
-        Args:
-            parallel: sizes of the axes.
-            model: further fields of ModelConfig.
-        """
-        fields = MODELS[self.model] | {"dtype": self.dtype, "transformer_impl": self.implementation} | model
-        options = VARIANTS[self.variant] if self.variant else {}
-        return Policy(actor_config(fields, options, parallel))
-
-
-def cases(implementations: list[str], *, smallest: bool) -> list[Case]:
-    """Return the cases to check.
-
-    Args:
-        implementations: layers that can be used here.
-        smallest: whether one model is enough.
-    """
-    models = ["dense"] if smallest else list(MODELS)
-    every = [
-        Case(model, dtype, implementation=implementation)
-        for implementation in implementations
-        for model in models
-        for dtype in ("float32", "bfloat16")
-    ]
-    variants = [] if smallest else [Case("dense", variant=variant) for variant in VARIANTS]
-    return every + variants
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a course, on the CPU.
-
-    Attributes:
-        scores: log-probabilities with the initial weights, ``[rows, response]``.
-        greedy: the most probable tokens, ``[rows, response]``.
-        sampled: two sampled responses to each prompt, ``[2 * rows, response]``.
-        drift: the mean difference between the log-probabilities of greedy tokens that generation and scoring return.
-        metrics: of each update.
-        weights: the parameters after the updates, by name.
-        after: log-probabilities after the updates, ``[rows, response]``.
-    """
-
-    scores: Tensor
-    greedy: Tensor
-    sampled: Tensor
-    drift: float
-    metrics: list[dict[str, float]]
-    weights: dict[str, Tensor]
-    after: Tensor
+    def policy(self) -> Policy:
+        """Return the policy with its initial weights."""
+        return Policy(actor_config(self.settings()))
 
 
 def can_save() -> bool:
@@ -111,52 +77,79 @@ def can_save() -> bool:
     return importlib.util.find_spec("psutil") is not None
 
 
-def run_course(case: Case, checkpoint: Path) -> Outcome:
-    """Score, generate and train on one rank.
+def run_course(run: Run, folder: Path) -> dict[str, Any]:
+    """Score, generate and train.
 
     Args:
-        case: the model, with its initial weights.
-        checkpoint: a new folder; the state after the first update is saved in it, if ``can_save``.
+        run: what to compute.
+        folder: for the checkpoint after the first update, if ``can_save``.
+
+    Returns:
+        ``scores`` and ``after`` (log-probabilities before and after the updates, ``[rows, response]``), ``greedy`` and
+        ``sampled`` (tokens), ``drift`` (the mean difference between the log-probabilities of greedy tokens that
+        generation and scoring return), ``metrics`` of each update, and ``weights`` by name; all on the CPU.
     """
-    batch = ppo_columns()
-    with case.policy() as policy:
-        scores = policy.scores(batch)
-        greedy = policy.generate(batch, do_sample=False)
-        sampled = policy.generate(batch, top_p=0.9, top_k=50, n=2)
-        assert scores is not None and greedy is not None and sampled is not None  # one rank
-        drift = _drift(policy, batch, greedy)
-        metrics = [policy.update(batch)]
+    with run.policy() as policy:
+        greedy = policy.generate(BATCH, do_sample=False)
+        results: dict[str, Any] = {
+            "scores": policy.scores(BATCH),
+            "greedy": greedy.responses.cpu(),
+            "sampled": policy.generate(BATCH, top_p=0.9, top_k=50, n=2).responses.cpu(),
+        }
+        mask = greedy.mask.cpu()
+        responses = results["greedy"] * mask
+        generated = {
+            "input_ids": torch.cat((BATCH["input_ids"][:, :PROMPT], responses), 1),
+            "attention_mask": torch.cat((BATCH["attention_mask"][:, :PROMPT], mask), 1),
+            "responses": responses,
+            "response_mask": mask,
+        }
+        differences = (policy.scores(generated) - greedy.log_probs.cpu()) * mask
+        results["drift"] = float(differences.abs().sum() / mask.sum())
+        metrics = [policy.update(BATCH)]
         if can_save():
-            policy.save(str(checkpoint))
-        metrics += [policy.update(batch) for _ in range(UPDATES - 1)]
-        after = policy.scores(batch)
-        assert after is not None
-        weights = policy.weights()
-    return Outcome(scores, greedy.responses.cpu(), sampled.responses.cpu(), drift, metrics, weights, after)
+            policy.call("save_checkpoint", str(folder / str(run)), 1)
+        metrics += [policy.update(BATCH) for _ in range(STEPS - 1)]
+        weights = {name: parameter.float().cpu() for name, parameter in policy.parameters()}
+        return results | {"metrics": metrics, "weights": weights, "after": policy.scores(BATCH)}
 
 
-def _drift(policy: Policy, batch: Mapping[str, Tensor], greedy: Generated) -> float:
-    """The mean difference between the log-probabilities of tokens that generation and scoring return."""
-    mask = greedy.mask.cpu()
-    attention = torch.cat((batch["attention_mask"][:, :-RESPONSE], mask), 1)
-    responses = greedy.responses.cpu() * mask
-    generated = {
-        "input_ids": torch.cat((batch["input_ids"][:, :-RESPONSE], responses), 1),
-        "attention_mask": attention,
-        "responses": responses,
-        "response_mask": mask,
-    }
-    rescored = policy.scores(generated)
-    assert rescored is not None
-    return float(((rescored - greedy.log_probs.cpu()) * mask).abs().sum() / mask.sum())
+def continue_course(run: Run, checkpoint: Path) -> Tensor:
+    """Load the checkpoint of a course, make the remaining updates, and return the scores: ``after``."""
+    with run.policy() as policy:
+        policy.call("load_checkpoint", str(checkpoint))
+        for _ in range(STEPS - 1):
+            policy.update(BATCH)
+        return policy.scores(BATCH)
 
 
-def continue_course(case: Case, checkpoint: Path) -> Tensor:
-    """Load the checkpoint of a course, make the remaining updates, and return the scores: ``Outcome.after``."""
-    with case.policy() as policy:
-        policy.load(str(checkpoint))
-        for _ in range(UPDATES - 1):
-            policy.update(ppo_columns())
-        scores = policy.scores(ppo_columns())
-    assert scores is not None  # a single rank is the last stage
-    return scores
+class CpuProcess:
+    """A process without a GPU."""
+
+    def __init__(self) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+        """Start a call there, and return a function that waits for its result."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the first call starts the process, which inherits this
+        try:
+            future: Future[bytes] = self._pool.submit(_dumped, call, *arguments)
+        finally:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if visible is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        return lambda: torch.load(io.BytesIO(future.result(_TIMEOUT_S)), weights_only=False)
+
+    def end(self) -> None:
+        """End the process, without waiting for calls that have not started."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+_TIMEOUT_S = 300.0
+
+
+def _dumped(call: Callable[..., Any], *arguments: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(call(*arguments), file)
+    return file.getvalue()

@@ -1,263 +1,164 @@
-"""Checks whose reference is the CPU: arithmetic, devices and dtypes, scores, tokens, updates, checkpoints."""
+"""Part a: versions, the kernels of attention, and scores, tokens, updates and checkpoints against the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.gpucheck.course import Case, Outcome, can_save, continue_course
-from workers.gpucheck.machine import machine_rows
-from workers.gpucheck.policy import ROWS, Policy, ppo_columns
-from workers.gpucheck.rows import Result, Row, at_most, compared
-from workers.gpucheck.session import CHECKS, Session
-from workers.gpucheck.tolerances import TOLERANCES, largest_difference, score_difference
-from workers.weights.offload import gradient_tensors, optimizer_tensors
+from workers.gpucheck.cases import ONE_PROCESS, ROWS
+from workers.gpucheck.course import BATCH, Run, can_save, continue_course, run_course
+from workers.gpucheck.policy import Policy, actor_config
+from workers.gpucheck.rows import Row, at_most, judged, measured, raised, skipped
+from workers.gpucheck.session import Session
 
-__all__ = [
-    "placement_row",
-    "score_row",
-    "token_rows",
-    "update_rows",
-]
+__all__ = ["TOLERANCES", "Tolerance", "attention", "course_rows", "equality", "score_difference"]
+
+_ATTENTION = re.compile(r"flash|fmha|cudnn.*(sdpa|attention)|attn_fwd", re.IGNORECASE)
+_ADVICE = "the first of scores, tokens and updates that fails has the cause; see docs/gpu.md, 'If a row fails'"
 
 
-_HELP = "run one case with --only {} and compare with docs/gpu.md, 'When a row fails'"
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest accepted differences between two devices.
 
-
-# ---- this machine ----------------------------------------------------------------------------------------------------
-
-
-@CHECKS.register("machine")
-def machine(session: Session) -> Iterator[Row]:
-    """Yield the devices and packages."""
-    yield from machine_rows(session.device.type, session.transformer_engine)
-
-
-@CHECKS.register("arithmetic")
-def arithmetic(session: Session) -> Iterator[Row]:
-    """Compare a matrix product on every device, in every dtype, with float64 on the CPU."""
-    generator = torch.Generator().manual_seed(1)
-    left, right = torch.randn(2, 512, 512, generator=generator).unbind()
-    devices = (
-        [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if session.on_gpu else [session.device]
-    )
-    # Relative to the size of the result, 22.6: the rounding of each dtype, and of the output in it.
-    for name, dtype, limit in (
-        ("float32", torch.float32, 2e-5),
-        ("bfloat16", torch.bfloat16, 4e-2),
-        ("float16", torch.float16, 1e-2),
-    ):
-        expected = left.to(dtype).double() @ right.to(dtype).double()
-        for device in devices:
-            product = (left.to(device, dtype) @ right.to(device, dtype)).cpu()
-            error = largest_difference(product, expected) / float(expected.std())
-            help_text = "the GPU or its driver computes wrong products: run a memory test, and check TF32 overrides"
-            yield at_most(f"arithmetic: {device} {name}", error, limit, reference="float64 on the CPU", note=help_text)
-
-
-# ---- devices and dtypes ----------------------------------------------------------------------------------------------
-
-
-@CHECKS.register("placement")
-def placement(session: Session) -> Iterator[Row]:
-    """Check devices and dtypes of every parameter, buffer, gradient buffer and optimizer state, after an update."""
-
-    def row(case: Case) -> Iterator[Row]:
-        with case.policy() as policy:
-            policy.update(ppo_columns())
-            dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[case.dtype]
-            yield placement_row(f"placement: {case}", tensors_of(policy), session.device, dtype)
-
-    yield from session.per_case("placement", row)
-
-
-def tensors_of(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over all tensors of a policy that is trained: ``parameter NAME``, ``buffer NAME``, and so on."""
-    for name, parameter in policy.parameters():
-        yield f"parameter {name}", parameter
-    for chunk in policy.worker.model:
-        for name, buffer in chunk.named_buffers():
-            yield f"buffer {name}", buffer
-        for name, module in chunk.named_modules():
-            for key, value in vars(module).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
-                    yield f"attribute {name}.{key}", value
-    for index, gradient in enumerate(gradient_tensors(policy.worker.model)):
-        yield f"gradients {index}", gradient
-    assert policy.worker.optimizer is not None
-    for index, state in enumerate(optimizer_tensors(policy.worker.optimizer)):
-        yield f"optimizer {index}", state
-
-
-def placement_row(name: str, tensors: Iterable[tuple[str, Tensor]], device: torch.device, dtype: torch.dtype) -> Row:
-    """Return a row that is ok if every tensor is on the device, and every parameter has the dtype.
-
-    Steps that an optimizer counts, which have no dims, may be on the host. Its other state is float32.
-
-    Args:
-        name: of the row.
-        tensors: see ``tensors_of``.
-        device: of all tensors.
-        dtype: of parameters.
+    Attributes:
+        mean: whether differences of log-probabilities are averaged over tokens; otherwise the largest one counts.
+        scores: of log-probabilities with equal weights, also between generation and scoring.
+        weights: of parameters after the updates, whose steps are up to 1e-3 each; None if rounding hides steps.
+        after: of log-probabilities after the updates.
+        metrics: of gradient norms and losses, relative to 1 or to the value if it is larger.
+        rows: rows of tokens that may differ, of ``ROWS``.
+        again: of log-probabilities after the updates, computed twice on one device.
     """
-    wrong, count = [], 0
-    for label, tensor in tensors:
-        kind, count = label.partition(" ")[0], count + 1
-        if tensor.device.type != device.type and not (kind == "optimizer" and tensor.dim() == 0):
-            wrong.append(f"{label} is on {tensor.device}")
-        expected = {"parameter": dtype, "optimizer": torch.float32}.get(kind)
-        if expected is not None and tensor.is_floating_point() and tensor.dtype != expected:
-            wrong.append(f"{label} is {tensor.dtype}")
-    note = f"{'; '.join(wrong[:3])}: build chunks with workers.build_model, or call workers.place_chunks on them"
-    label = str(dtype).removeprefix("torch.")
-    return compared(
-        name, not wrong, f"{count - len(wrong)} of {count} tensors", f"all on {device.type}, {label}", note=note
-    )
+
+    mean: bool
+    scores: float
+    weights: float | None
+    after: float
+    metrics: float
+    rows: int
+    again: float
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+TOLERANCES: dict[str, Tolerance] = {
+    # 24 bits of mantissa: sums of a few hundred terms in another order differ by 1e-6 of their size. Adam divides by
+    # the gradient's own size, so an update enlarges that. A row of tokens differs if two tokens are nearly as likely.
+    "float32": Tolerance(mean=False, scores=2e-4, weights=2e-4, after=5e-3, metrics=2e-3, rows=1, again=2e-3),
+    # 11 bits of mantissa: Transformer Engine multiplies float32 matrices in TF32.
+    "tf32": Tolerance(mean=True, scores=5e-3, weights=2e-3, after=2e-2, metrics=5e-2, rows=ROWS // 2, again=5e-3),
+    # 8 bits of mantissa: hidden states are rounded after every operation, to 0.4% of their size. A token that is nearly
+    # as close to another expert may go there, so single log-probabilities differ by more, and their mean is compared.
+    "bfloat16": Tolerance(mean=True, scores=2e-2, weights=None, after=0.3, metrics=0.2, rows=ROWS, again=2e-2),
+}
+"""Tolerances by precision of the arithmetic."""
 
 
-@CHECKS.register("scores")
-def scores(session: Session) -> Iterator[Row]:
-    """Compare log-probabilities with the initial weights."""
-    yield from session.per_case(
-        "scores",
-        lambda case: [score_row(f"scores: {case}", case, session.outcome(case).scores, session.reference(case).scores)],
-    )
+def attention(session: Session) -> Iterator[Row]:
+    """Name the kernels of attention in an update, with heads as wide as those of large models."""
+    for case in ("dense", "packed"):
+        settings = Run(case, "bfloat16", session.implementation).settings()
+        settings["model"] |= {"num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 128}
+        with Policy(actor_config(settings), "actor") as policy, torch.profiler.profile() as profile:
+            policy.update(BATCH)
+        kernels = sorted({event.key[:60] for event in profile.key_averages() if _ATTENTION.search(event.key)})
+        figures = {"layers": session.implementation, "kernels": ", ".join(kernels[:3]) or "none that is fused"}
+        if session.implementation == "local":
+            yield measured(f"attention, {case}", **figures)
+            continue
+        advice = "Transformer Engine materializes the weights of attention: see NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2"
+        yield judged(f"attention, {case}", bool(kernels), "flash or fused", advice, **figures)
 
 
-def score_row(name: str, case: Case, value: Tensor, reference: Tensor) -> Row:
-    """Return the row of log-probabilities, ``[rows, response]``."""
-    tolerance = TOLERANCES[case.precision]
-    return at_most(
-        name,
-        score_difference(value, reference, tolerance),
-        tolerance.scores,
-        reference="the CPU's",
-        note=_HELP.format("scores"),
-    )
+def equality(session: Session) -> Iterator[Row]:
+    """Compare every case with the CPU: both get the same weights, batch and random numbers."""
+    cases = ["dense"] if session.tiny else list(ONE_PROCESS)
+    references = [Run(case, dtype) for case in cases for dtype in ("float32", "bfloat16")]
+    expected = {run: session.cpu.submit(run_course, run, session.cpu_folder) for run in references}
+    found = {}
+    for run in [replace(run, implementation=layers) for run in references for layers in session.layers]:
+        try:
+            found[run] = run_course(run, session.folder)
+            yield from course_rows(run, found[run], expected[run.reference]())
+        except Exception as error:  # a kind of model that does not work here says nothing about the others
+            yield raised(str(run), error)
+    if not can_save():
+        yield skipped("checkpoints", "psutil, which Megatron-Core saves with, is not installed")
+        return
+    for run in [run for run in found if run.case == "dense"]:
+        yield from _checkpoint_rows(session, run, found[run]["after"], expected[run.reference]()["after"])
 
 
-@CHECKS.register("tokens")
-def tokens(session: Session) -> Iterator[Row]:
-    """Compare generated tokens, and generation's log-probabilities with those of scoring."""
-    yield from session.per_case("tokens", lambda case: token_rows(case, session.outcome(case), session.reference(case)))
+def _checkpoint_rows(session: Session, run: Run, own: Tensor, on_cpu: Tensor) -> Iterator[Row]:
+    """Continue from the checkpoints of both courses; ``own`` and ``on_cpu`` are their scores at the end."""
+    tolerance = _tolerance(run)
+    results = [("resumed", continue_course(run, session.folder / str(run)), own, tolerance.again)]
+    moved = continue_course(run, session.cpu_folder / str(run.reference))
+    results.append(("from the CPU", moved, on_cpu, tolerance.after))
+    if run == run.reference:
+        there = session.cpu.submit(continue_course, run, session.folder / str(run))()
+        results.append(("to the CPU", there, on_cpu, tolerance.after))
+    advice = "the continued run differs: updates must pass first, then the optimizer's state"
+    for how, value, reference, limit in results:
+        yield at_most(f"checkpoint {run}, {how}", score_difference(value, reference, tolerance), limit, advice)
 
 
-def token_rows(case: Case, value: Outcome, reference: Outcome) -> Iterator[Row]:
-    """Yield the rows of greedy and sampled tokens, and of generation against scoring on the same device."""
-    tolerance = TOLERANCES[case.precision]
-    if tolerance.rows < ROWS:
-        for kind in ("greedy", "sampled"):
-            ours, theirs = getattr(value, kind), getattr(reference, kind)
-            equal = int((ours == theirs).all(1).sum()) if ours.shape == theirs.shape else 0
-            allowed = tolerance.rows * len(theirs) // ROWS
-            passed = equal >= len(theirs) - allowed
-            text = f"{equal} of {len(theirs)} rows equal"
-            yield compared(
-                f"tokens: {case} {kind}", passed, text, "the CPU's", f"{allowed} rows", note=_HELP.format("tokens")
-            )
-    yield at_most(
-        f"tokens: {case} drift",
-        value.drift,
-        tolerance.scores,
-        reference="scoring, same device",
-        note="generation and scoring disagree on this device: the cache or the attention of generation is wrong",
-    )
+def course_rows(run: Run, found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of two courses, of the results that ``found`` has: see ``run_course``.
 
-
-@CHECKS.register("updates")
-def updates(session: Session) -> Iterator[Row]:
-    """Compare weights, metrics and scores after the updates."""
-    yield from session.per_case(
-        "updates", lambda case: update_rows(case, session.outcome(case), session.reference(case))
-    )
-
-
-def update_rows(case: Case, value: Outcome, reference: Outcome) -> Iterator[Row]:
-    """Yield the rows of metrics, of weights after the updates, and of the scores with them.
-
-    Weights are compared where both have a parameter of a name: fused layers of Transformer Engine name norms otherwise.
+    Weights are compared if both have a parameter of the name: fused layers of Transformer Engine name norms otherwise.
     """
-    tolerance = TOLERANCES[case.precision]
-    yield at_most(
-        f"updates: {case} metrics",
-        _metric_difference(value.metrics, reference.metrics),
-        tolerance.metrics,
-        reference="the CPU's",
-        note=_HELP.format("updates"),
-    )
-    shared = value.weights.keys() & reference.weights.keys()
-    if tolerance.weights is not None:
-        yield at_most(
-            f"updates: {case} weights",
-            _largest(largest_difference(value.weights[name], reference.weights[name]) for name in shared),
-            tolerance.weights,
-            reference=f"{len(shared)} of {len(reference.weights)} tensors",
-            note=_HELP.format("updates"),
-        )
-    yield at_most(
-        f"updates: {case} scores after",
-        score_difference(value.after, reference.after, tolerance),
-        tolerance.after,
-        reference="the CPU's",
-        note=_HELP.format("updates"),
-    )
+    tolerance = _tolerance(run)
+    for kind, limit in (("scores", tolerance.scores), ("after", tolerance.after)):
+        yield at_most(f"{kind} {run}", score_difference(found[kind], expected[kind], tolerance), limit, _ADVICE)
+    for kind in ("greedy", "sampled"):
+        if kind in found and tolerance.rows < ROWS:
+            ours, theirs = found[kind], expected[kind]
+            differ = len(theirs) if ours.shape != theirs.shape else int((ours != theirs).any(1).sum())
+            yield at_most(f"{kind} rows that differ {run}", differ, tolerance.rows * len(theirs) // ROWS, _ADVICE)
+    if "drift" in found:
+        advice = "generation and scoring disagree on this device: the cache or the attention of generation is wrong"
+        yield at_most(f"generation against scoring {run}", found["drift"], tolerance.scores, advice)
+        metrics = _metric_difference(found["metrics"], expected["metrics"])
+        yield at_most(f"metrics {run}", metrics, tolerance.metrics, _ADVICE)
+    if "weights" in found and tolerance.weights is not None:
+        ours, theirs = found["weights"], expected["weights"]
+        largest = _largest([_difference(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()])
+        yield at_most(f"weights {run}", largest, tolerance.weights, _ADVICE)
+
+
+def score_difference(value: Tensor, reference: Tensor, tolerance: Tolerance) -> float:
+    """Return the mean or the largest difference of log-probabilities, ``[rows, response]``; 0 is padding in both."""
+    if not tolerance.mean or value.shape != reference.shape:
+        return _difference(value, reference)
+    return float((value.double() - reference.double()).abs().sum() / (reference != 0).sum().clamp(min=1))
+
+
+def _tolerance(run: Run) -> Tolerance:
+    uses_tf32 = run.dtype == "float32" and run.implementation == "transformer_engine"
+    return TOLERANCES["tf32" if uses_tf32 else run.dtype]
+
+
+def _difference(value: Tensor, reference: Tensor) -> float:
+    return float((value.double() - reference.double()).abs().max()) if value.shape == reference.shape else float("inf")
 
 
 def _metric_difference(value: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]) -> float:
-    """The largest difference of a metric, relative to the reference if that is more than 1.
-
-    The largest ratio of one token is left out: its score is compared with the others.
-    """
+    """The largest difference of a metric, except of the largest ratio of one token, and of what only a GPU has."""
     return _largest(
-        abs(ours[name] - theirs[name]) / max(1.0, abs(theirs[name]))
-        for ours, theirs in zip(value, reference, strict=True)
-        for name in theirs
-        if name != "ratio_max"
+        [
+            abs(ours[name] - theirs[name]) / max(1.0, abs(theirs[name]))
+            for ours, theirs in zip(value, reference, strict=True)
+            for name in theirs
+            if name != "ratio_max"
+        ]
     )
 
 
-def _largest(values: Iterable[float]) -> float:
+def _largest(values: Sequence[float]) -> float:
     """The largest of the values; NaN if one is NaN, or if there is none."""
-    listed = list(values)
-    return float(torch.tensor(listed, dtype=torch.float64).max()) if listed else float("nan")
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@CHECKS.register("checkpoints")
-def checkpoints(session: Session) -> Iterator[Row]:
-    """Continue from checkpoints: of this device on itself, of the CPU on this device, of this device on the CPU."""
-    if not can_save():
-        yield Row(
-            "checkpoints", "", result=Result.SKIPPED, note="psutil, which Megatron-Core saves with, is not installed"
-        )
-        return
-    chosen = [case for case in session.cases if case.model == "dense" and case.variant is None]
-    chosen += [case for case in session.cases if case.variant == "distributed optimizer"]
-    own = {case: session.outcome(case) for case in chosen}
-    local = [case for case in chosen if case == case.reference]
-    on_cpu = session.cpu_process("device", "continue", local)
-    for case in chosen:
-        again = TOLERANCES[case.precision].again
-        resumed = continue_course(case, session.checkpoint("device", case))
-        yield _continued(case, "resumed", resumed, own[case].after, again, "without a restart")
-        if case.variant is None:
-            moved = continue_course(case, session.checkpoint("cpu", case.reference))
-            after = TOLERANCES[case.precision].after
-            yield _continued(case, "from the CPU", moved, session.reference(case).after, after, "the CPU's")
-    results = on_cpu.results()
-    for case in local:
-        after = TOLERANCES[case.precision].after
-        yield _continued(case, "to the CPU", results[case], session.reference(case).after, after, "the CPU's")
-
-
-def _continued(case: Case, how: str, value: Tensor, reference: Tensor, limit: float, what: str) -> Row:
-    difference = score_difference(value, reference, TOLERANCES[case.precision])
-    help_text = "the continued run differs: run --only placement --only updates, which this depends on"
-    return at_most(f"checkpoints: {case} {how}", difference, limit, reference=what, note=help_text)
+    return float(torch.tensor(values, dtype=torch.float64).max()) if values else float("nan")

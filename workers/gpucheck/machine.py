@@ -1,25 +1,20 @@
-"""Devices, driver and packages of this machine; the reason if no GPU can be used. Imports neither Megatron nor Ray."""
+"""Devices, driver and packages of this machine; the reason if no GPU can be used."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from torch.torch_version import TorchVersion
 
-from workers.gpucheck.rows import Result, Row, compared
+from workers.gpucheck.rows import Row, judged
 
-__all__ = [
-    "bfloat16_problem",
-    "cpu_problem",
-    "gpu_problem",
-    "machine_rows",
-    "transformer_engine_problem",
-]
+__all__ = ["bfloat16_problem", "gpu_problem", "versions"]
 
 
 def gpu_problem() -> str | None:
@@ -30,10 +25,10 @@ def gpu_problem() -> str | None:
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
-        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or use --device cpu"
+        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides all GPUs: unset it, or use --device cpu"
+        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides all GPUs: unset it"
     try:
         torch._C._cuda_init()
     except (RuntimeError, AssertionError) as error:
@@ -46,35 +41,6 @@ def gpu_problem() -> str | None:
     return f"torch {torch.__version__} with CUDA {torch.version.cuda} finds no GPU{chosen}: run nvidia-smi"
 
 
-def cpu_problem() -> str | None:
-    """Return one line that says why the CPU cannot be checked here; None if it can."""
-    if torch.cuda.is_available():
-        return "--device cpu needs a process that sees no GPU: set CUDA_VISIBLE_DEVICES= (empty) and repeat"
-    return None
-
-
-def transformer_engine_problem() -> str | None:
-    """Return one line about a Transformer Engine that is installed and does not import; None if there is no problem.
-
-    If it does not import, hide it from this process: Megatron expects an ImportError, and fails on any other.
-    """
-    name = "transformer_engine"
-    if sys.modules.get(name, ...) is None or importlib.util.find_spec(name) is None:
-        return None
-    try:
-        importlib.import_module(f"{name}.pytorch")
-    except Exception as error:  # any: a missing library, a symbol of another torch, a driver that is too old
-        for module in [each for each in sys.modules if each.partition(".")[0] == name]:
-            del sys.modules[module]
-        sys.modules[name] = None  # type: ignore[assignment]
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return (
-            f"Transformer Engine is installed but does not import ({reason[:200]}): install the build for torch "
-            f"{torch.__version__} and CUDA {torch.version.cuda}, or set model.transformer_impl=local"
-        )
-    return None
-
-
 def bfloat16_problem(capability: tuple[int, int], name: str) -> str | None:
     """Return one line if a GPU of this compute capability has no bfloat16 arithmetic, otherwise None."""
     if capability >= (8, 0):
@@ -83,47 +49,29 @@ def bfloat16_problem(capability: tuple[int, int], name: str) -> str | None:
     return f"{name} has compute capability {major}.{minor}; bfloat16 needs 8.0: set model.dtype=float16 or float32"
 
 
-def machine_rows(device_type: str, transformer_engine: str | None) -> Iterator[Row]:
-    """Return the rows of the devices and packages.
-
-    Args:
-        device_type: ``"cuda"`` or ``"cpu"``.
-        transformer_engine: the result of ``transformer_engine_problem``.
-    """
-    yield Row("machine: packages", f"torch {torch.__version__}", f"megatron-core {_version('megatron-core')}")
-    installed = _version("transformer-engine")
-    if transformer_engine is not None:
-        yield Row("machine: transformer engine", installed, result=Result.FAILED, note=transformer_engine)
-    else:
-        yield Row("machine: transformer engine", installed)
-    if device_type == "cpu":
-        yield compared("machine: devices", True, "CPU", f"{torch.get_num_threads()} threads")
-        return
-    yield Row("machine: CUDA", f"torch's {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    for index in range(torch.cuda.device_count()):
-        yield from _device_rows(index)
-
-
-def _device_rows(index: int) -> Iterator[Row]:
-    name = torch.cuda.get_device_name(index)
-    capability = torch.cuda.get_device_capability(index)
-    free, total = torch.cuda.mem_get_info(index)
-    problem = bfloat16_problem(capability, name)
-    yield compared(
-        f"machine: cuda:{index} {name}",
+def versions(_: object) -> Iterator[Row]:
+    """Yield the rows of packages and GPUs."""
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 12) and TorchVersion(torch.__version__) >= (2, 6)
+    problem = None if supported else "install torch 2.6 or newer, in an environment of Python 3.11 or 3.12"
+    if find_spec("transformer_engine") is not None and not HAVE_TE:
+        problem = "Megatron cannot import the installed Transformer Engine: install a version that it knows"
+    yield judged(
+        "versions",
         problem is None,
-        f"capability {capability[0]}.{capability[1]}",
-        "8.0 (bfloat16)",
-        note=problem or "",
+        "Python 3.11 or 3.12, torch 2.6",
+        problem or "",
+        python=".".join(map(str, sys.version_info[:3])),
+        **{name.replace("-", "_"): _version(name) for name in ("torch", "megatron-core", "transformer-engine")},
+        cuda=str(torch.version.cuda),
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
     )
-    yield compared(
-        f"machine: cuda:{index} free memory",
-        free > 0.5 * total,
-        f"{free / 2**30:.1f} GiB",
-        f"{total / 2**30:.1f} GiB",
-        "50%",
-        note="other processes use this GPU (nvidia-smi lists them): end them, or set CUDA_VISIBLE_DEVICES",
-    )
+    for index in range(torch.cuda.device_count()):
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        free, total = torch.cuda.mem_get_info(index)
+        busy = "other processes use this GPU (nvidia-smi lists them): end them, or set CUDA_VISIBLE_DEVICES"
+        problem = bfloat16_problem(capability, name) or (busy if free < 0.9 * total else None)
+        figures = {"gpu": name, "capability": "{}.{}".format(*capability), "free_gb": free / 2**30}
+        yield judged(f"cuda:{index}", problem is None, "capability 8.0, 90% free", problem or "", **figures)
 
 
 def _version(distribution: str) -> str:

@@ -1,28 +1,27 @@
-"""Rows of the table: a value, the reference that it is compared with, a tolerance, and the result."""
+"""Rows: what was checked, its figures, the limit, and the result. Each is a line of JSON as soon as it is known."""
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Result", "Row", "Table", "at_most", "compared", "raised", "status_of"]
+__all__ = ["Figure", "Report", "Result", "Row", "at_most", "judged", "measured", "raised", "skipped"]
+
+Figure = float | int | str
 
 
 class Result(StrEnum):
     """Result of a row."""
 
-    OK = "ok"
-    FAILED = "FAILED"
-    INFO = "info"
-    """A figure that is compared with nothing."""
+    PASSED = "passed"
+    FAILED = "failed"
     SKIPPED = "skipped"
-    """Not measured; the note has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,82 +29,95 @@ class Row:
     """One row.
 
     Attributes:
-        name: the check, and what was checked.
-        value: what was measured.
-        reference: what it was compared with.
-        tolerance: the largest accepted difference.
+        name: what was checked.
+        figures: what was measured, by name; the names end in units.
+        limit: what the figures are compared with; empty if they are only reported.
         result: of the comparison.
-        note: the reason of a skipped row; what to do about a failed one.
+        reason: why the row was skipped or failed, and what to do.
+        part: the part that it belongs to.
+        seconds: since the row before.
     """
 
     name: str
-    value: str
-    reference: str = ""
-    tolerance: str = ""
-    result: Result = Result.INFO
-    note: str = ""
+    figures: dict[str, Figure] = field(default_factory=dict)
+    limit: str = ""
+    result: Result = Result.PASSED
+    reason: str = ""
+    part: str = ""
+    seconds: float = 0.0
 
 
-def compared(name: str, passed: bool, value: str, reference: str, tolerance: str = "", *, note: str = "") -> Row:
-    """Return a row that is ok if ``passed``; ``note`` is what to do otherwise."""
-    return Row(name, value, reference, tolerance, Result.OK if passed else Result.FAILED, "" if passed else note)
+def judged(name: str, passed: bool, limit: str, advice: str, **figures: Figure) -> Row:
+    """Return a row that passed or failed; ``advice`` is its reason if it failed."""
+    return Row(name, figures, limit, Result.PASSED if passed else Result.FAILED, "" if passed else advice)
 
 
-def at_most(name: str, value: float, limit: float, *, reference: str = "", note: str = "") -> Row:
-    """Return a row that is ok if ``value`` is a number of at most ``limit``; NaN and infinity are not."""
-    return compared(name, math.isfinite(value) and value <= limit, f"{value:.3g}", reference, f"{limit:g}", note=note)
+def at_most(name: str, value: float, limit: float, advice: str, **figures: Figure) -> Row:
+    """Return a row that passed if ``value`` is a number of at most ``limit``; NaN and infinity are not."""
+    passed = math.isfinite(value) and value <= limit
+    return judged(name, passed, f"at most {limit:g}", advice, value=value, **figures)
+
+
+def measured(name: str, **figures: Figure) -> Row:
+    """Return a row of figures that are compared with nothing."""
+    return Row(name, figures)
+
+
+def skipped(name: str, reason: str) -> Row:
+    """Return a row that was not checked."""
+    return Row(name, result=Result.SKIPPED, reason=reason)
 
 
 def raised(name: str, error: Exception) -> Row:
-    """Return the failed row of a check that raised; the note has the first line of the error."""
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return Row(name, "raised", result=Result.FAILED, note=text[:400])
+    """Return the failed row of a check that raised, with the first line of the error."""
+    return Row(name, result=Result.FAILED, reason=f"{type(error).__name__}: {error}".partition("\n")[0][:400])
 
 
-def status_of(rows: Sequence[Row]) -> int:
-    """Return 1 if a row failed or nothing was checked, otherwise 0."""
-    checked = [row for row in rows if row.result in (Result.OK, Result.FAILED)]
-    return int(not checked or any(row.result is Result.FAILED for row in checked))
-
-
-class Table:
-    """Rows that are printed as they are added.
+class Report:
+    """The rows of a run, written as they are added: a run that is killed keeps those that it has.
 
     Args:
-        output: the stream to print to.
+        output: gets a line of JSON for each row, and is flushed.
     """
-
-    WIDTHS = (57, 26, 22, 11)
 
     def __init__(self, output: TextIO) -> None:
         self.rows: list[Row] = []
         self._output = output
-        self._print("row", "value", "reference", "tolerance", "result")
+        self._last = time.monotonic()
 
-    def add(self, row: Row) -> None:
-        """Add a row, and print it with its note."""
+    def add_all(self, part: str, name: str, rows: Iterable[Row]) -> None:
+        """Add the rows of a check; an exception is a failed row, and the checks after it still run."""
+        try:
+            for row in rows:
+                self._add(part, row)
+        except Exception as error:  # what else is broken matters as much
+            self._add(part, raised(name, error))
+
+    def _add(self, part: str, row: Row) -> None:
+        now = time.monotonic()
+        row = replace(row, part=part, seconds=round(now - self._last, 2))
+        self._last = now
         self.rows.append(row)
-        self._print(row.name, row.value, row.reference, row.tolerance, row.result)
-        if row.note:
-            self._output.write(f"    {row.note}\n")
+        self._output.write(json.dumps(asdict(row)) + "\n")
         self._output.flush()
 
-    def summary(self) -> str:
-        """Return the number of rows by result, and the names of those that failed."""
+    @property
+    def status(self) -> int:
+        """1 if a row failed or nothing was checked, otherwise 0."""
+        results = {row.result for row in self.rows}
+        return int(Result.FAILED in results or Result.PASSED not in results)
+
+    def table(self) -> str:
+        """Return the rows as a table, with the reason below a row, and the number of rows by result."""
+        lines = []
+        for row in self.rows:
+            figures = ", ".join(f"{name} {_short(value)}" for name, value in row.figures.items())
+            cells = (row.part.ljust(2), row.result.ljust(8), row.name.ljust(40), figures)
+            lines.append(" ".join(cells).rstrip() + (f" ({row.limit})" if row.limit else ""))
+            lines += [f"   {row.reason}"] if row.reason else []
         counts = Counter(row.result for row in self.rows)
-        text = f"{len(self.rows)} rows: " + ", ".join(f"{counts[result]} {result}" for result in Result)
-        failed = [f"  {row.name}" for row in self.rows if row.result is Result.FAILED]
-        return "\n".join([text, *(["failed:", *failed] if failed else [])])
+        return "\n".join([*lines, f"{len(self.rows)} rows: {', '.join(f'{counts[each]} {each}' for each in Result)}"])
 
-    def write_json(self, path: Path, seconds: float) -> None:
-        """Write the rows, the exit status and the duration to a file."""
-        content = {
-            "status": status_of(self.rows),
-            "seconds": round(seconds, 1),
-            "rows": [asdict(row) for row in self.rows],
-        }
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    def _print(self, *cells: str) -> None:
-        padded = [cell.ljust(width) for cell, width in zip(cells, (*self.WIDTHS, 0), strict=True)]
-        self._output.write("  ".join(padded).rstrip() + "\n")
+def _short(value: Figure) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,85 +1,59 @@
-"""Check GPUs against a CPU reference: devices, scores, tokens, updates, checkpoints, memory, speed.
+"""Check GPUs, first of all on a new machine: equality with the CPU, speed and memory, saves, groups on Ray.
 
-Run this first on a new machine. It prints a table and ends with status 0 if every row is ok, 1 if a row failed, and 2
-if there is no GPU that torch can use. docs/gpu.md explains every row, and what to do when it fails.
+Prints a line of JSON for each row as soon as it is known, and at the end a table on standard error. The status is 0 if
+no row failed, 1 if one did or nothing was checked, and 2 if there is no GPU that torch can use.
 
-examples: mcontroller gpucheck
-          mcontroller gpucheck --smallest --json gpu.json
-          python -m workers.gpucheck --only scores --only tokens     (needs only torch and megatron-core)
-          mcontroller gpucheck --device cpu --small                  (the same rows on a machine without a GPU)
+part a: versions, kernels of attention, and scores, tokens, updates and checkpoints against the CPU
+part b: peak memory, micro-batches of different widths and decoding, with a model of the shape of a 1.7B model
+part c: offload and reload, save and load, with the same model
+part d: groups on Ray: worker processes, two groups on one GPU, engines, NCCL; parts a to c do without Ray
+
+examples: python -m workers.gpucheck > rows.jsonl
+          python -m workers.gpucheck --part a --part b      (needs only torch and megatron-core)
+          python -m workers.gpucheck --part c --folder /scratch
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-import time
 from pathlib import Path
 
-from workers.gpucheck.machine import cpu_problem, gpu_problem, transformer_engine_problem
-from workers.gpucheck.rows import Table, status_of
+from workers.gpucheck.checks import run_parts
+from workers.gpucheck.machine import gpu_problem
+from workers.gpucheck.rows import Report
+from workers.gpucheck.session import Session
 
-__all__ = ["NAMES", "SMALLEST", "UNUSABLE", "add_arguments", "run"]
+__all__ = ["UNUSABLE", "add_arguments", "run"]
 
 UNUSABLE = 2
-"""Exit status if there is nothing to check: no GPU, or a wrong argument."""
+"""Exit status if there is no GPU, or an argument is wrong."""
 
-NAMES = (
-    "machine",
-    "arithmetic",
-    "placement",
-    "scores",
-    "tokens",
-    "updates",
-    "checkpoints",
-    "offload",
-    "synchronisations",
-    "generation",
-    "training",
-    "transfer",
-    "collectives",
-    "layouts",
-    "ray",
-)
-"""The checks, in the order in which they run."""
-
-SMALLEST = ("machine", "arithmetic", "placement", "scores", "tokens")
-"""The checks of ``--smallest``, with one model."""
+_PARTS = ("a", "b", "c", "d")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device to check; default: cuda")
-    parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME", help=f"one of {', '.join(NAMES)}")
-    parser.add_argument("--smallest", action="store_true", help=f"one model, and only {', '.join(SMALLEST)}")
-    parser.add_argument("--small", action="store_true", help="small models for memory and speed too")
-    parser.add_argument("--ranks", type=int, help="ranks of collectives, layouts, ray; default: the GPUs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
+    parser.add_argument("--part", action="append", choices=_PARTS, help="run only this part; may be repeated")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the smallest sizes")
+    parser.add_argument("--folder", type=Path, help="where part c saves about 30 GB; default: that of temporary files")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks, print the table and return the exit status."""
-    problem = gpu_problem() if arguments.device == "cuda" else cpu_problem()
+    """Run the checks, print the rows and the table, and return the exit status."""
+    problem = gpu_problem()
     if problem is not None:
         sys.stderr.write(f"gpucheck: {problem}\n")
         return UNUSABLE
-    transformer_engine = transformer_engine_problem() if arguments.device == "cuda" else None
-    from workers.gpucheck.run import run_checks  # imports Megatron, which a broken Transformer Engine would stop
-    from workers.gpucheck.session import Session
-
-    started = time.monotonic()
-    table = Table(sys.stdout)
-    names = [name for name in NAMES if name in (arguments.only or (SMALLEST if arguments.smallest else NAMES))]
-    with Session(
-        arguments.device,
-        smallest=arguments.smallest,
-        small=arguments.small or arguments.device == "cpu",
-        ranks=arguments.ranks,
-        transformer_engine=transformer_engine,
-    ) as session:
-        run_checks(session, names, table)
-    seconds = time.monotonic() - started
-    sys.stdout.write(f"{table.summary()}\n{seconds:.0f} s\n")
-    if arguments.json is not None:
-        table.write_json(arguments.json, seconds)
-    return status_of(table.rows)
+    report = Report(sys.stdout)
+    tiny = arguments.scale == "tiny"
+    try:
+        with (
+            contextlib.redirect_stdout(sys.stderr),  # what the workers print is not among the rows
+            Session(tiny=tiny, folder=arguments.folder) as session,
+        ):
+            run_parts(session, [part for part in _PARTS if part in (arguments.part or _PARTS)], report)
+    finally:
+        sys.stderr.write(report.table() + "\n")
+    return report.status

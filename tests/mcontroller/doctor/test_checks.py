@@ -247,12 +247,13 @@ def test_a_directory_that_is_not_shared_fails() -> None:
 
 def test_a_failed_gpucheck_fails_with_its_row() -> None:
     printed = (
-        "scores: dense float32    0.5   the CPU's   0.0002   FAILED\n14 rows: 11 ok, 1 FAILED, 2 info, 0 skipped\n"
+        '{"name": "scores dense float32", "result": "failed"}\n'
+        "a  failed   scores dense float32    value 0.5 (at most 0.0002)\n14 rows: 13 passed, 1 failed, 0 skipped\n"
     )
     finding = cluster.check_gpucheck("10.0.0.1", 1, printed)
-    assert finding.verdict is FAILURE and "scores: dense float32 0.5" in finding.found
-    good = cluster.check_gpucheck("10.0.0.1", 0, "14 rows: 12 ok, 0 FAILED, 2 info, 0 skipped\n9 s\n")
-    assert good.verdict is OK and good.found == "14 rows: 12 ok, 0 FAILED, 2 info, 0 skipped"
+    assert finding.verdict is FAILURE and "scores dense float32 value 0.5" in finding.found
+    good = cluster.check_gpucheck("10.0.0.1", 0, "14 rows: 14 passed, 0 failed, 0 skipped\n")
+    assert good.verdict is OK and good.found == "14 rows: 14 passed, 0 failed, 0 skipped"
 
 
 def test_a_directory_below_a_file_cannot_be_written(tmp_path: Any) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from mcontroller.cli.main import main
-from workers.gpucheck.machine import bfloat16_problem, gpu_problem, transformer_engine_problem
+from workers.gpucheck.machine import bfloat16_problem, gpu_problem
 from workers.model.utilization import peak_tflops
 
 
@@ -64,24 +61,6 @@ def test_a_machine_without_a_gpu_ends_with_status_2(
     assert main(["gpucheck"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("gpucheck: torch ") and printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("error", ["OSError('libcudnn.so.9: cannot open')", "RuntimeError('undefined symbol: _ZN2')"])
-def test_transformer_engine_that_does_not_import_is_one_line_and_hidden(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str
-) -> None:
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "pytorch.py").write_text(f"raise {error}\n")
-    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    problem = str(transformer_engine_problem())
-    assert "is installed but does not import (" + error.partition("(")[0] in problem and "\n" not in problem
-    assert "model.transformer_impl=local" in problem
-    with pytest.raises(ImportError):
-        __import__("transformer_engine")
-    monkeypatch.delitem(sys.modules, "transformer_engine")
 
 
 def test_a_device_without_bfloat16_is_one_line() -> None:

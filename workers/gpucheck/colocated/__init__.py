@@ -1,1 +1,0 @@
-"""Weights between two processes that share a GPU."""
