@@ -48,7 +48,7 @@ def _run_on_ray(session: Session, report: Report) -> None:
     from workers.gpucheck import groups
 
     try:
-        report.add_all("d", "Ray", groups.start_ray())
+        report.add_all("d", "Ray", groups.local_ray())
         if ray.is_initialized():
             _run(session, "d", (groups.group, groups.colocated, groups.engines, groups.nccl), report)
     finally:

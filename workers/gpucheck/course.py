@@ -21,13 +21,13 @@ from torch import Tensor
 from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
 from workers.gpucheck.policy import Policy, actor_config
 
-__all__ = ["BATCH", "PROMPT", "RESPONSE", "SIZES", "CpuProcess", "Run", "can_save", "continue_course", "run_course"]
+__all__ = ["BATCH", "PROMPT", "RESPONSE", "SIZES", "CaseRun", "CpuProcess", "can_save", "continue_course", "run_course"]
 
 PROMPT, RESPONSE = 24, 16
 SIZES: dict[str, Any] = {
     "vocab_size": 509,
     "max_sequence_length": 64,
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 128,
     "num_attention_heads": 8,
     "num_query_groups": 2,
@@ -40,7 +40,7 @@ BATCH = batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"])
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CaseRun:
     """A case of ``ONE_PROCESS`` in a dtype.
 
     Attributes:
@@ -57,15 +57,15 @@ class Run:
         return f"{self.case} {self.dtype}" + (" TE" if self.implementation != "local" else "")
 
     @property
-    def reference(self) -> Run:
+    def reference(self) -> CaseRun:
         """What the CPU computes."""
-        return Run(self.case, self.dtype)
+        return CaseRun(self.case, self.dtype)
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of ActorConfig."""
         sizes = SIZES | {"transformer_impl": self.implementation}
         rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
-        return ONE_PROCESS[self.case].settings(self.dtype, sizes) | {"rollout": rollout}
+        return ONE_PROCESS[self.case].settings(self.dtype, sizes) | {"rollout": rollout, "ppo_micro_batch_size": 4}
 
     def policy(self) -> Policy:
         """Return the policy with its initial weights."""
@@ -77,7 +77,7 @@ def can_save() -> bool:
     return importlib.util.find_spec("psutil") is not None
 
 
-def run_course(run: Run, folder: Path) -> dict[str, Any]:
+def run_course(run: CaseRun, folder: Path) -> dict[str, Any]:
     """Score, generate and train.
 
     Args:
@@ -114,7 +114,7 @@ def run_course(run: Run, folder: Path) -> dict[str, Any]:
         return results | {"metrics": metrics, "weights": weights, "after": policy.scores(BATCH)}
 
 
-def continue_course(run: Run, checkpoint: Path) -> Tensor:
+def continue_course(run: CaseRun, checkpoint: Path) -> Tensor:
     """Load the checkpoint of a course, make the remaining updates, and return the scores: ``after``."""
     with run.policy() as policy:
         policy.call("load_checkpoint", str(checkpoint))

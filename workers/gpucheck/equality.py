@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.gpucheck.cases import ONE_PROCESS, ROWS
-from workers.gpucheck.course import BATCH, Run, can_save, continue_course, run_course
+from workers.gpucheck.course import BATCH, CaseRun, can_save, continue_course, run_course
 from workers.gpucheck.policy import Policy, actor_config
 from workers.gpucheck.rows import Row, at_most, judged, measured, raised, skipped
 from workers.gpucheck.session import Session
@@ -61,7 +61,7 @@ TOLERANCES: dict[str, Tolerance] = {
 def attention(session: Session) -> Iterator[Row]:
     """Name the kernels of attention in an update, with heads as wide as those of large models."""
     for case in ("dense", "packed"):
-        settings = Run(case, "bfloat16", session.implementation).settings()
+        settings = CaseRun(case, "bfloat16", session.implementation).settings()
         settings["model"] |= {"num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 128}
         with Policy(actor_config(settings), "actor") as policy, torch.profiler.profile() as profile:
             policy.update(BATCH)
@@ -77,7 +77,7 @@ def attention(session: Session) -> Iterator[Row]:
 def equality(session: Session) -> Iterator[Row]:
     """Compare every case with the CPU: both get the same weights, batch and random numbers."""
     cases = ["dense"] if session.tiny else list(ONE_PROCESS)
-    references = [Run(case, dtype) for case in cases for dtype in ("float32", "bfloat16")]
+    references = [CaseRun(case, dtype) for case in cases for dtype in ("float32", "bfloat16")]
     expected = {run: session.cpu.submit(run_course, run, session.cpu_folder) for run in references}
     found = {}
     for run in [replace(run, implementation=layers) for run in references for layers in session.layers]:
@@ -93,7 +93,7 @@ def equality(session: Session) -> Iterator[Row]:
         yield from _checkpoint_rows(session, run, found[run]["after"], expected[run.reference]()["after"])
 
 
-def _checkpoint_rows(session: Session, run: Run, own: Tensor, on_cpu: Tensor) -> Iterator[Row]:
+def _checkpoint_rows(session: Session, run: CaseRun, own: Tensor, on_cpu: Tensor) -> Iterator[Row]:
     """Continue from the checkpoints of both courses; ``own`` and ``on_cpu`` are their scores at the end."""
     tolerance = _tolerance(run)
     results = [("resumed", continue_course(run, session.folder / str(run)), own, tolerance.again)]
@@ -107,7 +107,7 @@ def _checkpoint_rows(session: Session, run: Run, own: Tensor, on_cpu: Tensor) ->
         yield at_most(f"checkpoint {run}, {how}", score_difference(value, reference, tolerance), limit, advice)
 
 
-def course_rows(run: Run, found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[Row]:
+def course_rows(run: CaseRun, found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of two courses, of the results that ``found`` has: see ``run_course``.
 
     Weights are compared if both have a parameter of the name: fused layers of Transformer Engine name norms otherwise.
@@ -138,7 +138,7 @@ def score_difference(value: Tensor, reference: Tensor, tolerance: Tolerance) -> 
     return float((value.double() - reference.double()).abs().sum() / (reference != 0).sum().clamp(min=1))
 
 
-def _tolerance(run: Run) -> Tolerance:
+def _tolerance(run: CaseRun) -> Tolerance:
     uses_tf32 = run.dtype == "float32" and run.implementation == "transformer_engine"
     return TOLERANCES["tf32" if uses_tf32 else run.dtype]
 

@@ -25,8 +25,9 @@ from mcontroller.errors import MControllerError
 from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
+from workers.config.vllm import VllmConfig
 from workers.gpucheck.cases import STEPS, prompt_columns
-from workers.gpucheck.course import BATCH, PROMPT, Run, run_course
+from workers.gpucheck.course import BATCH, PROMPT, CaseRun, run_course
 from workers.gpucheck.equality import TOLERANCES, course_rows
 from workers.gpucheck.large import full_rows
 from workers.gpucheck.policy import TOKENS, actor_config, timed
@@ -35,7 +36,7 @@ from workers.gpucheck.session import Session
 from workers.weights.transfer.errors import TransferError
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
-__all__ = ["colocated", "engines", "group", "nccl", "start_ray"]
+__all__ = ["colocated", "engines", "group", "local_ray", "nccl"]
 
 _GB = 2**30
 
@@ -53,7 +54,7 @@ def _group(
         yield started
 
 
-def start_ray() -> Iterator[Row]:
+def local_ray() -> Iterator[Row]:
     """Start Ray on this machine, with slots for two groups on each GPU."""
     count = torch.cuda.device_count()
     options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -67,7 +68,7 @@ def start_ray() -> Iterator[Row]:
 def group(session: Session) -> Iterator[Row]:
     """Look at the process of a worker, compare its results with the CPU's, and look for what is left of it."""
     ranks = min(2, torch.cuda.device_count())
-    run = Run("dense")
+    run = CaseRun("dense")
     expected = session.cpu.submit(run_course, run, session.cpu_folder)
     before, listed = torch.cuda.mem_get_info()[0], _on_gpus()
     config = actor_config(run.settings() | {"parallel": {"tp": ranks}})
@@ -208,16 +209,23 @@ def _of_lost_peer(
 
 
 def engines(session: Session) -> Iterator[Row]:
-    """Generate beside a loaded actor, with Megatron's layers and with vLLM."""
+    """Generate beside a loaded actor, with Megatron's layers and with vLLM, whose samples have seeds or none."""
     yield from _engine(session, "megatron")
     if find_spec("vllm") is None:
         yield skipped("vllm", "vllm is not installed")
-    else:
-        yield from _engine(session, "vllm")
+        return
+    for seeds in (False, True):
+        yield from _engine(session, "vllm", seeds=seeds)
 
 
-def _engine(session: Session, engine: str) -> Iterator[Row]:
-    rollout = {"engine": engine, "response_length": session.scale.decoded, "verify_weights": "fingerprints"}
+def _engine(session: Session, engine: str, **settings: Any) -> Iterator[Row]:
+    rollout: dict[str, Any] = {
+        "engine": engine,
+        "response_length": session.scale.decoded,
+        "verify_weights": "fingerprints",
+    }
+    rollout["vllm"] = VllmConfig(**settings)
+    engine = " ".join([engine, *(f"{name}={value}" for name, value in settings.items())])
     config = session.scale.config(session.implementation, rollout=rollout)
     started = time.monotonic()
     with _group(config, "actor_rollout") as policy:
@@ -242,10 +250,9 @@ def _engine(session: Session, engine: str) -> Iterator[Row]:
         figures = {"sleep_s": asleep, "freed_gb": freed / _GB, "wake_and_generate_s": awake}
         # Kernels choose other sums for another batch, but this is the same batch.
         yield at_most(f"{engine}: rows that differ after sleep", differ, 0, "the engine lost its weights", **figures)
-        for name, settings in (("with seeds", {}), ("greedy, without seeds", {"do_sample": False})):
-            seconds, generated = timed(lambda: policy.generate_sequences(_prompts(session, **settings)))  # noqa: B023
-            tokens = int(generated.batch["response_mask"].sum())
-            yield measured(f"{engine}: tokens, {name}", tokens_per_s=tokens / seconds)
+        seconds, generated = timed(lambda: policy.generate_sequences(_prompts(session)))
+        tokens = int(generated.batch["response_mask"].sum())
+        yield measured(f"{engine}: sampled tokens", tokens_per_s=tokens / seconds)
 
 
 # ---- NCCL ------------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ FULL = Scale(
     stopped_s=30.0,
 )
 TINY = Scale(
-    model=SIZES | {"num_layers": 2, "qk_layernorm": True, "tie_embeddings": True},
+    model=SIZES | {"qk_layernorm": True, "tie_embeddings": True},
     prompt=24,
     response=40,
     rows=4,

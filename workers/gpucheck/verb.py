@@ -16,7 +16,7 @@ examples: python -m workers.gpucheck > rows.jsonl
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -46,14 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     if problem is not None:
         sys.stderr.write(f"gpucheck: {problem}\n")
         return UNUSABLE
-    report = Report(sys.stdout)
-    tiny = arguments.scale == "tiny"
-    try:
-        with (
-            contextlib.redirect_stdout(sys.stderr),  # what the workers print is not among the rows
-            Session(tiny=tiny, folder=arguments.folder) as session,
-        ):
-            run_parts(session, [part for part in _PARTS if part in (arguments.part or _PARTS)], report)
-    finally:
-        sys.stderr.write(report.table() + "\n")
+    parts = [part for part in _PARTS if part in (arguments.part or _PARTS)]
+    with os.fdopen(os.dup(1), "w") as rows:
+        report = Report(rows)
+        os.dup2(2, 1)  # what the workers and their processes print is not among the rows
+        try:
+            with Session(tiny=arguments.scale == "tiny", folder=arguments.folder) as session:
+                run_parts(session, parts, report)
+        finally:
+            os.dup2(rows.fileno(), 1)
+            sys.stderr.write(report.table() + "\n")
     return report.status

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from workers.gpucheck.course import Run
+from workers.gpucheck.course import CaseRun
 from workers.gpucheck.equality import course_rows
 from workers.gpucheck.rows import Report, Result, Row, at_most, measured, skipped
 from workers.gpucheck.speed import waits_row
 from workers.gpucheck.state import offload_rows
 
-FLOAT32, BFLOAT16 = Run("dense"), Run("dense", "bfloat16")
+FLOAT32, BFLOAT16 = CaseRun("dense"), CaseRun("dense", "bfloat16")
 SCORES, TOKENS = -torch.linspace(1, 6, 16 * 16).view(16, 16), torch.arange(16 * 16).view(16, 16)
 RIGHT: dict[str, Any] = {
     "scores": SCORES,
@@ -37,7 +37,7 @@ def changed(tensor: torch.Tensor, by: float) -> torch.Tensor:
     return result
 
 
-def course(run: Run, **changes: Any) -> Callable[[], Iterable[Row]]:
+def course(run: CaseRun, **changes: Any) -> Callable[[], Iterable[Row]]:
     return lambda: course_rows(run, RIGHT | changes, RIGHT)
 
 
