@@ -20,8 +20,12 @@ find = PathFinder.find_spec
 def found(name, path=None, target=None):
     return None if name.partition(".")[0] in NAMES else find(name, path, target)
 PathFinder.find_spec = staticmethod(found)
-if any("warm_start" in word or "gpucheck" in word for word in sys.orig_argv):  # Ray's own processes compute nothing
+words = " ".join(sys.orig_argv)
+if "warm_start" in words or "gpucheck" in words:  # not in Ray's own processes, which compute nothing
     import tests.fake_cuda.plugin
+if "warm_start" in words:  # the parent of workers, in which nothing has used CUDA
+    import torch
+    torch.cuda.is_initialized = lambda: False
 """
 ONLY_TORCH_AND_MEGATRON = {"ray", "tensordict", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}
 FAULT = """
