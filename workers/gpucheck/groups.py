@@ -69,7 +69,7 @@ def group(session: Session) -> Iterator[Row]:
     """Look at the process of a worker, compare its results with the CPU's, and look for what is left of it."""
     ranks = min(2, torch.cuda.device_count())
     run = CaseRun("dense")
-    expected = session.cpu.submit(run_course, run, session.cpu_folder)
+    expected = session.cpu.submit(run_course, run, session.folder / "group")
     before, listed = torch.cuda.mem_get_info()[0], _on_gpus()
     config = actor_config(run.settings() | {"parallel": {"tp": ranks}})
     with _group(config, "actor_rollout", ranks=ranks) as started:
