@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             with Session(tiny=arguments.scale == "tiny", folder=arguments.folder) as session:
                 run_parts(session, parts, report)
         finally:
+            sys.stdout.flush()
             os.dup2(rows.fileno(), 1)
             sys.stderr.write(report.table() + "\n")
     return report.status
