@@ -418,7 +418,7 @@ class RayPPOTrainer:
             seen = self.rewards.seen(batch, held_out=held_out)
             reward = self.rewards.of(seen.union(problems).union(scores.columns), held_out=held_out)
             if (overlong := self.config.algorithm.overlong).buffer and not held_out:
-                reward = penalized(reward, *columns(seen, "response_mask"), overlong, response_limit(self.config))
+                reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def with_greedy_scores(self, batch: ReferencedBatch, problems: DataProto) -> ReferencedBatch:
