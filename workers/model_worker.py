@@ -99,17 +99,11 @@ class ModelWorker(MegatronWorker):
     parallel: ParallelConfig  # never None
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "get_megatron_rank_info": (),
-        "get_megatron_global_info": (),
-        "execute_func_rank_zero": (),
-        "offload": (),
-        "reload": (),
-        "take_memory_use": (),
+        **dict.fromkeys(("get_megatron_rank_info", "get_megatron_global_info", "execute_func_rank_zero"), ()),
+        **dict.fromkeys(("offload", "reload", "take_memory_use", "verify_checkpoint", "wait_for_checkpoint"), ()),
         "save_checkpoint": ("params", "reference", "optimizer"),
         "load_checkpoint": ("params", "reference", "optimizer"),
         "export_hf": ("params",),
-        "verify_checkpoint": (),
-        "wait_for_checkpoint": (),
     }
 
     schedule_unit: ClassVar[str] = "steps"
