@@ -96,6 +96,31 @@ def test_a_method_brings_back_what_it_needs_and_no_more() -> None:
     }
 
 
+def parts_for_checkpoints(path: str) -> dict[str, tuple[str, ...]]:
+    """Parts on the device after each call, of an actor with a copy of the weights that generates."""
+    worker = actor({}, rollout={"parallel": {}}, ppo_epochs=1)
+    worker.update_actor(experience(8))
+    before = weights(worker)
+    found = {}
+    for method, argument in {"save_checkpoint": path, "load_checkpoint": path, "export_hf": f"{path}/hf"}.items():
+        worker.offload()
+        getattr(worker, method)(argument)
+        found[method] = tuple(part for part in worker.parts() if part not in worker.offloaded.parts)
+    worker.reload()
+    assert all(torch.equal(value, before[name]) for name, value in weights(worker).items())
+    return found
+
+
+def test_checkpoints_and_exports_bring_back_neither_gradients_nor_the_rollout(tmp_path: Path) -> None:
+    assert run_ranks(parts_for_checkpoints, 1, str(tmp_path)) == [
+        {
+            "save_checkpoint": ("params", "reference", "optimizer"),
+            "load_checkpoint": ("params", "reference", "optimizer"),
+            "export_hf": ("params",),
+        }
+    ]
+
+
 def freed_by_part() -> tuple[dict[str, int], dict[str, int], int, list[int]]:
     worker = actor({}, ppo_epochs=1)
     worker.update_actor(experience(8))
