@@ -107,11 +107,12 @@ class TokenPositions:
 
 @contextlib.contextmanager
 def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute the attention of one new token to keys of which some are masked.
+    """Compute the attention of one new token by plain products, to all keys or to those that are not masked.
 
-    Transformer Engine masks single keys only with the mask type ``arbitrary``. That turns its flash and fused kernels
-    off and repeats keys for all heads that share them. ``attend_once`` does neither. A core attention of another
-    class, or with windows or offsets, gets the mask with this type: ``[rows, 1, 1, keys]``, for one query per row.
+    With cuDNN, Transformer Engine builds a plan for every number of keys: for every token of a response. It masks
+    single keys only with the mask type ``arbitrary``, which turns its flash and fused kernels off and repeats keys for
+    all heads that share them. ``attend_once`` does neither. A core attention of another class, or with windows or
+    offsets, gets the mask with this type: ``[rows, 1, 1, keys]``, for one query per row.
     """
     cores = [
         module
@@ -132,11 +133,12 @@ def _attend_to_allowed_keys(
     core: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
     forward = functools.partial(type(core).forward, core, query, key, value, attention_mask)
+    engine = type(core).__module__.startswith("megatron.core.extensions.")
+    if engine and query.size(0) == 1 and _is_plain(core.config):
+        scale = core.config.softmax_scale or 1.0 / math.sqrt(query.size(-1))
+        return attend_once(query, key, value, None if attention_mask is None else ~attention_mask, scale)
     if attention_mask is None:
         return forward(*args, **kwargs)
-    if type(core).__module__.startswith("megatron.core.extensions.") and _is_plain(core.config):
-        scale = core.config.softmax_scale or 1.0 / math.sqrt(query.size(-1))
-        return attend_once(query, key, value, ~attention_mask, scale)
     return forward(**kwargs | {"attn_mask_type": AttnMaskType.arbitrary})
 
 

@@ -7,6 +7,7 @@ of similar length, and each micro-batch is as wide as its own longest row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,7 +26,10 @@ __all__ = [
     "micro_batches",
     "packed_equal_micro_batches",
     "token_micro_batches",
+    "width_multiple",
 ]
+
+_FEW_WIDTHS = 128
 
 
 class MicroBatchSize(NamedTuple):
@@ -70,7 +74,7 @@ def micro_batches(
         most: the largest number of rows that any data-parallel rank divides.
         size: rows or tokens of a micro-batch.
         multiple: the number of micro-batches is a multiple of this.
-        length_multiple: so are the lengths of sequences of this.
+        length_multiple: so are the lengths of sequences of this, as far as the batch is as wide.
         of_every_shard: returns the number of every data-parallel rank.
         packed: whether the rows of a micro-batch are one sequence.
     """
@@ -78,9 +82,21 @@ def micro_batches(
         return equal_micro_batches(rows, index, most, size.rows, multiple)
     if not size.tokens:
         return packed_equal_micro_batches(rows, index, most, size.rows, multiple, length_multiple=length_multiple)
-    least = least_count(rows.lengths[index], size.tokens, length_multiple, packed=packed)
+    least = least_count(rows.lengths[index], size.tokens, length_multiple, rows.tokens.size(1), packed=packed)
     count = -(-max(of_every_shard(least)) // multiple) * multiple
     return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=packed)
+
+
+def width_multiple(length_multiple: int, device: torch.device) -> int:
+    """Return the multiple of padded micro-batches' widths: on a GPU also of 128.
+
+    cuDNN builds a plan for attention at every new width, in 55 ms to 1 s. Multiples of 128 recur.
+
+    Args:
+        length_multiple: that the layout requires.
+        device: of the model.
+    """
+    return length_multiple if device.type == "cpu" else math.lcm(length_multiple, _FEW_WIDTHS)
 
 
 def equal_micro_batches(
@@ -134,7 +150,8 @@ def token_micro_batches(
         length_multiple: lengths are rounded up to a multiple of this.
         packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
     """
-    widths, by_length = _rounded(batch.lengths[index], length_multiple).sort(descending=True, stable=True)
+    longest = batch.tokens.size(1)
+    widths, by_length = _rounded(batch.lengths[index], length_multiple, longest).sort(descending=True, stable=True)
     groups = _even_groups(widths.tolist(), count, max_tokens, packed)
     groups += [[]] * (count - len(groups))
     parts = [index[by_length[group]] for group in groups]
@@ -144,7 +161,9 @@ def token_micro_batches(
     return [_micro_batch(batch, part, max(len(part), 1), length_multiple, shortest) for part in parts]
 
 
-def least_count(lengths: Tensor, max_tokens: int, length_multiple: int = 1, *, packed: bool = False) -> int:
+def least_count(
+    lengths: Tensor, max_tokens: int, length_multiple: int = 1, longest: int | None = None, *, packed: bool = False
+) -> int:
     """Return how many micro-batches of at most ``max_tokens`` are needed for rows of these lengths, at least 1.
 
     A row that is longer than ``max_tokens`` has a micro-batch to itself.
@@ -153,9 +172,10 @@ def least_count(lengths: Tensor, max_tokens: int, length_multiple: int = 1, *, p
         lengths: ``[rows]`` int64.
         max_tokens: the most tokens of a micro-batch.
         length_multiple: lengths are rounded up to a multiple of this.
+        longest: the width of the batch, which lengths are not rounded beyond; None for no limit.
         packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
     """
-    widths = _rounded(lengths, length_multiple).sort(descending=True).values.tolist()
+    widths = _rounded(lengths, length_multiple, longest).sort(descending=True).values.tolist()
     return max(len(_groups(widths, max_tokens, packed)), 1)
 
 
@@ -167,7 +187,7 @@ def _micro_batch(
     rows[: len(index)] = index
     taken = batch.take(rows, len(index))
     if length_multiple is not None:
-        taken = taken.narrow(int(_rounded(taken.lengths, length_multiple).max()))
+        taken = taken.narrow(int(_rounded(taken.lengths, length_multiple, batch.tokens.size(1)).max()))
     return MicroBatch(taken, index)
 
 
@@ -215,5 +235,6 @@ def _groups(widths: Sequence[int], max_tokens: int, packed: bool) -> list[list[i
     return groups
 
 
-def _rounded(lengths: Tensor, multiple: int) -> Tensor:
-    return (lengths + multiple - 1) // multiple * multiple
+def _rounded(lengths: Tensor, multiple: int, longest: int | None) -> Tensor:
+    rounded = (lengths + multiple - 1) // multiple * multiple
+    return rounded if longest is None else rounded.clamp(max=longest)

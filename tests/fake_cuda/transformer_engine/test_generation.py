@@ -9,7 +9,7 @@ import torch
 from transformer_engine import received
 
 from tests.forking import run_ranks
-from tests.workers.roles import GREEDY, RESPONSE, actor, prompts
+from tests.workers.roles import GREEDY, PROMPT, RESPONSE, actor, experience, prompts
 
 LAYERS, ROWS = 2, 12
 
@@ -31,6 +31,33 @@ def test_prompts_of_unequal_length_reach_the_kernels_without_a_mask() -> None:
     [(_, expected, _)] = run_ranks(generated, 1, "local")
     assert calls == [(int(lengths.max()), None, "causal")] * LAYERS
     assert torch.equal(responses, expected)
+
+
+def equal_prompts() -> set[tuple[int, int, int]]:
+    """Return the shapes of attention for prompts of one length."""
+    worker = actor({}, "rollout", model={"num_layers": LAYERS, "transformer_impl": "transformer_engine"})
+    batch = prompts(ROWS, GREEDY | {"eos_token_id": -1})
+    batch.batch["attention_mask"][:] = 1
+    received.calls.clear()
+    worker.generate_sequences(batch)
+    return received.attention_shapes()
+
+
+def test_a_response_reaches_the_attention_kernels_with_one_shape_only() -> None:
+    assert run_ranks(equal_prompts, 1) == [{(ROWS, PROMPT, PROMPT)}]
+
+
+def updated_by_tokens() -> set[int]:
+    """Return the widths of attention in an update with a budget of tokens."""
+    fields = {"num_layers": LAYERS, "transformer_impl": "transformer_engine"}
+    worker = actor({}, "actor", model=fields, ppo_max_tokens_per_micro_batch=37, share_prompts=False)
+    received.calls.clear()
+    worker.update_actor(experience(16))
+    return {keys for _, _, keys in received.attention_shapes()}
+
+
+def test_micro_batches_by_tokens_have_one_width_up_to_128_tokens() -> None:
+    assert run_ranks(updated_by_tokens, 1) == [{PROMPT + RESPONSE}]
 
 
 def test_fused_rotation_of_training_is_off_while_rows_have_their_own_positions() -> None:
