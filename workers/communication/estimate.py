@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcontroller.errors import ConfigError
@@ -97,8 +97,10 @@ class _Step:
 
     def __init__(self, config: ActorConfig, world_size: int, step: StepRows) -> None:
         parallel = self.parallel = config.parallel
-        self.config, self.world_size = config, world_size
         self.layout = parallel.layout(world_size)
+        optim = config.optim.resolved(self.layout.dp * self.layout.cp, on_gpu=True)
+        config = replace(config, optim=optim)
+        self.config, self.world_size = config, world_size
         self.topology = Topology.from_layout(self.layout)
         self.shape = Shape(config.model, parallel)
         _check(config, self.shape)

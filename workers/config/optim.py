@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
@@ -103,8 +103,8 @@ class OptimConfig:
     """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay)."""
     wsd_decay_steps: int = 0
     """[optimizer steps] Length of the decay at the end of a WSD schedule."""
-    distributed_optimizer: bool = False
-    """Shard the optimizer's state over the data-parallel ranks."""
+    distributed_optimizer: bool | None = None
+    """Shard the optimizer's state over the data-parallel ranks. None: on a GPU, of adam, with several such ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over the data-parallel ranks during the backward pass."""
     overlap_param_gather: bool = False
@@ -143,6 +143,17 @@ class OptimConfig:
                 value=True,
             )
         _check_further(self)
+
+    def resolved(self, replicas: int, *, on_gpu: bool) -> OptimConfig:
+        """Return this configuration with ``distributed_optimizer`` decided.
+
+        Args:
+            replicas: ranks that have the same weights: dp x cp.
+            on_gpu: whether the model is on a GPU.
+        """
+        if self.distributed_optimizer is not None:
+            return self
+        return replace(self, distributed_optimizer=on_gpu and replicas > 1 and self.optimizer == "adam")
 
 
 def _check_further(optim: OptimConfig) -> None:

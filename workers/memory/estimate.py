@@ -108,8 +108,9 @@ class PlannedRole:
         value_head: bool = False,
         fused: bool = False,
     ) -> None:
-        self.model, self.parallel, self.optim = model, parallel, optim
+        self.model, self.parallel = model, parallel
         self.layout: ParallelLayout = parallel.layout(world_size)
+        self.optim = None if optim is None else optim.resolved(self.layout.dp * self.layout.cp, on_gpu=True)
         self.shape = Shape(model, parallel)
         self.ddp = dict(ddp or {})
         self.value_head, self.fused = value_head, fused
@@ -186,8 +187,7 @@ class PlannedRole:
             whole = [layer_saved(shape, tokens, with_experts, everything=True) for with_experts in layers]
             passing += max((one - kept for one, kept in zip(whole, saved, strict=True)), default=0)
         flying = in_flight(batch.count, parallel.pp, pp_rank, parallel.vpp)
-        if parallel.vpp is not None:  # outputs of chunks, and what is sent and received at once in both directions
-            of_micro_batch += boundary * len(chunks)
+        if parallel.vpp is not None:  # what is sent and received at once in both directions
             passing += 4 * boundary
         ends, logits = self._last_stage(pp_rank, batch, tokens, backward=True)
         # The logits are gone when the backward pass reaches the layers; the final norm's tensors are not needed either.

@@ -54,7 +54,7 @@ def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerC
             fp16=model.fp16,
             params_dtype=model.params_dtype,
             fp8_recipe=model.fp8_recipe if model.fp8 else None,
-            use_distributed_optimizer=optim.distributed_optimizer,
+            use_distributed_optimizer=bool(optim.distributed_optimizer),
             overlap_param_gather=optim.overlap_param_gather,
             **further,
         )
@@ -79,7 +79,7 @@ def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> Distribu
     fields: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "average_in_collective": False,
-        "use_distributed_optimizer": optim.distributed_optimizer,
+        "use_distributed_optimizer": bool(optim.distributed_optimizer),
         "overlap_grad_reduce": optim.overlap_grad_reduce,
         "overlap_param_gather": optim.overlap_param_gather,
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.fusions import fused_bias_swiglu
 
-from tests.workers.memory.counted import BF16, EXPERTS, RECOMPUTED, SHARDED, Layout, far_off
+from tests.workers.memory.counted import BF16, EXPERTS, RECOMPUTED, SHARDED, WHOLE, Layout, far_off
 
 ENGINE = BF16 | {"transformer_impl": "transformer_engine"}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -17,13 +17,13 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2, MLP and norms recomputed": (
         {},
         ENGINE | {"transformer": SELECTIVE | {"recompute_modules": ["mlp", "layernorm"]}},
-        {},
+        WHOLE,
     ),
     "dp 2, recomputed": ({}, ENGINE | {"transformer": RECOMPUTED}, SHARDED),
     "ep 2, activation of experts recomputed": (
         {"ep": 2},
         ENGINE | EXPERTS | {"transformer": SELECTIVE | {"recompute_modules": ["moe_act"]}},
-        {},
+        WHOLE,
     ),
 }
 

@@ -45,6 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
 
 def actor_config(parallel: dict[str, Any], model: dict[str, Any], optim: dict[str, Any]) -> ActorConfig:
     rollout = {"prompt_length": PROMPT, "response_length": RESPONSE}
+    optim = {"distributed_optimizer": False} | optim  # the default depends on the device
     fields = {"model": model, "parallel": parallel, "optim": optim, "rollout": rollout, "ppo_micro_batch_size": 2}
     return load_config(ActorConfig, fields, {})
 

@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
 }
 BF16 = {"dtype": "bfloat16"}
 SHARDED = {"distributed_optimizer": True}
+WHOLE = {"distributed_optimizer": False}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 256}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 Layout = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]

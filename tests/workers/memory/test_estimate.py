@@ -9,7 +9,7 @@ import torch
 
 from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
-from tests.workers.memory.counted import BF16, EXPERTS, RECOMPUTED, SHARDED, Layout, far_off
+from tests.workers.memory.counted import BF16, EXPERTS, RECOMPUTED, SHARDED, WHOLE, Layout, far_off
 from tests.workers.roles import MODEL, actor, critic
 from workers import ModelConfig, ParallelConfig
 from workers.config import load_config
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Layout] = {
     "ep 2, bfloat16, activation of experts recomputed": (
         {"ep": 2},
         BF16 | EXPERTS | {"transformer": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}},
-        {},
+        WHOLE,
     ),
 }
 
