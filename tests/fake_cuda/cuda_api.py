@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from tests.fake_cuda.reserved import limit_bytes, reserved_by_all
 from tests.fake_cuda.tags import (
     GPUS,
     Memory,
@@ -96,6 +97,39 @@ class Properties:
         self.uuid = f"GPU-{visible[index] if visible else index}"
 
 
+class Runtime:
+    """The functions of ``torch.cuda.cudart()`` that pin memory which exists already.
+
+    Attributes:
+        registered: bytes by address.
+        most: the most bytes at one time.
+    """
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.most = 0
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        """Register memory; 712 is cudaErrorHostMemoryAlreadyRegistered."""
+        if pointer in self.registered:
+            return 712
+        self.registered[pointer] = size
+        self.most = max(self.most, sum(self.registered.values()))
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        """Release memory; 713 is cudaErrorHostMemoryNotRegistered."""
+        return 0 if self.registered.pop(pointer, None) is not None else 713
+
+
+runtime = Runtime()
+
+
+def _check_error(result: int) -> None:
+    if result:
+        raise RuntimeError(f"CUDA error {result}")
+
+
 def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
@@ -133,6 +167,8 @@ def answers() -> dict[str, Any]:
         "device_count": gpu_count,
         "current_stream": _using(_returns(stream)),
         "default_stream": _using(_returns(stream)),
+        "cudart": _using(_returns(runtime)),
+        "check_error": _check_error,
         "stream": lambda chosen: contextlib.nullcontext(chosen),
         "Stream": Stream,
         "ExternalStream": Stream,
@@ -169,7 +205,8 @@ def _memory_of(device: Any = None) -> Memory:
 
 
 def _free(of: Memory) -> int:
-    return MEMORY_BYTES - of.reserved - of.outside
+    limit = limit_bytes()
+    return MEMORY_BYTES - of.reserved - of.outside if limit is None else limit - reserved_by_all(of.index) - of.outside
 
 
 def _empty_all() -> None:
@@ -186,7 +223,7 @@ def _memory_answers() -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: _memory_of(device).peak_reserved,
         "reset_peak_memory_stats": lambda device=None: _memory_of(device).reset_peak(),
         "empty_cache": _empty_all,
-        "mem_get_info": _using(lambda device=None: (_free(_memory_of(device)), MEMORY_BYTES)),
+        "mem_get_info": _using(lambda device=None: (_free(_memory_of(device)), limit_bytes() or MEMORY_BYTES)),
         "memory_stats": lambda device=None: _statistics(_memory_of(device)),
     }
 

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fake_cuda.pinned import pinned
 from tests.fake_cuda.tags import CPU, device_of, gpu, measure, on_device, put, tensors_in, traffic
 
 _COPIES = {"_to_copy", "copy", "_copy_from"}
@@ -148,7 +149,7 @@ class DeviceFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.device:
             return gpu(args[0]) if args and isinstance(args[0], int) else func(*args, **kwargs)
-        kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
+        locked = kwargs.pop("pin_memory", False) if kwargs.get("pin_memory") else False
         device = _as_device(kwargs.get("device"))
         if device is not None and device.type in ("cuda", "cpu"):
             kwargs["device"] = "cpu"
@@ -156,7 +157,7 @@ class DeviceFunctions(TorchFunctionMode):
                 result = func(*args, **kwargs)
             for made in tensors_in(result):
                 put(made, device)
-            return result
+            return pinned.allocate(result) if locked else result
         args = tuple(CPU if isinstance(arg, torch.device) and arg.type == "cuda" else arg for arg in args)
         with _creating_on(_gpu_of([args, kwargs])):
             return func(*args, **kwargs)
@@ -260,7 +261,7 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cpu: lambda tensor, *args, **kwargs: _moved(tensor, CPU),
     torch.Tensor.type: _type,
     torch.Tensor.get_device: lambda tensor: device_of(tensor).index if on_device(tensor) else -1,
-    torch.Tensor.pin_memory: lambda tensor, *args: tensor.clone(),
+    torch.Tensor.pin_memory: lambda tensor, *args: pinned.allocate(tensor.clone()),
     torch.Tensor.is_pinned: lambda tensor, *args: False,
     torch.Tensor.record_stream: lambda tensor, stream: None,
     torch.Tensor.numpy: _numpy,

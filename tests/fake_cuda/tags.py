@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from tests.fake_cuda.reserved import reserve
+
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
 """The GPUs of the pretended node."""
@@ -88,28 +90,39 @@ class Memory:
         outside: bytes that other libraries than torch hold, such as the buffers of NCCL.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
         self.changes = self.outside = 0
         self.allocated = self.peak = self.reserved = self.peak_reserved = 0
 
     def add(self, size: int) -> None:
-        """Count a storage of this size."""
+        """Count a storage of this size; raise OutOfMemoryError if the GPU is full."""
+        if self.allocated + size > self.reserved:
+            self._reserve(self.allocated + size)
         self.changes += 1
         self.allocated += size
         self.peak = max(self.peak, self.allocated)
         self.reserved = max(self.reserved, self.allocated)
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
+    def _reserve(self, size: int) -> None:
+        try:
+            reserve(self.index, size)
+        except torch.OutOfMemoryError:
+            self.empty()  # as a caching allocator does before it gives up
+            reserve(self.index, size)
+
     def empty(self) -> None:
         """Return what is reserved and not allocated."""
         self.reserved = self.allocated
+        reserve(self.index, self.reserved)
 
     def reset_peak(self) -> None:
         """Forget the largest figures so far."""
         self.peak, self.peak_reserved = self.allocated, self.reserved
 
 
-memory = {device: Memory() for device in GPUS}
+memory = {device: Memory(device.index) for device in GPUS}
 
 
 class _Block:
@@ -119,8 +132,9 @@ class _Block:
 
     def __init__(self, device: torch.device, size: int) -> None:
         initialization.use()
-        self.device, self.memory, self.size = device, memory[device], size
+        self.device, self.memory, self.size = device, memory[device], 0
         self.memory.add(size)
+        self.size = size
 
     def resize(self, size: int) -> None:
         if size != self.size:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.fake_cuda.reserved import limited, reserved_by_all
+from tests.forking import run_ranks
+from tests.workers.memory.counted import BF16, SHARDED
+from tests.workers.roles import MODEL, actor, experience, own_shard
+from workers.config import ModelConfig, OptimConfig, ParallelConfig, load_config
+from workers.memory.estimate import Batch, PlannedRole
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +85,53 @@ def test_every_gpu_has_bytes_of_its_own(counted_from_here: int) -> None:
     assert kept.device == torch.device("cuda", 1)
     assert torch.cuda.memory_allocated("cuda:1") - before == 400
     assert torch.cuda.memory_allocated() == counted_from_here
+
+
+IN_ANOTHER_PROCESS = """
+import torch
+from tests.fake_cuda.plugin import enable
+enable()
+kept = torch.ones(100, device="cuda")
+print(torch.cuda.mem_get_info(), flush=True)
+input()
+"""
+
+
+def test_processes_share_the_bytes_of_a_gpu_up_to_its_limit(counted_from_here: int, tmp_path: Path) -> None:
+    limit = counted_from_here + 1000
+    with limited(tmp_path / "reserved", limit):
+        torch.cuda.empty_cache()  # counts what this process has
+        command = [sys.executable, "-c", IN_ANOTHER_PROCESS]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline().strip() == str((600, limit))
+        kept = torch.ones(150, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match="which other processes have reserved 400"):
+            torch.ones(1, device="cuda")
+        assert torch.cuda.memory_allocated() == counted_from_here + 600
+        other.communicate("\n", timeout=60)
+        assert reserved_by_all(0) == counted_from_here + 600
+        del kept
+
+
+def saved_and_updated(directory: str, limit: int) -> list[str]:
+    """Update and save with so many bytes on each GPU, in buckets and by weights; return which calls ran out of them."""
+    with limited(Path(directory) / f"reserved of {torch.distributed.get_rank()}", limit):
+        worker = actor({}, "actor", model=MODEL | BF16 | {"hidden_size": 256}, optim=SHARDED, ppo_epochs=1)
+        batch, failed = own_shard(experience(8), worker), []
+        worker.update_actor(batch)
+        for reshardable in (False, True):
+            torch.cuda.empty_cache()
+            try:
+                worker.save_checkpoint(directory, reshardable=reshardable)
+            except torch.OutOfMemoryError:
+                failed.append(f"reshardable={reshardable}")
+        return failed
+
+
+def test_a_periodic_save_and_an_update_fit_in_1_3_times_the_estimate(tmp_path: Path) -> None:
+    model = load_config(ModelConfig, MODEL | BF16 | {"hidden_size": 256})
+    planned = PlannedRole(model, ParallelConfig(), 2, load_config(OptimConfig, SHARDED))
+    estimate = planned.train(0, Batch(rows=2, length=16, targets=6))
+    limit = int(1.3 * (estimate.total - estimate.nccl))
+    assert run_ranks(saved_and_updated, 2, str(tmp_path), limit) == [["reshardable=True"]] * 2

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fake_cuda.cuda_api import runtime
+from tests.fake_cuda.pinned import pinned
 from tests.fake_cuda.reference import ROWS, computed
 from tests.fake_cuda.tags import traffic
 from tests.forking import run_ranks
@@ -106,6 +108,27 @@ def test_every_number_of_training_is_on_the_gpu_of_its_rank_in_its_dtype(
         expected = {("parameter", gpu, dtype), ("buffer", gpu, "float32"), ("gradient", gpu, "float32")}
         expected |= {(kind, gpu, "float32") for kind in ("main parameter", "exp_avg", "exp_avg_sq")}
         assert changes == [expected] * 4
+
+
+def locked() -> tuple[list[int], int, int, int]:
+    """Return the page-locked bytes of two offloads, after the reload, those of torch's allocator, and of the parts."""
+    worker = actor({}, "actor", ppo_epochs=1)
+    worker.update_actor(experience(ROWS))
+    cached, found = pinned.cached, []
+    kept = [tensor.untyped_storage() for part in ("params", "optimizer") for tensor in worker.parts()[part]]
+    size = sum({storage._cdata: -(-storage.nbytes() // 512) * 512 for storage in kept}.values())
+    for _ in range(2):
+        worker.offload()
+        found.append(sum(runtime.registered.values()))
+        worker.update_actor(experience(ROWS))
+    worker.reload()
+    return found, sum(runtime.registered.values()), pinned.cached - cached, size
+
+
+def test_offloaded_parts_lock_their_bytes_once_and_release_them() -> None:
+    [(found, left, cached, size)] = run_ranks(locked, 1)
+    assert found == [size, size] and size > 400_000
+    assert (left, cached) == (0, 0)
 
 
 def offloaded() -> tuple[dict[str, int], set[tuple[int, ...]]]:

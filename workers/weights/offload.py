@@ -7,6 +7,7 @@ anything reads or writes it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcontroller.errors import ConfigError
+from workers.weights.host_buffer import HostBuffer
 
 __all__ = [
     "Offload",
@@ -27,6 +29,10 @@ __all__ = [
     "model_tensors",
     "optimizer_tensors",
 ]
+
+
+_ALIGNMENT = 512
+"""[bytes] Every copy starts at a multiple of this, as CUDA's own allocations do."""
 
 
 @runtime_checkable
@@ -46,11 +52,13 @@ class Offload:
     """The parts of a role that are offloaded.
 
     The tensors of a part are looked up when it is offloaded, so the optimizer may be replaced in between. A storage
-    that two parts share belongs to the first.
+    that two parts share belongs to the first. The page-locked host memory of a part is kept for its next offload,
+    since locking pages takes as long as the copies.
     """
 
     def __init__(self) -> None:
         self._offloaded: dict[str, Sleepable | list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+        self._host: dict[str, HostBuffer] = {}
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -90,14 +98,39 @@ class Offload:
                 continue
             storages = list(_new_storages(content, seen))
             if is_due:
-                emptied = self._offloaded[part] = [_emptied(storage, part not in discard) for storage in storages]
-                freed += sum(size for _, size, _ in emptied)
+                sizes = [storage.nbytes() for storage in storages]
+                copies = [None] * len(storages) if part in discard else self._copies(part, storages)
+                self._offloaded[part] = list(zip(storages, sizes, copies, strict=True))
+                freed += sum(sizes)
+                for storage in storages:
+                    storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return freed
 
-    def reload(self, parts: Sequence[str] | None = None) -> None:
-        """Bring these parts back to the device; None is all. Parts that are not offloaded stay as they are."""
+    def _copies(self, part: str, storages: Sequence[torch.UntypedStorage]) -> list[Tensor | None]:
+        """Copy the storages into the host memory of the part, and return the copies."""
+        starts = [0, *itertools.accumulate(-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in storages)]
+        buffer = self._host.pop(part, None)
+        if buffer is None or len(buffer.bytes) != starts[-1]:
+            del buffer  # freed before the new one is allocated
+            buffer = HostBuffer(starts[-1], locked=any(storage.device.type == "cuda" for storage in storages))
+        if buffer.locked:
+            self._host[part] = buffer
+        whole = buffer.bytes
+        copies: list[Tensor | None] = []
+        for start, storage in zip(starts, storages, strict=False):
+            copy = whole[start : start + storage.nbytes()]
+            copies.append(copy.copy_(_bytes_of(storage)))
+        return copies
+
+    def reload(self, parts: Sequence[str] | None = None, *, release: bool = False) -> None:
+        """Bring parts back to the device. Parts that are not offloaded stay as they are.
+
+        Args:
+            parts: their names; None is all.
+            release: free the host memory of all parts that are on the device then.
+        """
         for part in self.parts if parts is None else parts:
             content = self._offloaded.pop(part, [])
             if isinstance(content, Sleepable):
@@ -112,6 +145,8 @@ class Offload:
                     on_device.copy_(copy, non_blocking=copy.is_pinned())
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+        if release:
+            self._host = {part: buffer for part, buffer in self._host.items() if part in self._offloaded}
 
 
 def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
@@ -120,16 +155,6 @@ def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.U
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             yield storage
-
-
-def _emptied(storage: torch.UntypedStorage, keep: bool) -> tuple[torch.UntypedStorage, int, Tensor | None]:
-    size = storage.nbytes()
-    copy = None
-    if keep:
-        copy = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=storage.device.type == "cuda")
-        copy.copy_(_bytes_of(storage))
-    storage.resize_(0)
-    return storage, size, copy
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
