@@ -22,11 +22,11 @@ from parallel_state.topology import Topology
 from workers.config import ActorConfig
 from workers.memory.estimate import Memory
 from workers.memory.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
-from workers.model.gpu_defaults import max_connections
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes
 from workers.run.resources import locality_lines, resource_lines
+from workers.run.role_lines import role_lines
 
 __all__ = ["add_arguments", "layout_of_role", "memory_table", "pool_size", "read_roles", "run"]
 
@@ -58,22 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(config, RunConfig):
         lines += [*locality_lines(config), *resource_lines(config)]
         pools = pool_names(config)
-    for key, role in roles.items():
-        lines += _runtime_lines(key, role)
+    reference = not isinstance(config, RunConfig) or reads_reference(config, roles_of(config))
+    lines += role_lines(roles, sizes, reference)
     calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
-    if isinstance(config, RunConfig) and not reads_reference(config, roles_of(config)):
-        calls = [call for call in calls if call.role != "reference"]
+    calls = [call for call in calls if reference or call.role != "reference"]
     sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools), ""]))
     return 0
-
-
-def _runtime_lines(key: str, role: RoleConfig) -> list[str]:
-    """Return the timeout of collectives, and the variable of CUDA that the processes of a role set on a GPU."""
-    lines = [f"{key}: collectives fail after {key}.timeout_s = {role.timeout_s:g} s"]
-    value, reason = max_connections(role.parallel, None)
-    if value is not None:
-        lines.append(f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}")
-    return lines
 
 
 def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,23 @@ def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: py
     assert parameters == pytest.approx(7.6e9 / 8 * 2 / 2**30, rel=0.01)  # 7.6e9 parameters, 2 bytes each, on 8 ranks
     assert gradients == pytest.approx(2 * parameters, abs=0.02)
     assert optimizer == pytest.approx(3 * parameters, abs=0.02)  # 12 bytes of a parameter, on 2 data-parallel ranks
+
+
+def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "actor.yaml"
+    file.write_text(ROLE)
+    options = ["--role", "actor_rollout_ref", "--world-size", "16"]
+    assert main(["check", str(file), *options]) == 0
+    printed = capsys.readouterr().out
+    weights = 7.6e9 / 8  # of a rank; with the reference 2 x 2 bytes, and 12 of the optimizer over dp 2
+    numbers = re.search(r"process: ([\d.]+) GB offloaded \(pinned\), ([\d.]+) GB to save, ([\d.]+) GB more", printed)
+    assert numbers is not None and "packed=true is recommended" in printed
+    expected = [each * weights / 2**30 for each in (4 + 6, 2 * (2 + 6), 20)]
+    assert list(map(float, numbers.groups())) == pytest.approx(expected, rel=0.02)
+    assert main(["check", str(file), "packed=true", "optim.distributed_optimizer=null", *options]) == 0
+    changed = capsys.readouterr().out
+    assert "recommended" not in changed
+    assert "optim.distributed_optimizer=true on a GPU: 2 ranks have the same weights" in changed
 
 
 def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
