@@ -40,7 +40,7 @@ from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
 from workers.train.forward import sum_over_context
 from workers.train.metrics import Rule, reduce_reports
-from workers.train.micro_batches import MicroBatch, MicroBatchSize, micro_batches
+from workers.train.micro_batches import MicroBatch, MicroBatchSize, micro_batches, width_multiple
 from workers.train.mini_batches import Division, mini_batches_of_update, of_every_shard, shuffle_generator
 from workers.train.optimizer import (
     ParameterGroups,
@@ -224,8 +224,9 @@ class ModelWorker(MegatronWorker):
         self.check_call_context()
         self.model = self.build_model()
         check_chunks(self.model, self.model_config, self.parallel, f"{type(self).__name__}.build_model")
-        self.phases = dict(phases)
-        for phase, optim in list(phases.items())[:1]:
+        replicas, on_gpu = self.context.pg.dp_cp.size(), self.device.type == "cuda"
+        self.phases = {phase: optim.resolved(replicas, on_gpu=on_gpu) for phase, optim in phases.items()}
+        for phase, optim in list(self.phases.items())[:1]:
             self.model = wrap_for_training(self.model, optim, self.context.pg, ddp)
             self.use_phase(phase)
 
@@ -378,7 +379,7 @@ class ModelWorker(MegatronWorker):
         ``most`` is the largest number of rows that any data-parallel rank has.
         """
         multiple = self.parallel.pp if self.parallel.vpp else 1  # required by an interleaved schedule
-        lengths = self.sequence_multiple
+        lengths = self.sequence_multiple if self.packed else width_multiple(self.sequence_multiple, self.device)
         return micro_batches(rows, index, most, size, multiple, lengths, self._of_every_shard, packed=self.packed)
 
     def _on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
@@ -433,8 +434,8 @@ class ModelWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reload(self, parts: Sequence[str] | None = None) -> None:
-        """Bring offloaded parts back to the device before the call that needs them; None is all."""
-        self.offloaded.reload(parts)
+        """Bring offloaded parts back before the call that needs them; None is all, and frees their host memory."""
+        self.offloaded.reload(parts, release=parts is None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_memory_use(self) -> dict[str, dict[str, float]]:
@@ -509,11 +510,14 @@ class ModelWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
-        self, path: str, global_step: int = 0, max_to_keep: int | None = None, asynchronous: bool = False
+        self,
+        path: str,
+        global_step: int = 0,
+        max_to_keep: int | None = None,
+        asynchronous: bool = False,
+        reshardable: bool = True,
     ) -> str:
-        """Write ``<path>/global_step_<global_step>``, which any layout can load, and return the directory.
-
-        See ``workers.checkpoint.save`` for its content.
+        """Write ``<path>/global_step_<global_step>`` and return the directory. Any layout can load the weights.
 
         Args:
             path: a directory on a file system that all nodes share.
@@ -522,6 +526,7 @@ class ModelWorker(MegatronWorker):
             asynchronous: return when the state is copied; a separate process of each worker writes it. The directory
                 appears at the end of an update after it is written, or at the latest with the next save, load,
                 ``wait_for_checkpoint`` or shutdown of the group.
+            reshardable: whether any layout can load a distributed optimizer too; see ``workers.checkpoint.save``.
 
         Raises:
             ConfigError: ``max_to_keep`` is less than 1.
@@ -530,7 +535,7 @@ class ModelWorker(MegatronWorker):
         """
         self._background_saves.finish()
         background = self._background_saves if asynchronous else None
-        return str(save_checkpoint(self.training(), path, global_step, max_to_keep, background))
+        return str(save_checkpoint(self.training(), path, global_step, max_to_keep, background, reshardable))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
@@ -580,7 +585,7 @@ class ModelWorker(MegatronWorker):
             DataError: there is none, it is damaged, or it does not fit the model; with the names of the weights.
         """
         self._background_saves.finish()
-        distributed = {phase: optim.distributed_optimizer for phase, optim in self.phases.items()}
+        distributed = {phase: bool(optim.distributed_optimizer) for phase, optim in self.phases.items()}
         with before_changes():
             checkpoint, manifest = open_checkpoint(path, self.model_config.vocab_size)
             without_head = check_checkpoint(self.training(), checkpoint, manifest, distributed)

@@ -226,6 +226,12 @@ class TrainerConfig:
     """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
     max_to_keep: int | None = None
     """[checkpoints] Checkpoints that are kept. None: all."""
+    save_reshardable: bool = False
+    """Save distributed optimizers for any layout in every save, not only in the last one of a run.
+
+    For that, every data-parallel rank gathers the whole state of its weights into host memory. Other saves need no
+    communication, and can be loaded with the same axes but dp and cp.
+    """
     default_local_dir: str = "checkpoints"
     """Directory of the checkpoints."""
     resume: bool = False

@@ -165,9 +165,8 @@ class RayPPOTrainer:
         self.balance = TokenBalance(self.role_workers, config.trainer.balance_tokens)
         self.rollout_weights = RolloutWeights(self.stages, config.trainer)
         self.generations = Generations(config.trainer.max_staleness, self.stages, self.rollout_weights)
-        self.checkpoints = RunCheckpoints(
-            config.trainer.default_local_dir, config.trainer.max_to_keep, self.stages.devices
-        )
+        directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
+        self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
         self.preemption = Preemption(config.trainer.max_seconds)
         self.groups: dict[str, WorkerGroup] = {}
         self.global_steps = 0
@@ -249,7 +248,8 @@ class RayPPOTrainer:
                     metrics |= self.validate()
                 self._synchronize_reference()
                 if self._is_save_due():
-                    self.save_checkpoint(wait=self._stopping or self.global_steps == total)
+                    last = self._stopping or self.global_steps == total
+                    self.save_checkpoint(wait=last, reshardable=last)
                 else:
                     self.checkpoints.finish_if_written()
                 self.log(metrics)
@@ -278,7 +278,7 @@ class RayPPOTrainer:
             return
         self.checkpoints.finish()
         if self.global_steps and self.checkpoints.saved_step != self.global_steps:
-            self.save_checkpoint()
+            self.save_checkpoint(reshardable=False)
         raise Preempted(reason, self.checkpoints.saved_step)
 
     def train_step(self, problems: DataProto) -> dict[str, float]:
@@ -511,16 +511,16 @@ class RayPPOTrainer:
         for tracker in self.trackers:
             tracker.log_samples(reward.samples[:SAMPLES_PER_STEP], self.global_steps + 1)
 
-    def save_checkpoint(self, *, wait: bool = True) -> None:
+    def save_checkpoint(self, *, wait: bool = True, reshardable: bool = True) -> None:
         """Save the state of every trained role and of this trainer under ``trainer.default_local_dir``.
 
         Args:
-            wait: return when the checkpoint is that of the run. False: worker classes that can, write it while the
-                training goes on; it becomes that of the run after a later step, with the next save, or at the end.
+            wait: until it is the checkpoint of the run. False: it is after a later step, the next save, or the end.
+            reshardable: save distributed optimizers for any layout; ``trainer.save_reshardable`` always does.
         """
-        self._saved_at = time.monotonic()
+        self._saved_at, reshardable = time.monotonic(), reshardable or self.config.trainer.save_reshardable
         with self.stages("checkpoint"):
-            self.checkpoints.begin(self._trained_groups(), self._state())
+            self.checkpoints.begin(self._trained_groups(), self._state(), reshardable=reshardable)
             if wait:
                 self.checkpoints.finish()
         for callback in self.callbacks:

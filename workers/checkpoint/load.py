@@ -24,7 +24,7 @@ from parallel_state.agreement import raise_on_every_rank
 from workers.checkpoint.directories import find_checkpoint
 from workers.checkpoint.manifest import Manifest, Shapes, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
-from workers.checkpoint.optimizer_state import merge_optimizer_state
+from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
 from workers.checkpoint.state import (
     TrainingState,
     layout_of,
@@ -84,7 +84,8 @@ def check_checkpoint(
 
     Raises:
         DataError: on every rank, if weights are missing, unexpected or of another shape; if the optimizer's state is
-            missing, of an unknown phase, or that of a distributed optimizer and this one is not, or the reverse.
+            missing, of an unknown phase, in buckets that this optimizer does not have, or that of a distributed
+            optimizer and this one is not, or the reverse.
     """
     sources = _sources(training, manifest)
     models = {part: training.models[part] for part in sources}
@@ -111,6 +112,8 @@ def check_checkpoint(
                 phase=phase,
             )
         _check_optimizer(distributed[phase], manifest, checkpoint)
+        if manifest["optimizer_buckets"] is not None and training.optimizer is not None:
+            check_buckets(training.optimizer, layout_of(training), manifest, checkpoint)
     return False
 
 
@@ -150,7 +153,8 @@ def load_checkpoint(
         models={part: training.models[part] for part in sources},
         optimizer=training.optimizer if with_optimizer else None,
     )
-    state = sharded_state(loading, loading=True, sources=sources)
+    in_buckets = manifest["optimizer_buckets"] is not None
+    state = sharded_state(loading, loading=True, sources=sources, in_buckets=in_buckets)
     if not same_layout:
         del state["random"]
     own = state.pop("optimizer", None)

@@ -12,18 +12,20 @@ from mcontroller.errors import DataError
 from mcontroller.files import replace_text
 from workers.checkpoint.checksums import FileEntry
 
-__all__ = ["MANIFEST", "Manifest", "Shapes", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "Buckets", "Manifest", "Shapes", "read_manifest", "write_manifest"]
 
 MANIFEST = "manifest.json"
 Shapes = Mapping[str, Mapping[str, list[int]]]
 """By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""
+Buckets = Mapping[str, list[list[Any]]]
+"""By optimizer and model-parallel rank, for each buffer its dtypes and the elements of its buckets."""
 
 
 class Manifest(TypedDict):
     """The description of a checkpoint, in the file ``manifest.json`` of its directory."""
 
     format: int
-    """Version of this description: 2. In 1 there are no checksums."""
+    """Version of this description: 3. In 1 there are no checksums; in 1 and 2 no buckets."""
     step: int
     """The step that it was saved at."""
     layout: dict[str, Any] | None
@@ -32,6 +34,8 @@ class Manifest(TypedDict):
     """The parts that it has, of "model", "reference" and "optimizer"."""
     distributed_optimizer: bool
     """Whether the state was saved by a distributed optimizer."""
+    optimizer_buckets: Buckets | None
+    """The buckets that its state was saved in; None if it was saved by weights, which any layout loads."""
     scheduler_steps: int
     """Steps of the learning-rate schedule so far."""
     counters: dict[str, Any]
@@ -52,7 +56,7 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of the checkpoint in this directory; those of format 1 have no checksums.
+    """Return the manifest of the checkpoint in this directory, of any format.
 
     Raises:
         DataError: it is not JSON, or a value is missing or of another type; the text names it.
@@ -63,13 +67,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise _damaged(checkpoint, str(error)) from error
     if not isinstance(content, dict):
         raise _damaged(checkpoint, f"expected an object, got {type(content).__name__}")
-    if content.get("format") not in (1, 2):
-        known = "this version reads the formats 1 and 2"
+    if content.get("format") not in (1, 2, 3):
+        known = "this version reads the formats 1 to 3"
         raise _damaged(checkpoint, f"its format is {content.get('format')!r:.100}, {known}")
     if content["format"] == 1:
         content["files"] = {}
     elif content.pop("sha256", None) != _checksum(content):
         raise _damaged(checkpoint, "its content has another SHA-256 than it states")
+    if content["format"] < 3:
+        content["optimizer_buckets"] = None
     for name, expected in _FIELDS.items():
         if name not in content or not expected(content[name]):
             found = repr(content[name])[:100] if name in content else "missing"
@@ -104,11 +110,18 @@ def _are_files(value: Any) -> bool:
     )
 
 
+def _are_buckets(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(buffers, list) and all(isinstance(buffer, list) for buffer in buffers) for buffers in value.values()
+    )
+
+
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "layout": lambda value: isinstance(value, dict),
     "parts": lambda value: isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value),
     "distributed_optimizer": lambda value: isinstance(value, bool),
+    "optimizer_buckets": lambda value: value is None or _are_buckets(value),
     "scheduler_steps": _is_count,
     "counters": lambda value: isinstance(value, dict) and all(isinstance(each, int | str) for each in value.values()),
     "weights": _are_weights,

@@ -51,11 +51,12 @@ def megatron_lm_manifest(checkpoint: Path, vocab_size: int) -> Manifest:
         if name in weights:
             weights[name][0] = min(weights[name][0], vocab_size)
     return {
-        "format": 2,
+        "format": 3,
         "step": _iteration(checkpoint),
         "layout": None,
         "parts": ["model"],
         "distributed_optimizer": False,
+        "optimizer_buckets": None,
         "scheduler_steps": 0,
         "counters": {},
         "weights": {"model": weights},

@@ -4,14 +4,99 @@ If experts are divided over other ranks than the other weights (ep, or etp unlik
 and saves the state that belongs to no tensor for each of them. Tensors are found by their names, in whatever part they
 are. Of the remaining state only the number of steps and the scale of the loss come from the checkpoint. Learning rates,
 betas and weight decay are those of the run.
+
+A distributed optimizer is saved by weights (Megatron's ``fully_reshardable``), or in its buckets (``dp_reshardable``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["merge_optimizer_state"]
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+
+from mcontroller.errors import DataError
+from parallel_state.agreement import all_gather_values, raise_on_every_rank
+from workers.checkpoint.manifest import Buckets, Manifest
+
+__all__ = ["buckets_to_save", "check_buckets", "merge_optimizer_state"]
+
+
+def buckets_to_save(optimizer: MegatronOptimizer) -> Buckets | None:
+    """Return the buckets of a distributed optimizer on all ranks (a collective).
+
+    Returns:
+        None if it is not distributed, or if a rank's part of a bucket has no weight, which Megatron cannot save: a
+        bucket of few elements over many ranks.
+    """
+    if not optimizer.config.use_distributed_optimizer:
+        return None
+    has_weights = all(
+        bucket["param_map"]
+        for _, part in _parts(optimizer)
+        for buffer in part.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+    )
+    ranks = all_gather_values(_buckets(optimizer) if has_weights else None)
+    if any(buckets is None for buckets in ranks):
+        return None
+    return {name: buffers for buckets in ranks for name, buffers in (buckets or {}).items()}
+
+
+def check_buckets(
+    optimizer: MegatronOptimizer, layout: Mapping[str, Any], manifest: Manifest, checkpoint: Path
+) -> None:
+    """Compare the buckets of the optimizer with those that a checkpoint was saved in (a collective).
+
+    Args:
+        optimizer: a distributed one, to load into.
+        layout: of this run, as in the manifest.
+        manifest: of the checkpoint, with buckets.
+        checkpoint: its directory.
+
+    Raises:
+        DataError: on every rank, if axes other than dp and cp, or the buckets of a rank, differ.
+    """
+    saved, saved_layout = manifest["optimizer_buckets"] or {}, manifest["layout"] or {}
+    axes = {axis: size for axis, size in saved_layout.items() if axis not in ("world_size", "cp")}
+    differing = [f"{axis} is {layout[axis]}, saved with {size}" for axis, size in axes.items() if layout[axis] != size]
+
+    def check() -> None:
+        found = differing or [
+            f"the buckets of {name} are {buffers}, saved as {saved.get(name)}"
+            for name, buffers in _buckets(optimizer).items()
+            if saved.get(name) != buffers
+        ]
+        if found:
+            raise DataError(
+                f"the optimizer of the checkpoint {str(checkpoint)!r} was saved in buckets (save_checkpoint with "
+                f"reshardable=False), and cannot be loaded into others: {'; '.join(found):.500}. Load it with the axes "
+                "it was saved with, and save it with reshardable=True, or with trainer.save_reshardable=true",
+                path=str(checkpoint),
+                differing=found,
+            )
+
+    raise_on_every_rank(check)
+
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[tuple[int, Any]]:
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        if not part.is_stub_optimizer:
+            yield index, part
+
+
+def _buckets(optimizer: MegatronOptimizer) -> dict[str, list[list[Any]]]:
+    """Return the buckets of this rank's optimizers, as a manifest has them."""
+    return {
+        f"optimizer {index} of model-parallel rank {part.data_parallel_group_idx}": [
+            [str(buffer.param_dtype), str(buffer.grad_dtype), *(bucket.numel_unpadded for bucket in buffer.buckets)]
+            for buffer in part.buffers
+        ]
+        for index, part in _parts(optimizer)
+    }
 
 
 def merge_optimizer_state(tensors: dict[Any, Any], own: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -24,6 +109,11 @@ def merge_optimizer_state(tensors: dict[Any, Any], own: Mapping[Any, Any], saved
     """
     if 0 in own:  # chained
         return {part: merge_optimizer_state(tensors.get(part, {}), own[part], saved) for part in own}
+    if isinstance(own.get("optimizer"), ShardedObject):  # saved in buckets: the rest of the state is an object too
+        objects = {name: value for name, value in own.items() if isinstance(value, ShardedObject)}
+        saved = {name: tensors[name] for name in objects}
+        tensors = {name: value for name, value in tensors.items() if name not in objects}
+        own = {**own, **{name: value.data for name, value in objects.items()}}
     if "optimizer" in own:
         state = dict(tensors, optimizer=merge_optimizer_state(tensors.get("optimizer", {}), own["optimizer"], saved))
         if "grad_scaler" in own:

@@ -23,7 +23,8 @@ from parallel_state.agreement import raise_on_every_rank
 from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.checksums import FileEntry
 from workers.checkpoint.directories import checkpoint_path, commit, create_partial, delete_partial, partial_path
-from workers.checkpoint.manifest import Manifest
+from workers.checkpoint.manifest import Buckets, Manifest
+from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import TrainingState, layout_of, sharded_state, weight_shapes
 from workers.checkpoint.writer import prepare_write
 
@@ -36,6 +37,7 @@ def save_checkpoint(
     step: int,
     keep: int | None = None,
     background: BackgroundSaves | None = None,
+    reshardable: bool = True,
 ) -> Path:
     """Write ``<path>/global_step_<step>`` and point ``latest`` to it (a collective).
 
@@ -45,6 +47,9 @@ def save_checkpoint(
         step: the number in the directory's name.
         keep: how many checkpoints stay under ``path``: this one and the newest steps of the others; None keeps all.
         background: writes the checkpoint while the caller goes on; the directory appears when it has finished.
+        reshardable: save the state of a distributed optimizer by weights, which any layout loads. It is gathered over
+            the data-parallel ranks, each of which holds all of it in host memory for that. False: in its buckets,
+            without communication; it loads with the same axes but dp and cp.
 
     Returns:
         The directory of the checkpoint.
@@ -65,8 +70,9 @@ def save_checkpoint(
         raise_on_every_rank(lambda: create_partial(target) if dist.get_rank() == 0 else None)
     if training.scheduler is None or training.scheduler.num_steps == 0:
         training = dataclasses.replace(training, optimizer=None)
-    state = sharded_state(training, loading=False)
-    commit_here = functools.partial(_commit, target, _manifest(training, state, step), keep)
+    buckets = None if reshardable or training.optimizer is None else buckets_to_save(training.optimizer)
+    state = sharded_state(training, loading=False, in_buckets=buckets is not None)
+    commit_here = functools.partial(_commit, target, _manifest(training, state, step, buckets), keep)
     common = {"iteration": step, "checkpoint_version": 3.0}  # what Megatron-LM asks for
     with _deleted_if_it_fails(target):
         write = prepare_write(state | common, partial_path(target), training.context.pg.dp_cp, commit_here)
@@ -96,14 +102,15 @@ def _commit(target: Path, manifest: Manifest, keep: int | None, files: Mapping[s
     raise_on_every_rank(lambda: commit(target, complete, keep) if dist.get_rank() == 0 else None)
 
 
-def _manifest(training: TrainingState, state: Mapping[str, Any], step: int) -> Manifest:
+def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buckets: Buckets | None) -> Manifest:
     optimizer = training.optimizer
     return {
-        "format": 2,
+        "format": 3,
         "step": step,
         "layout": layout_of(training),
         "parts": [*training.models, *(["optimizer"] if optimizer is not None else [])],
         "distributed_optimizer": optimizer is not None and optimizer.config.use_distributed_optimizer,
+        "optimizer_buckets": buckets,
         "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
         "counters": training.counters,
         "weights": weight_shapes(training, state, {part: part for part in training.models}),

@@ -67,7 +67,7 @@ def weight_prefix(part: str) -> str:
 
 
 def sharded_state(
-    training: TrainingState, *, loading: bool, sources: Mapping[str, str] | None = None
+    training: TrainingState, *, loading: bool, sources: Mapping[str, str] | None = None, in_buckets: bool = False
 ) -> dict[str, Any]:
     """Return everything as Megatron's sharded tensors and objects, by part and chunk ("model0", "optimizer", ...).
 
@@ -75,10 +75,11 @@ def sharded_state(
         training: the objects to save, or to load into.
         loading: whether the tensors are those to load into.
         sources: by part, the part of the checkpoint that it is read from; None if each is its own.
+        in_buckets: whether the state of a distributed optimizer is in its buckets, and not by weights.
     """
     group = training.context.pg.dp_cp
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_sharding_type": "dp_reshardable" if in_buckets else "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": group,
     }

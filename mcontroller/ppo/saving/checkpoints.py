@@ -130,12 +130,13 @@ class RunCheckpoints:
         self._began = 0.0
         self._writing: _Writing | None = None
 
-    def begin(self, groups: Mapping[str, WorkerGroup], state: RunState) -> None:
+    def begin(self, groups: Mapping[str, WorkerGroup], state: RunState, *, reshardable: bool = True) -> None:
         """Start a save of all groups, after the end of the save in flight; groups that can write in the background.
 
         Args:
             groups: the groups to save, by name.
             state: the controller's own state.
+            reshardable: save distributed optimizers for any layout, in worker classes whose saves have the choice.
 
         Raises:
             DataError: a group wrote outside of the directory that it was passed, the directory of a group is a link
@@ -152,20 +153,23 @@ class RunCheckpoints:
         name = f"{_STAGED}{secrets.token_hex(4)}"
         staged = {section: self.directory / section / name for section in sections}
         with self._deleted_if_it_fails(staged, state.global_steps):
-            written = self._write(groups, staged, state.global_steps)
+            written = self._write(groups, staged, state.global_steps, reshardable)
             batches: tuple[SavedBatch, ...] = ()
             if state.in_flight:
                 written[_IN_FLIGHT] = staged[_IN_FLIGHT] / f"global_step_{state.global_steps}"
                 batches = write_batches(written[_IN_FLIGHT], state.in_flight)
         self._writing = _Writing(replace(state, in_flight=()), dict(groups), staged, written, batches)
 
-    def _write(self, groups: Mapping[str, WorkerGroup], staged: Mapping[str, Path], step: int) -> dict[str, Path]:
+    def _write(
+        self, groups: Mapping[str, WorkerGroup], staged: Mapping[str, Path], step: int, reshardable: bool
+    ) -> dict[str, Path]:
         """Save every group into its new directory and return the directories that they reported."""
         written: dict[str, Path] = {}
         for group_name, group in groups.items():
             self.devices.make_room(group.save_checkpoint)
-            background = "asynchronous" in inspect.signature(group.worker_cls.save_checkpoint).parameters
-            options = {"asynchronous": True} if background else {}
+            known = inspect.signature(group.worker_cls.save_checkpoint).parameters
+            wanted = {"asynchronous": True, "reshardable": reshardable}
+            options = {name: value for name, value in wanted.items() if name in known}
             path = group.save_checkpoint(str(staged[group_name]), step, **options)[0]
             written[group_name] = Path(path)
             if written[group_name].parent != staged[group_name]:

@@ -161,6 +161,21 @@ def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
     assert second.kl_ctrl.value == whole.kl_ctrl.value != 0.1
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_the_last_save_of_a_run_is_reshardable_and_others_if_configured(tmp_path, always):
+    saves = []
+
+    class Actor(ToyActor):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def save_checkpoint(self, path, global_step, max_to_keep=None, reshardable=True):
+            saves.append((global_step, reshardable))
+            return super().save_checkpoint(path, global_step, max_to_keep)
+
+    config = toy_config(3, save_freq=1, save_reshardable=always, default_local_dir=str(tmp_path))
+    started(toy_trainer(config, {Role.ActorRolloutRef: Actor, Role.Critic: ToyCritic}, val_dataset=None)).fit()
+    assert saves == [(1, always), (2, always), (3, True)]
+
+
 def test_the_state_of_a_program_is_saved_and_loaded_with_the_run(tmp_path):
     class Loader:
         position = 0

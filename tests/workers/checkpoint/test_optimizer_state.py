@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mcontroller.errors import DataError
+from parallel_state.simulated import CommunicationTrace
+from parallel_state.simulated import run_ranks as run_simulated
 from tests.ranks import run_ranks
 from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
 
@@ -113,3 +116,75 @@ def test_unknown_phase_and_truncated_files_are_reported(tmp_path: Path) -> None:
     phase, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
     assert "was saved in the phase 'sft'; this role is trained in ppo" in phase
     assert f"the checkpoint '{tmp_path}/global_step_0' is damaged: __0_0.distcp has 100 bytes, expected " in truncated
+
+
+SHARDED = {"distributed_optimizer": True}
+CHANGES: dict[str, dict[str, Any]] = {
+    "tp2-dp2": {"model": {"dtype": "bfloat16"}},
+    "pp2-vpp2-dp2": {"optim": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+    "ep2-dp2": {"model": EXPERTS},
+}
+AXES: dict[str, dict[str, Any]] = {"tp2-dp2": {"tp": 2}, "pp2-vpp2-dp2": {"pp": 2, "vpp": 2}, "ep2-dp2": {"ep": 2}}
+
+
+def in_buckets(parallel: dict[str, Any], path: str, changes: dict[str, Any], resume: bool) -> dict[str, Any]:
+    """Make two updates; save in buckets after the first, or load that before the second."""
+    optim = SHARDED | changes.get("optim", {})
+    worker = actor(parallel, "actor", **changes | {"optim": optim})
+    batch = own_shard(experience(16), worker)
+    if resume:
+        worker.load_checkpoint(path)
+    else:
+        worker.update_actor(batch)
+        worker.save_checkpoint(path, reshardable=False)
+    metrics = worker.update_actor(batch).meta_info["metrics"]
+    return {"metrics": metrics, "weights": weights(worker)}
+
+
+@pytest.mark.parametrize("layout", CHANGES)
+def test_training_resumes_to_the_bit_from_a_save_in_buckets(layout: str, tmp_path: Path) -> None:
+    run = AXES[layout], str(tmp_path), CHANGES[layout]
+    whole, resumed = (run_ranks(in_buckets, 4, *run, resume)[0] for resume in (False, True))
+    timings = {name for name in whole["metrics"] if "flops" in name or "mfu" in name}
+    assert len(whole["metrics"].keys() - timings) > 8
+    for name in whole["metrics"].keys() - timings:
+        assert resumed["metrics"][name] == whole["metrics"][name], name
+    assert largest_difference(whole["weights"], resumed["weights"]) == 0
+
+
+def saved_with_trace(path: str, reshardable: bool, trace: CommunicationTrace) -> int:
+    """Save with an empty trace, and return the number of this rank's parameters."""
+    worker = actor({"tp": 2}, "actor", optim=SHARDED)
+    worker.update_actor(own_shard(experience(16), worker))
+    dist.barrier()
+    trace.clear()
+    dist.barrier()
+    worker.save_checkpoint(path, reshardable=reshardable)
+    return sum(parameter.numel() for chunk in worker.model for parameter in chunk.parameters())
+
+
+def test_a_save_in_buckets_gathers_no_optimizer_over_dp(tmp_path: Path) -> None:
+    gathered = {}
+    for reshardable in (True, False):
+        trace = CommunicationTrace()
+        parameters = run_simulated(4, saved_with_trace, str(tmp_path), reshardable, trace, trace=trace)[0]
+        gathered[reshardable] = trace.select(line="distrib_optimizer").nbytes
+    assert gathered[True] >= 2 * 12 * parameters  # weights and two moments in float32, of two parts of the model
+    assert gathered[False] == 0
+
+
+def rejected(parallel: dict[str, Any], path: str) -> str:
+    worker = actor(parallel, "actor", optim=SHARDED, model={"seed": 9})
+    before = weights(worker)
+    with pytest.raises(DataError) as caught:
+        worker.load_checkpoint(path)
+    assert largest_difference(before, weights(worker)) == 0
+    return str(caught.value)
+
+
+def test_a_save_in_buckets_loads_with_other_dp_and_is_rejected_with_other_tp(tmp_path: Path) -> None:
+    saved = run_ranks(in_buckets, 4, {"tp": 2}, str(tmp_path), {}, False)[0]
+    resumed = run_ranks(in_buckets, 2, {"tp": 2}, str(tmp_path), {}, True)[0]
+    assert largest_difference(saved["weights"], resumed["weights"]) < 1e-5
+    for message in run_ranks(rejected, 2, {"pp": 2}, str(tmp_path)):
+        assert "tp is 1, saved with 2; pp is 2, saved with 1" in message and "reshardable=True" in message

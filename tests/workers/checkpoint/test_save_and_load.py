@@ -145,10 +145,11 @@ def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path:
 
 
 EMPTY: Any = {
-    "format": 2,
+    "format": 3,
     "layout": {},
     "parts": ["model"],
     "distributed_optimizer": False,
+    "optimizer_buckets": None,
     "scheduler_steps": 0,
     "counters": {},
     "weights": {"model": {}},
