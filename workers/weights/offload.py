@@ -114,7 +114,7 @@ class Offload:
         buffer = self._host.pop(part, None)
         if buffer is None or len(buffer.bytes) != starts[-1]:
             del buffer  # freed before the new one is allocated
-            buffer = HostBuffer(starts[-1], locked=any(storage.device.type == "cuda" for storage in storages))
+            buffer = HostBuffer(starts[-1], locked=any(_bytes_of(storage).is_cuda for storage in storages))
         if buffer.locked:
             self._host[part] = buffer
         whole = buffer.bytes
