@@ -16,6 +16,10 @@ NOT_ON_A_GPU = {
     "tests/workers/test_mistakes.py": "simulated ranks compute on the CPU",
     "tests/workers/weights/transfer/test_equal_generation.py": "simulated ranks compute on the CPU",
     "tests/workers/weights/transfer/test_verification.py": "simulated ranks compute on the CPU",
+    "tests/workers/generate/vllm/test_rollout.py::test_every_engine_generates_a_part_and_the_rows_return_in_order": (
+        "simulated ranks compute on the CPU"
+    ),
+    "tests/workers/weights/test_hf_stream.py": "simulated ranks compute on the CPU",
     "tests/workers/router_replay/test_trainer.py": "simulated ranks compute on the CPU",
     "tests/workers/test_multi_turn.py": "simulated ranks compute on the CPU",
     "tests/workers/test_simulated_roles.py": "simulated ranks compute on the CPU, and reject tensors of other devices",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from parallel_state.megatron import MegatronContext
 from workers.generate.sampling import Sampling
 from workers.weights.fingerprints import Fingerprint
-from workers.weights.hf.model import hf_tensors
+from workers.weights.hf.model import HfStream
 
 __all__ = ["Generated", "HeldWeights", "LogProbBasis", "PolicyWeights", "Prompts", "ReadableRollout", "Rollout"]
 
@@ -88,7 +89,8 @@ class PolicyWeights:
 
     Iterating yields every tensor of the whole model under its Hugging Face name, one at a time; no rank ever has the
     whole model in memory. It is a collective: every rank must iterate until the end. A tensor may share its memory
-    with the policy, so copy what you keep. See ``workers.weights.hf.model.hf_tensors``.
+    with the policy, so copy what you keep. The plan of the first iteration is kept for the next ones: see
+    ``workers.weights.hf.model.HfStream``.
 
     Attributes:
         chunks: this rank's model chunks, for a rollout of Megatron's.
@@ -99,7 +101,11 @@ class PolicyWeights:
     context: MegatronContext
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return hf_tensors(self.chunks, self.context)
+        return iter(self._stream)
+
+    @cached_property
+    def _stream(self) -> HfStream:
+        return HfStream(self.chunks, self.context)
 
 
 class Rollout(Protocol):
@@ -145,7 +151,7 @@ class Rollout(Protocol):
         ...
 
     def wake_up(self) -> None:
-        """Allocate the device memory again."""
+        """Allocate the device memory again, now or when the next update or generation needs it."""
         ...
 
 

@@ -1,15 +1,17 @@
 """Load Hugging Face checkpoints into a Megatron model on any layout, and write them again, tensor by tensor.
 
-A rank reads its own slices of the files. On the way out it has at most one whole tensor in memory at a time.
+A rank reads its own slices of the files. On the way out it has at most one bucket of whole tensors in memory at a time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from workers.weights.hf.names import Counterpart, counterpart, names_of
 from workers.weights.refit_plan import spans_of
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
-__all__ = ["export_hf", "hf_parts", "hf_tensors", "load_hf"]
+__all__ = ["HfStream", "export_hf", "hf_parts", "hf_tensors", "load_hf"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +68,20 @@ def load_hf(
     return left
 
 
-@torch.no_grad()
 def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over all tensors of the whole model under their Hugging Face names, in the model's order.
+    """Iterate once over all tensors of the whole model under their Hugging Face names; see ``HfStream``."""
+    yield from HfStream(chunks, context)
+
+
+class HfStream:
+    """All tensors of the whole model under their Hugging Face names, in the model's order, as often as it is iterated.
 
     Every rank gets the same tensors. Each step is a collective: all ranks must iterate until the end. Tensors are on
-    the model's device, without the vocabulary's padding; tied output weights come once, as the embedding. A tensor that
-    no axis divides may share its memory with the model: copy what you keep or change.
+    the model's device, without the vocabulary's padding; tied output weights come once, as the embedding. A tensor may
+    share its memory with the model, or with others: copy what you keep or change.
+
+    Ranks exchange which tensors they have at the first iteration, and again only if the chunks of a rank have changed.
+    Tensors are gathered and sent in buckets, with one broadcast for each rank that has a part of a bucket.
 
     The names are those of the family ``chunk.model_family``, which ``build_model`` sets to ``ModelConfig.family``. If a
     chunk has none, they are those of the first registered family that is built like it.
@@ -80,23 +89,29 @@ def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> I
     Args:
         chunks: this rank's model chunks, wrapped or not.
         context: the layout of the chunks.
+        bucket_bytes: the size of a bucket on the device; a larger tensor has one for itself.
 
     Raises:
         DataError: on every rank, at the first step: the family has no counterpart of a tensor.
     """
-    shards = raise_on_every_rank(lambda: _all_mapped(chunks, context, _family_of(chunks)))
-    mine = {each.shard.name: each for each in shards}
-    device = shards[0].shard.param.device
-    for entry in _plan(shards):
-        if entry.name in mine:
-            tensors = mine[entry.name].whole()
-        else:
-            tensors = [torch.empty(shape, dtype=entry.dtype, device=device) for shape in entry.shapes]
-        for name, tensor in zip(entry.hf_names, tensors, strict=True):
-            whole = tensor.contiguous()
-            if len(entry.holders) < dist.get_world_size():
-                dist.broadcast(whole, src=entry.holders[0])
-            yield name, whole
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], context: MegatronContext, bucket_bytes: int = 64 << 20
+    ) -> None:
+        self._chunks, self._context, self._bucket_bytes = chunks, context, bucket_bytes
+        self._planned_for: list[tuple[Any, ...]] | None = None
+        self._plan: list[_Entry] = []
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over names and whole tensors."""
+        shards = raise_on_every_rank(lambda: _all_mapped(self._chunks, self._context, _family_of(self._chunks)))
+        held = [(each.shard.name, each.shard.param.shape, each.shard.param.dtype) for each in shards]
+        if any(all_gather_values(held != self._planned_for)):
+            self._plan, self._planned_for = _plan(shards), held
+        mine = {each.shard.name: each for each in shards}
+        for bucket in _in_buckets(self._plan, self._bucket_bytes):
+            yield from _tensors_of(bucket, mine, shards[0].shard.param.device)
 
 
 @torch.no_grad()
@@ -211,18 +226,24 @@ class _MappedShard:
                 part = part._replace(dim=shard.dim, spans=spans, group=shard.group, expert=shard.expert)
             yield part
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether other ranks have parts of the tensors."""
+        return self.shard.dim is not None and self.shard.group.size() > 1
+
     def whole(self) -> list[torch.Tensor]:
         """Return the whole Hugging Face tensors, on every rank of the shard's group (a collective over it)."""
-        shard = self.shard
-        mine = shard.param.detach().contiguous()
-        if shard.dim is None or shard.group.size() == 1:
-            tensors = self.counterpart.split(mine)
+        return _whole_tensors([self])[0]
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the whole Hugging Face tensors from the parameters of all ranks of the shard's group, by rank."""
+        of_rank = [self.counterpart.split(part) for part in parts]
+        if len(parts) == 1:
+            tensors = list(of_rank[0])
         else:
-            gathered = [torch.empty_like(mine) for _ in range(shard.group.size())]
-            dist.all_gather(gathered, mine, group=shard.group)
-            parts = [self.counterpart.split(part) for part in gathered]
-            tensors = [torch.cat(of_name, shard.dim) for of_name in zip(*parts, strict=True)]
-        return [tensor[: shard.rows] for tensor in tensors]
+            assert self.shard.dim is not None
+            tensors = [torch.cat(of_name, self.shard.dim) for of_name in zip(*of_rank, strict=True)]
+        return [tensor[: self.shard.rows] for tensor in tensors]
 
     def is_gathered_with(self, rank: int) -> bool:
         return rank in dist.get_process_group_ranks(self.shard.group)
@@ -240,8 +261,102 @@ class _Entry:
     holders: tuple[int, ...]
 
     @property
+    def nbytes(self) -> int:
+        return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
+
+    @property
     def is_value_head(self) -> bool:
         return _is_value_head(self.name, self.shapes[0])
+
+
+def _in_buckets(plan: Sequence[_Entry], bucket_bytes: int) -> Iterator[list[_Entry]]:
+    """Divide the plan into runs of up to this many bytes, and of at least one entry."""
+    bucket: list[_Entry] = []
+    size = 0
+    for entry in plan:
+        if bucket and size + entry.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += entry.nbytes
+    if bucket:
+        yield bucket
+
+
+def _tensors_of(
+    bucket: Sequence[_Entry], mine: Mapping[str, _MappedShard], device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    """Names and whole tensors of a bucket, on every rank (a collective)."""
+    held = [entry.name for entry in bucket if entry.name in mine]
+    tensors = dict(zip(held, _whole_tensors([mine[name] for name in held]), strict=True))
+    sent: dict[int, list[_Entry]] = {}
+    for entry in bucket:
+        if len(entry.holders) < dist.get_world_size():
+            sent.setdefault(entry.holders[0], []).append(entry)
+    for source, entries in sent.items():
+        shapes = [(shape, entry.dtype) for entry in entries for shape in entry.shapes]
+        own = [tensor for entry in entries for tensor in tensors[entry.name]] if source == dist.get_rank() else None
+        received = iter(_broadcast(shapes, own, source, device))
+        for entry in entries:
+            tensors[entry.name] = [next(received) for _ in entry.shapes]
+    pairs = [zip(entry.hf_names, tensors[entry.name], strict=True) for entry in bucket]
+    return [(name, tensor.contiguous()) for pair in pairs for name, tensor in pair]
+
+
+def _whole_tensors(shards: Sequence[_MappedShard]) -> list[list[torch.Tensor]]:
+    """The whole Hugging Face tensors of each shard, with one gather for each group that divides them."""
+    gathered: dict[int, list[torch.Tensor]] = {}
+    of_group: dict[dist.ProcessGroup, list[int]] = {}
+    for index, each in enumerate(shards):
+        if each.is_divided:
+            of_group.setdefault(each.shard.group, []).append(index)
+        else:
+            gathered[index] = [each.shard.param.detach()]
+    for group, indices in of_group.items():
+        params = [shards[index].shard.param.detach() for index in indices]
+        flat = _as_bytes(params)
+        parts = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather(parts, flat, group=group)
+        of_rank = [_from_bytes(part, [(param.shape, param.dtype) for param in params]) for part in parts]
+        gathered |= {index: list(of_param) for index, of_param in zip(indices, zip(*of_rank, strict=True), strict=True)}
+    return [each.joined(gathered[index]) for index, each in enumerate(shards)]
+
+
+def _broadcast(
+    shapes: Sequence[_Shape], own: Sequence[torch.Tensor] | None, source: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Send tensors of these shapes from one rank to all others; ``own`` is None there (a collective)."""
+    size = sum(map(_aligned_size, shapes))
+    flat = torch.empty(size, dtype=torch.uint8, device=device) if own is None else _as_bytes(own)
+    dist.broadcast(flat, src=source)
+    return _from_bytes(flat, shapes)
+
+
+_Shape = tuple[tuple[int, ...], torch.dtype]
+_ALIGNMENT = 16  # bytes; a multiple of every dtype's size
+
+
+def _aligned_size(shape: _Shape) -> int:
+    return -(-math.prod(shape[0]) * shape[1].itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of the tensors one after another, each from an aligned one on; of one tensor without a copy."""
+    parts = []
+    for tensor in tensors:
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        padding = _aligned_size((tuple(tensor.shape), tensor.dtype)) - flat.numel()
+        parts += [flat, flat.new_zeros(padding)] if padding else [flat]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _from_bytes(flat: torch.Tensor, shapes: Sequence[_Shape]) -> list[torch.Tensor]:
+    """The tensors of ``_as_bytes``, as views."""
+    parts = flat.split([_aligned_size(shape) for shape in shapes])
+    return [
+        part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for part, (shape, dtype) in zip(parts, shapes, strict=True)
+    ]
 
 
 def _family_of(chunks: Sequence[torch.nn.Module]) -> ModelFamily | None:

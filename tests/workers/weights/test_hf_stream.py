@@ -1,0 +1,80 @@
+"""The stream of whole tensors is planned once, and sends buckets instead of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+
+from parallel_state.simulated import CommunicationTrace, run_ranks
+from tests.workers.roles import actor
+from workers.weights.hf.model import HfStream
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {
+        "num_moe_experts": 8,
+        "moe_ffn_hidden_size": 32,
+        "transformer": {"moe_router_load_balancing_type": "none"},
+    },
+}
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("dense", {"tp": 2, "pp": 2}),
+    ("experts", {"ep": 2, "pp": 2}),
+    ("experts", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
+]
+
+
+def streamed(model: str, parallel: dict[str, Any], bucket_bytes: int, times: int) -> list[dict[str, torch.Tensor]]:
+    worker = actor(parallel, "actor", model=MODELS[model])
+    stream = HfStream(worker.model, worker.context, bucket_bytes)
+    with worker.call_context("rollout_weights"):
+        found = []
+        for number in range(times):
+            found.append({name: tensor.clone() for name, tensor in stream})
+            with torch.no_grad():
+                unwrap_model(worker.model[0]).decoder.layers[0].self_attention.linear_proj.weight.add_(number + 1.0)
+    return found
+
+
+def of_stream(trace: CommunicationTrace, operation: str) -> CommunicationTrace:
+    return trace.select(operation=operation, rank=0, line="hf/model.py")
+
+
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2", "ep2-pp2", "tp2-ep2-etp1"])
+def test_buckets_of_any_size_have_the_tensors_of_one_process(model: str, parallel: dict[str, Any]) -> None:
+    [[expected]] = run_ranks(1, streamed, model, {}, 1 << 20, 1)
+    for bucket_bytes in (700, 1 << 20):
+        for [found] in run_ranks(4, streamed, model, parallel, bucket_bytes, 1):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "sources"), [(*LAYOUTS[0], 2), (*LAYOUTS[1], 4)], ids=["tp2-pp2", "ep2-pp2"]
+)
+def test_a_stream_has_one_broadcast_for_each_sender_of_a_bucket(
+    model: str, parallel: dict[str, Any], sources: int
+) -> None:
+    """A bucket of 1 MiB has the whole model; before, each tensor had a broadcast and a gather of its own."""
+    trace = CommunicationTrace()
+    found = run_ranks(4, streamed, model, parallel, 1 << 20, 1, trace=trace)
+    assert len(found[0][0]) > 30
+    assert len(of_stream(trace, "broadcast")) == sources
+    assert len(of_stream(trace, "all_gather")) <= 1 or model == "experts"
+
+
+def test_the_plan_is_exchanged_once_and_the_weights_are_always_the_current_ones() -> None:
+    once, three = CommunicationTrace(), CommunicationTrace()
+    [found, *_] = run_ranks(4, streamed, "dense", {"tp": 2, "pp": 2}, 1 << 20, 1, trace=once)
+    [later, *_] = run_ranks(4, streamed, "dense", {"tp": 2, "pp": 2}, 1 << 20, 3, trace=three)
+    changed = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.equal(later[1][changed], found[0][changed] + 1.0)
+    assert torch.equal(later[2][changed], later[1][changed] + 2.0)
+    gathered = [
+        sum(each.nbytes for each in trace.select(operation="all_gather", rank=0, line="agreement.py"))
+        for trace in (once, three)
+    ]
+    assert gathered[0] > 1500 and gathered[1] - gathered[0] < 100  # the plan, and two rounds of "nothing has changed"
