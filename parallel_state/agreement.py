@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.errors import MControllerError
 
-__all__ = ["all_gather_values", "raise_on_every_rank"]
+__all__ = ["all_gather_values", "raise_on_every_rank", "wait_for_every_rank"]
 
 T = TypeVar("T")
+
+_TURN = timedelta(seconds=5)
 
 
 def all_gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -55,3 +60,26 @@ def raise_on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | No
         if rank_error is not None:
             raise rank_error
     return results[0]
+
+
+def wait_for_every_rank(name: str) -> None:
+    """Wait until all ranks have called this, through the store of the rendezvous.
+
+    It is for work that takes one rank longer than a collective may take: NCCL ends a process whose collective waits for
+    the others past the timeout of its group.
+
+    Args:
+        name: What the ranks wait for, the same on all of them. It can be used again.
+    """
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return
+    store = c10d._get_default_store()
+    key = f"mcontroller/wait/{name}"
+    times, earlier = divmod(store.add(key, 1) - 1, world_size)
+    if earlier == world_size - 1:
+        store.delete_key(f"{key}/{times - 1}")
+        store.set(f"{key}/{times}", "all")
+    while not store.check([f"{key}/{times}"]):  # a wait blocks the store for all threads, also for those of NCCL
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"{key}/{times}"], _TURN)
