@@ -103,17 +103,19 @@ class Runtime:
     Attributes:
         registered: bytes by address.
         most: the most bytes at one time.
+        count: how often memory was registered.
     """
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
-        self.most = 0
+        self.most = self.count = 0
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         """Register memory; 712 is cudaErrorHostMemoryAlreadyRegistered."""
         if pointer in self.registered:
             return 712
         self.registered[pointer] = size
+        self.count += 1
         self.most = max(self.most, sum(self.registered.values()))
         return 0
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from workers.generate.vllm.in_engine.registered_memory import register_memory, unregister_memory
+
 __all__ = ["BucketContent", "TensorSpec", "send_in_buckets"]
 
 TensorSpec = tuple[str, str, tuple[int, ...], int]
@@ -40,6 +42,7 @@ class _Bucket:
     tensors: list[TensorSpec] = field(default_factory=list)
     used: int = 0
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    copies_pending: bool = False
 
     def has_room_for(self, tensor: Tensor) -> bool:
         return not self.tensors or self.used + tensor.nbytes <= self.size
@@ -49,24 +52,31 @@ class _Bucket:
         if end > len(self.memory):
             self._grow(max(end, self.size))
         flat = self.memory[self.used : end].view(tensor.dtype) if tensor.nbytes else tensor.new_empty(0, device="cpu")
-        flat.copy_(tensor.detach().reshape(-1))
+        flat.copy_(tensor.detach().reshape(-1), non_blocking=True)
+        self.copies_pending |= tensor.is_cuda
         self.tensors.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), self.used))
         self.used = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def content(self) -> BucketContent:
+        if self.copies_pending:
+            torch.cuda.current_stream().synchronize()
+            self.copies_pending = False
         return BucketContent(f"/proc/{os.getpid()}/fd/{self.descriptor}", self.tensors)
 
     def clear(self) -> None:
         self.tensors, self.used = [], 0
 
     def close(self) -> None:
+        unregister_memory(self.memory)
         self.memory = torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)
 
     def _grow(self, size: int) -> None:
+        unregister_memory(self.memory)
         os.ftruncate(self.descriptor, size)
         # Only an empty bucket grows: it has room for one tensor of any size.
         self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        register_memory(self.memory)
 
 
 def send_in_buckets(

@@ -6,11 +6,13 @@ copies the result into its own tensors, as ``reload_weights`` does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from held_weights import PartSum, part_sums, unreadable
+from registered_memory import register_memory, unregister_memory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -26,6 +28,7 @@ class PolicyReceiver:
     policy_temperature: float | None = None
     policy_names_expected: frozenset[str]
     policy_names_received: set[str]
+    policy_buckets: dict[str, torch.Tensor]
 
     def begin_policy_update(self) -> None:
         """Prepare the layers for new weights."""
@@ -34,6 +37,7 @@ class PolicyReceiver:
         self.policy_names_expected = frozenset(name for name, _ in model.named_parameters())
         initialize_layerwise_reload(model)
         self.policy_names_received = set()
+        self._unmap_buckets()  # of an update that failed
 
     def receive_policy_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
         """Load the tensors of a bucket, which may be filled again when this returns.
@@ -43,7 +47,9 @@ class PolicyReceiver:
             tensors: name, dtype, shape and first byte of each.
         """
         model = self.model_runner.get_model()
-        self.policy_names_received |= model.load_weights(_copied(path, tensors, self.device))
+        self.policy_names_received |= model.load_weights(_copied(self._mapped_bucket(path), tensors, self.device))
+        if not current_platform.is_cpu():
+            torch.cuda.current_stream().synchronize()
 
     def finish_policy_update(self) -> None:
         """Repack what depends on the new weights.
@@ -51,6 +57,7 @@ class PolicyReceiver:
         Raises:
             RuntimeError: weights of the model are missing.
         """
+        self._unmap_buckets()
         model = self.model_runner.get_model()
         finalize_layerwise_reload(model, self.model_runner.model_config)
         if current_platform.is_cpu():
@@ -80,6 +87,21 @@ class PolicyReceiver:
         """Return the free bytes of this process's GPU; 0 on a CPU."""
         return 0 if current_platform.is_cpu() else torch.cuda.mem_get_info(self.device)[0]
 
+    def _mapped_bucket(self, path: str) -> torch.Tensor:
+        """The memory of a bucket, mapped and registered once in an update, and again if it has grown."""
+        size, memory = os.stat(path).st_size, self.policy_buckets.get(path)
+        if memory is None or memory.nbytes < size:
+            if memory is not None:
+                unregister_memory(memory)
+            memory = self.policy_buckets[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            register_memory(memory)
+        return memory
+
+    def _unmap_buckets(self) -> None:
+        for memory in self.__dict__.pop("policy_buckets", {}).values():
+            unregister_memory(memory)
+        self.policy_buckets = {}
+
     def _divide_logits(self) -> None:
         model = self.model_runner.get_model()
         compute_logits = model.compute_logits
@@ -94,14 +116,12 @@ class PolicyReceiver:
 
 
 def _copied(
-    path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]], device: torch.device
+    memory: torch.Tensor, tensors: Sequence[tuple[str, str, tuple[int, ...], int]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of the tensors: vLLM keeps those of a layer until it has all of them."""
-    size = max(first + _nbytes(dtype, shape) for _, dtype, shape, first in tensors)
-    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     for name, dtype, shape, first in tensors:
         content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
-        yield name, content.to(device, copy=True)
+        yield name, content.to(device, copy=True, non_blocking=True)
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:
