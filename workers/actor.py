@@ -65,7 +65,7 @@ class ActorRolloutRefWorker(TransferringWorker):
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **TransferringWorker.parts_needed,
         "generate_sequences": ("rollout",),
-        "rollout_weights": ("params",),
+        "rollout_weights": ("params", "rollout"),
         "compute_log_prob": ("params",),
         "compute_ref_log_prob": ("reference",),
         "sync_reference": ("params", "reference"),
@@ -102,6 +102,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         self.rollout_version: int | None = None
         self.router_replay = RouterReplay("none", None)
         self._rollout_context: MegatronContext | None = None
+        self._policy_weights: PolicyWeights | None = None
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
@@ -117,12 +118,12 @@ class ActorRolloutRefWorker(TransferringWorker):
         """Return Megatron's rollout, with the trained model or with a copy in the layout ``rollout.parallel``."""
         config = self.config
         if config.rollout.parallel is None:
-            return self._megatron_rollout(self.model, self.context)
+            return MegatronRollout.of(config, self.model, self.context, self.local_world_size)
         layout = config.rollout.parallel.layout(self.world_size)
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
         self._rollout_context = context
         copy = self.build_rollout_model(config.rollout.parallel, context)
-        return RefitRollout(self._megatron_rollout(copy, context), self.context)
+        return RefitRollout(MegatronRollout.of(config, copy, context, self.local_world_size), self.context)
 
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
         """Return this rank's chunks of the copy of the policy that generates.
@@ -210,16 +211,16 @@ class ActorRolloutRefWorker(TransferringWorker):
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
             if self.config.router_replay != "none":
                 self.router_replay = RouterReplay(self.config.router_replay, ModelRouters(self.model, self.context.pg))
-        if "rollout" in self.roles:
-            self.rollout = self.build_rollout()
-            canaries = CanaryCheck(self.config, self.context, self._response_scores)
-            self.arrival = ArrivalCheck(self.config.rollout, self.rollout, canaries)
         if "ref" in self.roles:
             self.reference = self.build_model()
             for chunk in self.reference:
                 chunk.requires_grad_(False)
             if self.model:  # a user-defined build_model may return other weights at its second call
                 mix_weights(self.reference, self.model, 1.0, [])
+        if "rollout" in self.roles:  # last: an engine may take what the models have left
+            self.rollout = self.build_rollout()
+            canaries = CanaryCheck(self.config, self.context, self._response_scores)
+            self.arrival = ArrivalCheck(self.config.rollout, self.rollout, canaries)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none", changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
@@ -283,7 +284,9 @@ class ActorRolloutRefWorker(TransferringWorker):
         The engine calls this on the worker, not through a group. Offloaded weights are brought back to the device.
         """
         self.reload_for("rollout_weights")
-        return PolicyWeights(self.model, self.context)
+        if self._policy_weights is None or self._policy_weights.chunks is not self.model:
+            self._policy_weights = PolicyWeights(self.model, self.context)
+        return self._policy_weights
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto | None:
@@ -500,24 +503,18 @@ class ActorRolloutRefWorker(TransferringWorker):
         return super().process_groups() + ([] if self._rollout_context is None else self._rollout_context.groups())
 
     def reload_for(self, method: str) -> None:
-        """Bring back the parts that ``method`` needs; a rollout comes back without its weights."""
+        """Bring back the parts that ``method`` needs; a rollout comes back without its weights.
+
+        An engine that fills its GPUs with its cache sleeps during all methods that compute with other parts.
+        """
+        needed = self.parts_for(method)
+        if needed and "rollout" not in needed and getattr(self.rollout, "sleeps_beside_training", False):
+            self.offloaded.offload(self.parts(), ("rollout",))
         if "rollout" in self.offloaded.parts:
             self.rollout_version = None
         super().reload_for(method)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-
-    def _megatron_rollout(self, chunks: list[nn.Module], context: MegatronContext) -> MegatronRollout:
-        settings = self.config.rollout
-        return MegatronRollout(
-            chunks,
-            context,
-            self.config.model.vocab_size,
-            settings.max_rows,
-            memory_fraction=settings.memory_fraction,
-            processes_on_node=self.local_world_size,
-            routers=ModelRouters(chunks, context.pg) if self.config.router_replay == "rollout" else None,
-        )
 
     def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
         """The rollout with the policy's current weights, and the metrics of updating them.

@@ -163,7 +163,12 @@ def actor_config(policy: str, **changes: Any) -> ActorConfig:
             "response_length": RESPONSE,
             "seed": 3,
             "canary_prompts": 16,
-            "vllm": {"tp": chosen.get("engine_tp", 1), "kv_cache_bytes": 128 << 20, "bucket_bytes": 1 << 16},
+            "vllm": {
+                "tp": chosen.get("engine_tp", 1),
+                "kv_cache_bytes": 128 << 20,
+                "bucket_bytes": 1 << 16,
+                "seeds": True,
+            },
         },
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size": 2,

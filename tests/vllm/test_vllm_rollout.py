@@ -72,6 +72,8 @@ def test_sleep_reports_the_bytes_that_it_freed_and_the_engine_generates_the_same
 
 
 def test_the_same_seeds_draw_the_same_samples_and_each_sample_has_its_own(actor: MegatronRayWorkerGroup) -> None:
+    """``policies.actor_config`` sets ``rollout.vllm.seeds``."""
+
     def sampled(**meta_info: int) -> torch.Tensor:
         actor.repeat_sampling()
         batch = actor.generate_sequences(prompts(n=3, **meta_info))
@@ -127,12 +129,12 @@ def test_an_engine_that_dies_or_hangs_is_reported_as_its_rank(
         if at == "update":
             group.offload(["rollout"])  # the next generation sends the weights first
         pids = group.engine_pid()
-        assert [pid is None for pid in pids] == [False, True]  # one engine, started by tp rank 0
+        assert None not in pids  # each rank of the shard has an engine
         group.signal_engine(signal)
         with pytest.raises(WorkerError) as caught:
             group.generate_sequences(prompts(**GREEDY))
         error = caught.value
-        assert error.rank == 0 and cause in error.cause and f"pid {pids[0]}" in error.cause
+        assert cause in error.cause and f"pid {pids[0]}" in error.cause  # that of the first rank, on all ranks
         assert ("begin_update" if at == "update" else "in generate") in error.cause
 
 

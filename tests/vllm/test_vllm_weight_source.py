@@ -97,7 +97,7 @@ def sent_by_vllm(policy: str, parallel: dict[str, int], folder: Path) -> tuple[l
     pipe = str(folder / "pipe")
     engine = None
     if sender:
-        settings = engine_arguments(actor_config(policy, model={"dtype": "bfloat16"}), str(folder), on_gpu=False)
+        settings = engine_arguments(actor_config(policy, model={"dtype": "bfloat16"}), str(folder), None)
         engine = EngineProcess(
             settings | {"weight_transfer_config": {"backend": "nccl"}},
             engine_environment([]) | {"PYTHONPATH": os.pathsep.join([*in_engine.__path__, os.getcwd()])},

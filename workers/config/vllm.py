@@ -31,12 +31,17 @@ _SET_ELSEWHERE = {
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """Engines of vLLM, one for each data-parallel shard; read if ``rollout.engine`` is vllm."""
+    """Engines of vLLM, as many as fit the ranks of a data-parallel shard; read if ``rollout.engine`` is vllm."""
 
     tp: int = 1
     """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training; it uses GPUs of these ranks."""
-    kv_cache_bytes: int = 1 << 30
-    """[bytes] Memory of the cached keys and values, on each rank of an engine."""
+    kv_cache_bytes: int = 0
+    """[bytes] Memory of the cached keys and values, on each rank of an engine. 0: on a GPU the rest, on a CPU 2**30.
+
+    The rest is what is free beside the policy and the engine's weights when the engine starts.
+    """
+    seeds: bool = False
+    """Draw every sample with a seed of its own, so that a run can be repeated; vLLM then draws row by row."""
     bucket_bytes: int = 64 << 20
     """[bytes] Weights that are sent at once. Two buckets exist at a time, each at least as large as one tensor."""
     start_timeout_s: float = 600.0
@@ -44,11 +49,14 @@ class VllmConfig:
     silence_timeout_s: float = 300.0
     """[seconds] An engine that has not finished a step, or part of an update, for this long is reported as hung."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of ``vllm.LLM``, under vLLM's names, such as ``enable_prefix_caching``."""
+    """Further arguments of ``vllm.LLM``, under vLLM's names, such as ``enable_prefix_caching``.
+
+    ``gpu_memory_utilization`` [fraction of a GPU] is what is free when the engine starts, unless it is set here.
+    """
 
     def __post_init__(self) -> None:
         check_at_least("rollout.vllm.tp", self.tp, 1)
-        check_at_least("rollout.vllm.kv_cache_bytes", self.kv_cache_bytes, 1)
+        check_at_least("rollout.vllm.kv_cache_bytes", self.kv_cache_bytes, 0)
         check_at_least("rollout.vllm.bucket_bytes", self.bucket_bytes, 1)
         check_above("rollout.vllm.start_timeout_s", self.start_timeout_s, 0.0)
         check_above("rollout.vllm.silence_timeout_s", self.silence_timeout_s, 0.0)

@@ -144,6 +144,7 @@ class CanaryCheck:
             seed=_SEED,
             eos_token_ids=(),
             pad_token_id=0,
+            reproducible=True,
         )
 
 

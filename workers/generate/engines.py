@@ -9,7 +9,7 @@ To add one, register it in a module that the module of your worker imports::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
@@ -19,6 +19,7 @@ from workers.config import ActorConfig
 from workers.config.fit import check_generation
 from workers.generate.rollout_protocol import Rollout
 from workers.generate.vllm.checks import check_vllm
+from workers.generate.vllm.placement import gpus_used
 from workers.generate.vllm.rollout import vllm_rollout
 
 __all__ = ["ROLLOUT_ENGINES", "RolloutEngine"]
@@ -37,12 +38,15 @@ class RolloutEngine:
             ``mcontroller check`` estimates.
         records_experts: whether it returns the experts of tokens (``Generated.routed_experts``) if
             ``router_replay=rollout``, which is rejected otherwise.
+        gpus_used: returns how many GPUs generate, of ranks whose data-parallel shards and nodes are given, for
+            ``mcontroller check``.
     """
 
     check: Callable[[ActorConfig], None]
     build: Callable[[Any], Rollout]
     in_worker: bool = False
     records_experts: bool = False
+    gpus_used: Callable[[ActorConfig, Sequence[int], Sequence[str]], int] = lambda config, shards, nodes: len(nodes)
 
 
 ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
@@ -58,4 +62,11 @@ ROLLOUT_ENGINES.add(
     "megatron",
     RolloutEngine(_check_megatron, methodcaller("build_megatron_rollout"), in_worker=True, records_experts=True),
 )
-ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, lambda worker: vllm_rollout(worker.config, worker.context)))
+
+
+def _build_vllm(worker: Any) -> Rollout:
+    trained, models = worker.optimizer is not None, len(worker.models())
+    return vllm_rollout(worker.config, worker.context, trained=trained, models=models)
+
+
+ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, gpus_used=gpus_used))

@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import nn
 
 from parallel_state.megatron import MegatronContext
+from workers.config import ActorConfig
 from workers.generate.decoding import generate
 from workers.generate.prompt_exchange import PromptExchange, consecutive, even_shares
 from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
@@ -39,6 +40,21 @@ class MegatronRollout:
     """
 
     holds_weights = False
+
+    @classmethod
+    def of(
+        cls, config: ActorConfig, chunks: Sequence[nn.Module], context: MegatronContext, processes_on_node: int
+    ) -> MegatronRollout:
+        """Return a rollout with the settings of a policy; the other arguments are those of the class."""
+        return cls(
+            chunks,
+            context,
+            config.model.vocab_size,
+            config.rollout.max_rows,
+            memory_fraction=config.rollout.memory_fraction,
+            processes_on_node=processes_on_node,
+            routers=ModelRouters(chunks, context.pg) if config.router_replay == "rollout" else None,
+        )
 
     def __init__(
         self,

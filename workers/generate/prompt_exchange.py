@@ -16,39 +16,33 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from parallel_state.agreement import all_gather_values
 from workers.generate.rollout_protocol import Generated, Prompts
 
-__all__ = ["PromptExchange", "consecutive", "even_shares"]
+__all__ = ["PromptExchange", "RankRole", "ResponseExchange", "consecutive", "even_shares"]
 
 
-class PromptExchange:
-    """Connects a layout whose data-parallel ranks have prompts and return responses to one that generates them.
+class RankRole(NamedTuple):
+    """The part of one rank in the exchange."""
 
-    Both layouts are over all ranks of torch.distributed. The constructor and all methods are collectives.
+    requests_shard: int
+    """Its dp rank in the requesting layout."""
+    receives: bool
+    """Whether it returns responses there."""
+    generates_share: int
+    """The share of the responses that it generates."""
+    sends: bool
+    """Whether it sends the responses of its share; of several ranks with the same share, one does."""
+
+
+class ResponseExchange:
+    """Sends responses from the ranks that generated shares of them to those that return them.
+
+    The ranks are all those of torch.distributed. The constructor and the method are collectives.
 
     Args:
-        requesting: the layout with the prompts.
-        generating: the layout that generates the responses.
+        mine: the part of this rank.
     """
 
-    def __init__(self, requesting: ProcessGroupCollection, generating: ProcessGroupCollection) -> None:
-        self._requesting = requesting
-        mine = _RankRole(
-            requests_shard=requesting.dp.rank(),
-            receives=_on_last_stage(requesting),
-            generates_share=generating.dp.rank(),
-            sends=_on_last_stage(generating) and generating.tp.rank() == 0,
-        )
+    def __init__(self, mine: RankRole) -> None:
         self._ranks = all_gather_values(mine)
-
-    def gather(self, prompts: Prompts, pad_token_id: int) -> tuple[Prompts, list[int]]:
-        """Return the prompts of all shards in order, and the number of prompts of each shard."""
-        shards = all_gather_values(prompts, self._requesting.dp)
-        width = max(shard.ids.size(1) for shard in shards)
-        joined = Prompts(
-            torch.cat([_widened(shard.ids, width, pad_token_id) for shard in shards]),
-            torch.cat([_widened(shard.attention_mask, width, 0) for shard in shards]),
-            torch.cat([shard.seeds for shard in shards]),
-        )
-        return joined, [len(shard.ids) for shard in shards]
 
     def return_responses(
         self, generated: Generated, shares: Sequence[range], shards: Sequence[range]
@@ -57,7 +51,7 @@ class PromptExchange:
 
         Args:
             generated: the responses of this rank, those of its share.
-            shares: by dp rank of the generating layout, its rows among all responses.
+            shares: by share, its rows among all responses.
             shards: by dp rank of the requesting layout, its rows among all responses.
 
         Returns:
@@ -88,6 +82,37 @@ class PromptExchange:
         return range(start, stop)
 
 
+class PromptExchange(ResponseExchange):
+    """Connects a layout whose data-parallel ranks have prompts and return responses to one that generates them.
+
+    Args:
+        requesting: the layout with the prompts.
+        generating: the layout that generates the responses.
+    """
+
+    def __init__(self, requesting: ProcessGroupCollection, generating: ProcessGroupCollection) -> None:
+        self._requesting = requesting
+        super().__init__(
+            RankRole(
+                requests_shard=requesting.dp.rank(),
+                receives=_on_last_stage(requesting),
+                generates_share=generating.dp.rank(),
+                sends=_on_last_stage(generating) and generating.tp.rank() == 0,
+            )
+        )
+
+    def gather(self, prompts: Prompts, pad_token_id: int) -> tuple[Prompts, list[int]]:
+        """Return the prompts of all shards in order, and the number of prompts of each shard."""
+        shards = all_gather_values(prompts, self._requesting.dp)
+        width = max(shard.ids.size(1) for shard in shards)
+        joined = Prompts(
+            torch.cat([_widened(shard.ids, width, pad_token_id) for shard in shards]),
+            torch.cat([_widened(shard.attention_mask, width, 0) for shard in shards]),
+            torch.cat([shard.seeds for shard in shards]),
+        )
+        return joined, [len(shard.ids) for shard in shards]
+
+
 def even_shares(rows: int, count: int) -> list[range]:
     """Divide ``rows`` consecutive rows into ``count`` shares whose lengths differ by at most one."""
     return [range(index * rows // count, (index + 1) * rows // count) for index in range(count)]
@@ -96,19 +121,6 @@ def even_shares(rows: int, count: int) -> list[range]:
 def consecutive(lengths: Sequence[int]) -> list[range]:
     """Return consecutive ranges of these lengths, from 0."""
     return [range(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
-
-
-class _RankRole(NamedTuple):
-    """The part of one rank in the exchange."""
-
-    requests_shard: int
-    """Its dp rank in the requesting layout."""
-    receives: bool
-    """Whether it returns responses there."""
-    generates_share: int
-    """Its dp rank in the generating layout."""
-    sends: bool
-    """Whether it sends the responses of its share; of several ranks with the same share, one does."""
 
 
 def _on_last_stage(pg: ProcessGroupCollection) -> bool:

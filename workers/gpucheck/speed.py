@@ -14,7 +14,7 @@ from workers.gpucheck.large import full_rows
 from workers.gpucheck.policy import Policy, timed
 from workers.gpucheck.rows import Row, at_most, judged, measured
 from workers.gpucheck.session import Session
-from workers.memory.role_calls import Lengths, calls_of_run
+from workers.run.role_calls import Lengths, calls_of_run
 
 __all__ = ["count_waits", "decoding", "memory", "waits_row", "widths"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mcontroller.cli.help import roots
@@ -20,12 +20,13 @@ from mcontroller.ppo.roles import CONFIG_KEYS, reads_reference
 from mcontroller.ray.resource_pool import Role
 from parallel_state.topology import Topology
 from workers.config import ActorConfig
+from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Memory
-from workers.memory.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes
 from workers.run.resources import locality_lines, resource_lines
+from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 from workers.run.role_lines import role_lines
 
 __all__ = ["add_arguments", "layout_of_role", "memory_table", "pool_size", "read_roles", "run"]
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, roles = read_roles(arguments)
     sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
     lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
+    lines += [*_generating_lines(config, roles, sizes)]
     pools: Mapping[str, str] = {}
     if isinstance(config, RunConfig):
         lines += [*locality_lines(config), *resource_lines(config)]
@@ -64,6 +66,25 @@ def run(arguments: argparse.Namespace) -> int:
     calls = [call for call in calls if reference or call.role != "reference"]
     sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools), ""]))
     return 0
+
+
+def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:
+    """A line for the role that generates: how many of its GPUs do."""
+    for key, role in roles.items():
+        if not isinstance(role, ActorConfig) or key == "ref" or (key != "rollout" and "rollout" in roles):
+            continue
+        shards = Topology.from_layout(role.parallel.layout(sizes[key])).column("dp")
+        used = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine).gpus_used(
+            role, shards, _nodes(config, key, sizes[key])
+        )
+        yield f"{key}: {used} of {sizes[key]} GPUs generate"
+
+
+def _nodes(config: Any, key: str, world_size: int) -> list[str]:
+    """The node of every rank: those of the role's pool, or one if its size is not that of the pool."""
+    pool = pool_nodes(config)[pool_names(config).get(key, MAIN_POOL)] if isinstance(config, RunConfig) else []
+    nodes = [f"node{node}" for node, size in enumerate(pool) for _ in range(size)]
+    return nodes if len(nodes) == world_size else ["node0"] * world_size
 
 
 def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:

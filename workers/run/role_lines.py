@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from workers.config import ActorConfig, CriticConfig
 from workers.memory.host import host_memory
-from workers.memory.role_calls import RoleConfig
 from workers.model.gpu_defaults import max_connections
+from workers.run.role_calls import RoleConfig
 
 __all__ = ["role_lines"]
 

@@ -1,6 +1,8 @@
-"""Generation with vLLM: an engine for each data-parallel shard, in a process of its own.
+"""Generation with vLLM: as many engines as fit the ranks of a data-parallel shard, each in a process of its own.
 
 - ``checks``: what an engine cannot run, before any process starts.
+- ``placement``: which ranks' GPUs an engine uses.
+- ``gpu_memory``: how much of a GPU an engine may take beside the policy.
 - ``rollout``: the ``Rollout`` of the workers.
 - ``requests``: prompts and sampling as requests of vLLM, and its answers as responses.
 - ``buckets``: weights in shared memory.

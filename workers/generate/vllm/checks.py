@@ -14,10 +14,21 @@ from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
 from workers.weights.hf.config import family_of, hf_config_of
 
-__all__ = ["CPU_HEAD_WIDTHS", "KNOWN_FAMILIES", "check_vllm", "cpu_build_is_installed"]
+__all__ = [
+    "CPU_CACHE_BYTES",
+    "CPU_HEAD_WIDTHS",
+    "KNOWN_FAMILIES",
+    "check_settings",
+    "check_vllm",
+    "cpu_build_is_installed",
+    "sequence_bytes",
+]
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of a head that attention of vLLM's CPU build computes (``CPUAttentionBackend``, vLLM 0.32)."""
+
+CPU_CACHE_BYTES = 1 << 30
+"""Keys and values of an engine on a CPU if ``rollout.vllm.kv_cache_bytes`` is 0: vLLM would take 92% of the host."""
 
 KNOWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families of this package that vLLM 0.32 has; vLLM is asked for others."""
@@ -85,7 +96,7 @@ def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
             value=model.kv_channels or model.hidden_size,
         )
     _check_tensor_parallelism(config)
-    _check_cache(config, width)
+    _check_cache(config, on_cpu=on_cpu)
 
 
 def _check_tensor_parallelism(config: ActorConfig) -> None:
@@ -101,21 +112,27 @@ def _check_tensor_parallelism(config: ActorConfig) -> None:
         raise ConfigError(text, key=key, value=tp)
 
 
-def _check_cache(config: ActorConfig, head_width: int) -> None:
-    """Check that the keys and values of the longest sequence fit."""
+def _check_cache(config: ActorConfig, *, on_cpu: bool) -> None:
+    """Check that the keys and values of the longest sequence fit; on a GPU the engine's start decides what there is."""
+    cache, needed = config.rollout.vllm.kv_cache_bytes or CPU_CACHE_BYTES * on_cpu, sequence_bytes(config)
+    if 0 < cache < needed:
+        raise ConfigError(
+            f"rollout.vllm.kv_cache_bytes is {cache}: the keys and values of one sequence of "
+            f"rollout.prompt_length + rollout.response_length tokens take {needed}",
+            key="rollout.vllm.kv_cache_bytes",
+            value=cache,
+            needed=needed,
+        )
+
+
+def sequence_bytes(config: ActorConfig) -> int:
+    """Return the bytes of the keys and values of the longest sequence, on each rank of an engine."""
     model, rollout = config.model, config.rollout
+    head_width = model.kv_channels or model.hidden_size // model.num_attention_heads
     groups = max(1, (model.num_query_groups or model.num_attention_heads) // rollout.vllm.tp)
     blocks = math.ceil((rollout.prompt_length + rollout.response_length) / _BLOCK_TOKENS)
     item = getattr(torch, model.dtype).itemsize
-    needed = 2 * model.num_layers * groups * head_width * item * blocks * _BLOCK_TOKENS
-    if rollout.vllm.kv_cache_bytes < needed:
-        raise ConfigError(
-            f"rollout.vllm.kv_cache_bytes is {rollout.vllm.kv_cache_bytes}: the keys and values of one sequence of "
-            f"rollout.prompt_length + rollout.response_length tokens take {needed}",
-            key="rollout.vllm.kv_cache_bytes",
-            value=rollout.vllm.kv_cache_bytes,
-            needed=needed,
-        )
+    return 2 * model.num_layers * groups * head_width * item * blocks * _BLOCK_TOKENS
 
 
 def _check_family(model: ModelConfig) -> None:

@@ -21,11 +21,16 @@ def prompt_tokens(samples: Prompts) -> list[list[int]]:
     return [ids[attended].tolist() for ids, attended in rows]
 
 
-def sampling_parameters(seeds: Sequence[int], sampling: Sampling) -> list[dict[str, Any]]:
+def sampling_parameters(seeds: Sequence[int], sampling: Sampling, *, seeded: bool) -> list[dict[str, Any]]:
     """Return the arguments of ``vllm.SamplingParams`` of every sample.
 
     The temperature is not among them: ``PolicyReceiver`` divides the logits by it. vLLM takes a seed below 0 for none,
     so the sign is dropped.
+
+    Args:
+        seeds: of the samples.
+        sampling: how they are generated.
+        seeded: whether the samples have seeds. vLLM draws their tokens one row at a time, and all others together.
     """
     common: dict[str, Any] = {
         "max_tokens": sampling.response_length,
@@ -36,7 +41,7 @@ def sampling_parameters(seeds: Sequence[int], sampling: Sampling) -> list[dict[s
     if not sampling.do_sample:
         return [common] * len(seeds)
     filters = {"temperature": 1.0, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-    return [common | filters | {"seed": seed & _SEED_BITS} for seed in seeds]
+    return [common | filters | ({"seed": seed & _SEED_BITS} if seeded else {}) for seed in seeds]
 
 
 def responses_of(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampling: Sampling) -> Generated:

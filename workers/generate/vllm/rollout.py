@@ -8,21 +8,25 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from mcontroller.errors import ConfigError
-from parallel_state.agreement import all_gather_values
+from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
+from workers.generate.prompt_exchange import RankRole, ResponseExchange, consecutive, even_shares
 from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import BucketContent, send_in_buckets
-from workers.generate.vllm.checks import KNOWN_FAMILIES
-from workers.generate.vllm.engine_process import EngineProcess
+from workers.generate.vllm.checks import CPU_CACHE_BYTES, KNOWN_FAMILIES
+from workers.generate.vllm.engine_process import EngineError, EngineProcess
+from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
+from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import prompt_tokens, responses_of, sampling_parameters
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import family_of, hf_config_of
@@ -46,64 +50,147 @@ _OF_A_RANK = (
 )
 
 
-class VllmRollout:
-    """Generates with one engine for each data-parallel shard, which the shard's rank that returns results has.
+class EngineMap(NamedTuple):
+    """The engines of all data-parallel shards.
 
-    On the other ranks it takes part in collecting the weights, and generates nothing.
+    Attributes:
+        of_shard: how many engines each shard has.
+        own: the number of this rank's engine among those of all shards; None on a rank without one.
+        on_gpus: whether they run on GPUs.
+    """
+
+    of_shard: list[int]
+    own: int | None
+    on_gpus: bool
+
+    def shares(self, shards: Sequence[range]) -> list[range]:
+        """Return the rows of every engine, from those of the shards; the engines of a shard get even parts."""
+        return [
+            range(rows.start + part.start, rows.start + part.stop)
+            for rows, count in zip(shards, self.of_shard, strict=True)
+            for part in even_shares(len(rows), count)
+        ]
+
+
+class VllmRollout:
+    """Generates with as many engines as fit the ranks of a data-parallel shard, each with a part of the shard's rows.
+
+    The first of an engine's ranks starts and calls it. The other ranks take part in collecting the weights.
 
     Args:
         config: of the actor and its rollout.
+        context: the layout of training.
         engine: that of this rank; None on ranks without one.
+        engines: those of all ranks.
     """
 
     holds_weights = True
 
-    def __init__(self, config: ActorConfig, engine: EngineProcess | None) -> None:
-        self._config = config
+    def __init__(
+        self, config: ActorConfig, context: MegatronContext, engine: EngineProcess | None, engines: EngineMap
+    ) -> None:
+        pg = context.pg
+        self._config, self._pg, self._engines = config, pg, engines
         self.engine = engine
+        self._exchange = ResponseExchange(
+            RankRole(
+                requests_shard=pg.dp.rank(),
+                receives=pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0,
+                generates_share=engines.own or 0,
+                sends=engines.own is not None,
+            )
+        )
+
+    @property
+    def sleeps_beside_training(self) -> bool:
+        """Whether the engines must sleep while the policy computes: what is free on their GPUs is their cache."""
+        return self._engines.on_gpus
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
-        """Return this rank's responses; None on ranks without an engine.
+        """Return the responses of this rank's shard; None on ranks that do not return results (a collective).
 
         The tokens are not those that Megatron's generation draws from the same seeds.
+
+        Raises:
+            EngineError: on every rank, if an engine fails.
         """
-        if self.engine is None:
-            return None
         samples = prompts.samples()
-        answers = self.engine.call(
-            "generate",
-            prompts=prompt_tokens(samples),
-            parameters=sampling_parameters(samples.seeds.flatten().tolist(), sampling),
-            temperature=sampling.temperature,
-        )
-        return responses_of(answers, sampling)
+        shards = consecutive(all_gather_values(len(samples.ids), self._pg.dp))
+        shares, first = self._engines.shares(shards), shards[self._pg.dp.rank()].start
+        own = range(first, first) if self._engines.own is None else shares[self._engines.own]
+        mine = Prompts(*(column[own.start - first : own.stop - first] for column in samples))
+        generated = raise_on_every_rank(lambda: self._responses(mine, sampling))
+        device = torch.device("cuda" if self._engines.on_gpus else "cpu")
+        columns = Generated.of_columns([column.to(device) for column in generated.columns()])
+        returned = self._exchange.return_responses(columns, shares, shards)
+        return None if returned is None else returned._replace(basis=generated.basis)
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
-        """Send all weights to the engine through shared memory, and drop its cache of prefixes.
+        """Send all weights to the engines through shared memory (a collective).
+
+        On GPUs, an engine has memory for the weights only: that of its cache follows with the next generation, when
+        this has freed what it took. On a CPU, the engine's cache of prefixes is dropped.
 
         Returns:
             ``update_seconds``, of the slowest rank, and ``update_bytes``, to one engine.
+
+        Raises:
+            EngineError: on every rank, if an engine fails.
         """
-        start, size = time.perf_counter(), self._config.rollout.vllm.bucket_bytes
-        if self.engine is None:
-            total = sum(tensor.nbytes for _, tensor in weights)
-        else:
-            self.engine.call("begin_update")
-            total = send_in_buckets(weights, size, self._send_bucket, self._wait_for_bucket)
-            self.engine.call("finish_update")
-            self.engine.call("drop_prefixes")
+        start = time.perf_counter()
+        self._release_cached_memory()
+        total = raise_on_every_rank(lambda: self._sent(weights))
+        self._release_cached_memory()
         seconds = max(all_gather_values(time.perf_counter() - start))
         return {"update_seconds": seconds, "update_bytes": float(total)}
 
     def sleep(self) -> int:
-        """Free the memory of the engine's GPUs, and return how many bytes; on a CPU it frees nothing."""
+        """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing."""
         freed: int = 0 if self.engine is None else self.engine.call("sleep")
+        if self._engines.on_gpus and self._config.rollout.vllm.tp > 1:
+            all_gather_values(freed)  # other ranks of the engine use its GPUs next
         return freed
 
     def wake_up(self) -> None:
-        """Allocate the memory of the engine's GPUs again."""
-        if self.engine is not None:
-            self.engine.call("wake_up")
+        """Leave the engine asleep: the next update wakes its weights, and the next generation its cache."""
+
+    def _responses(self, samples: Prompts, sampling: Sampling) -> Generated:
+        answers = []
+        try:
+            if self.engine is not None and len(samples.ids):
+                seeded = self._config.rollout.vllm.seeds or sampling.reproducible
+                answers = self.engine.call(
+                    "generate",
+                    prompts=prompt_tokens(samples),
+                    parameters=sampling_parameters(samples.seeds.flatten().tolist(), sampling, seeded=seeded),
+                    temperature=sampling.temperature,
+                )
+        finally:
+            if self._engines.on_gpus:
+                wait_for_every_rank("vllm/generate")
+        return responses_of(answers, sampling)
+
+    def _sent(self, weights: PolicyWeights) -> int:
+        stream = iter(weights)
+        if self.engine is None:
+            return sum(tensor.nbytes for _, tensor in stream)
+        try:
+            self.engine.call("begin_update")
+            size = self._config.rollout.vllm.bucket_bytes
+            total = send_in_buckets(stream, size, self._send_bucket, self._wait_for_bucket)
+            self.engine.call("finish_update")
+            self.engine.call("drop_prefixes")
+        except EngineError:
+            for _ in stream:  # the other ranks gather the rest, and wait for this one
+                pass
+            raise
+        return total
+
+    def _release_cached_memory(self) -> None:
+        """Return what torch has reserved on all GPUs of the engines (a collective)."""
+        if self._engines.on_gpus:
+            torch.cuda.empty_cache()
+            all_gather_values(None)
 
     def _send_bucket(self, bucket: BucketContent) -> None:
         assert self.engine is not None
@@ -125,41 +212,82 @@ class ReadableVllmRollout(VllmRollout):
         return HeldWeights("hugging_face", [Fingerprint(*each) for each in sums], stale_tokens)
 
 
-def vllm_rollout(config: ActorConfig, context: MegatronContext) -> VllmRollout:
-    """Start the engine of this rank's shard, on the rank that returns results, and return the rollout (a collective).
+class _Place(NamedTuple):
+    """Where a rank runs, and what its GPU has; ``device`` and ``memory`` are empty on a CPU."""
+
+    shard: int
+    node: str
+    device: str
+    memory: GpuMemory | None
+
+
+def vllm_rollout(config: ActorConfig, context: MegatronContext, *, trained: bool, models: int) -> VllmRollout:
+    """Start the engines of all shards, each on the first of its ranks, and return the rollout (a collective).
 
     It is readable if the engines of all ranks can read their weights.
 
     Args:
         config: of the actor and its rollout.
         context: the layout of training.
+        trained: whether the policy has an optimizer.
+        models: models with the policy's parameters in this process.
 
     Raises:
-        EngineError: an engine does not start.
+        ConfigError: on every rank: a shard has no node with room for an engine, or an engine does not fit its GPUs.
+        EngineError: on every rank: an engine does not start.
     """
-    pg, engine = context.pg, None
-    devices = _devices_of_shard(pg.dp.rank(), config.rollout.vllm.tp)
-    if pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0:
-        engine = _started(config, devices)
+    places = all_gather_values(_place(config, context, trained=trained, models=models))
+    tp, rank = config.rollout.vllm.tp, dist.get_rank()
+    shards = engines_of_shards([place.shard for place in places], [place.node for place in places], tp)
+    engines = [ranks for of_shard in shards for ranks in of_shard]
+    own = next((number for number, ranks in enumerate(engines) if ranks[0] == rank), None)
+    mine = [] if own is None else [places[each] for each in engines[own]]
+    engine = raise_on_every_rank(lambda: _started_everywhere(config, mine, own))
     family = family_of(config.model).model_type
     reason = "" if family in KNOWN_FAMILIES else f"the names of the layers of {family} are not known"
     if not reason and engine is not None:
         reason = engine.facts["unreadable"]
     reasons = sorted({found for found in all_gather_values(reason) if found})
+    arguments = (config, context, engine, EngineMap(list(map(len, shards)), own, places[rank].memory is not None))
     if not reasons:
-        return ReadableVllmRollout(config, engine)
+        return ReadableVllmRollout(*arguments)
     logger.warning("vLLM's weights cannot be read, so that fingerprints cannot be compared: %s", "; ".join(reasons))
-    return VllmRollout(config, engine)
+    return VllmRollout(*arguments)
 
 
-def _started(config: ActorConfig, devices: list[str]) -> EngineProcess:
-    """The engine, built from a ``config.json`` of the policy that it reads while it starts; without its weights."""
+def _place(config: ActorConfig, context: MegatronContext, *, trained: bool, models: int) -> _Place:
+    shard, node = context.pg.dp.rank(), socket.gethostname()
+    if not torch.cuda.is_available():
+        return _Place(shard, node, "", None)
+    visible, index = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
+    device = visible.split(",")[index] if visible else str(index)
+    pp_rank, world_size = context.pg.pp.rank(), dist.get_world_size()
+    return _Place(shard, node, device, measured_memory(config, world_size, pp_rank, trained=trained, models=models))
+
+
+def _started_everywhere(config: ActorConfig, places: Sequence[_Place], number: int | None) -> EngineProcess | None:
+    """The engine of this rank, if it has one, when those of all ranks have started or failed."""
+    try:
+        return None if number is None else _started(config, places, number=number)
+    finally:
+        if torch.cuda.is_available():
+            wait_for_every_rank("vllm/start")
+
+
+def _started(config: ActorConfig, places: Sequence[_Place], *, number: int) -> EngineProcess:
+    """An engine, built from a ``config.json`` of the policy that it reads while it starts; without its weights."""
     settings = config.rollout.vllm
+    share = None
+    gpus = [place.memory for place in places if place.memory is not None]
+    if gpus:
+        chosen = settings.options.get("gpu_memory_utilization")
+        share = utilization(config, gpus) if chosen is None else chosen
+        logger.info("vLLM's engine %d gets gpu_memory_utilization=%s of %s", number, share, gpus)
     with tempfile.TemporaryDirectory(prefix="policy-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config_of(config.model)), encoding="utf-8")
         engine = EngineProcess(
-            engine_arguments(config, folder, on_gpu=bool(devices)),
-            engine_environment(devices),
+            engine_arguments(config, folder, share, number=number),
+            engine_environment([place.device for place in places if place.memory is not None]),
             start_timeout_s=settings.start_timeout_s,
             silence_timeout_s=settings.silence_timeout_s,
         )
@@ -173,20 +301,24 @@ def _started(config: ActorConfig, devices: list[str]) -> EngineProcess:
     return engine
 
 
-def engine_arguments(config: ActorConfig, folder: str, *, on_gpu: bool) -> dict[str, Any]:
+def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, number: int = 0) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM``.
 
     Args:
         config: of the actor and its rollout.
         folder: has the ``config.json`` of the policy.
-        on_gpu: whether the engine runs on GPUs.
+        share: ``gpu_memory_utilization`` on a GPU; None on a CPU.
+        number: of the engine, so that no two engines draw the same random numbers.
     """
-    rollout = config.rollout
+    rollout, on_gpu = config.rollout, share is not None
+    of_gpu = {"gpu_memory_utilization": share} if on_gpu else {}
+    cache = rollout.vllm.kv_cache_bytes or (None if on_gpu else CPU_CACHE_BYTES)
     return {
-        "seed": 0,
+        "seed": (rollout.seed + number) % (1 << 31),
         "enforce_eager": not on_gpu,  # compilation for a CPU takes minutes
         "enable_chunked_prefill": on_gpu,  # vLLM's CPU build cannot sample with seeds if it reads prompts in chunks
         **rollout.vllm.options,
+        **of_gpu,
         "model": folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -195,7 +327,7 @@ def engine_arguments(config: ActorConfig, folder: str, *, on_gpu: bool) -> dict[
         "max_model_len": rollout.prompt_length + rollout.response_length,
         "max_num_seqs": rollout.max_rows or _DEFAULT_ROWS,
         "tensor_parallel_size": rollout.vllm.tp,
-        "kv_cache_memory_bytes": rollout.vllm.kv_cache_bytes,
+        "kv_cache_memory_bytes": cache,
         "logprobs_mode": "raw_logprobs",
         "enable_sleep_mode": on_gpu,
     }
@@ -218,22 +350,3 @@ def engine_environment(devices: list[str]) -> dict[str, str | None]:
     if devices:
         return common | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
     return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-
-
-def _devices_of_shard(shard: int, count: int) -> list[str]:
-    """The first ``count`` GPUs of the ranks of this shard (a collective); none on a CPU.
-
-    Raises:
-        ConfigError: they are not on the node of this rank.
-    """
-    if not torch.cuda.is_available():
-        return []
-    node, index = socket.gethostname(), torch.cuda.current_device()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    own = visible.split(",")[index] if visible else str(index)
-    of_ranks = all_gather_values((shard, node, own))
-    devices = [device for theirs, where, device in of_ranks if theirs == shard and where == node]
-    if len(devices) < count:
-        text = f"rollout.vllm.tp is {count}, but {len(devices)} GPUs of data-parallel shard {shard} are on node {node}"
-        raise ConfigError(text, key="rollout.vllm.tp", value=count)
-    return devices[:count]

@@ -23,9 +23,9 @@ def test_prompts_lose_their_padding() -> None:
     assert prompt_tokens(Prompts(ids, mask, torch.zeros(2, 1))) == [[5, 0], [1, 2, 3, 4]]
 
 
-def test_every_sample_has_its_own_seed_and_filters_are_passed_on() -> None:
+def test_every_sample_has_its_own_seed_if_asked_and_filters_are_passed_on() -> None:
     settings = sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2, response_length=3)
-    first, second = sampling_parameters([17, -1], settings)
+    first, second = sampling_parameters([17, -1], settings, seeded=True)
     assert first == {
         "max_tokens": 3,
         "stop_token_ids": [2, 9],
@@ -37,10 +37,12 @@ def test_every_sample_has_its_own_seed_and_filters_are_passed_on() -> None:
         "seed": 17,
     }
     assert second == first | {"seed": (1 << 63) - 1}  # -1 would be no seed
+    without = {name: value for name, value in first.items() if name != "seed"}
+    assert sampling_parameters([17, -1], settings, seeded=False) == [without, without]
 
 
 def test_greedy_decoding_has_neither_seeds_nor_filters() -> None:
-    [values] = sampling_parameters([17], sampling(do_sample=False, top_p=0.5))
+    [values] = sampling_parameters([17], sampling(do_sample=False, top_p=0.5), seeded=True)
     assert values["temperature"] == 0.0 and not values.keys() & {"seed", "top_p", "top_k", "min_p"}
 
 

@@ -20,6 +20,7 @@ from held_weights import whole_sums
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
+_TAGS = ("weights", "kv_cache")  # of vLLM's memory
 
 
 def serve_engine() -> None:
@@ -56,6 +57,8 @@ class Served:
         self._llm = vllm.LLM(**arguments, worker_extension_cls="policy_receiver.PolicyReceiver")
         self._requests = 0
         self._has_policy = self._probe_was_read = False
+        self._asleep: frozenset[str] = frozenset()
+        self.sleep()  # until the first weights arrive, the memory is free for other groups that are built
         self._reported = time.monotonic()
 
     def start(self) -> dict[str, Any]:
@@ -84,6 +87,7 @@ class Served:
         """
         from vllm import SamplingParams
 
+        self._wake("kv_cache")
         self._llm.collective_rpc("set_policy_temperature", args=(temperature,))
         engine, first = self._llm.llm_engine, self._requests
         self._requests += len(prompts)
@@ -102,7 +106,14 @@ class Served:
         return [answers[number] for number in range(first, self._requests)]
 
     def begin_update(self) -> None:
-        """Start an update of the weights; first read a prompt with the old ones, so that the prefix cache has it."""
+        """Start an update of the weights.
+
+        On a GPU, only the weights have memory until ``generate``: those of the engine and of the policy, tensors on
+        their way and the cache would not fit together. On a CPU, first read a prompt with the old weights, so that the
+        prefix cache has it.
+        """
+        self.sleep()
+        self._wake("weights")
         self._probe_was_read = self._has_policy
         if self._probe_was_read:
             self._cached_tokens()
@@ -144,15 +155,18 @@ class Served:
     def sleep(self) -> int:
         """Free the memory of the GPUs, and return how many bytes; on a CPU vLLM frees nothing."""
         before = sum(self._llm.collective_rpc("free_device_memory"))
-        if before == 0:
+        if before == 0 or "weights" in self._asleep:
             return 0
         self._has_policy = False
         self._llm.sleep(level=2)  # the weights are not kept
+        self._asleep = frozenset(_TAGS)
         return sum(self._llm.collective_rpc("free_device_memory")) - before
 
-    def wake_up(self) -> None:
-        """Allocate the memory of the GPUs again."""
-        self._llm.wake_up()
+    def _wake(self, tag: str) -> None:
+        """Allocate the memory of a part again; vLLM only warns if it is awake already."""
+        if tag in self._asleep:
+            self._llm.wake_up(tags=[tag])
+            self._asleep -= {tag}
 
     def _cached_tokens(self) -> int:
         """Read a prompt that fills a block of the prefix cache, and return how many of its tokens came from there."""

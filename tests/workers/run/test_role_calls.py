@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workers import ActorConfig, load_config
-from workers.memory.role_calls import Lengths, calls_of_run
+from workers.run.role_calls import Lengths, calls_of_run
 
 KEY = "actor_rollout_ref"
 MODEL = {

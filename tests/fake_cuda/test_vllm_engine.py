@@ -1,0 +1,102 @@
+"""An actor on the pretended GPU with a stand-in for vLLM beside it: start, update, generation, training."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fake_cuda.cuda_api import MEMORY_BYTES, runtime
+from tests.fake_cuda.tags import GPUS, current, memory
+from tests.forking import RankFailure
+from tests.ranks import run_ranks
+from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, Gpu, standing_in
+from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
+from workers.generate.vllm.buckets import send_in_buckets
+
+GB = 1 << 30
+OF_OTHERS = 100 * GB
+
+
+class RankGpu(Gpu):
+    """The current pretended GPU."""
+
+    def __init__(self) -> None:
+        self.total, self._memory = MEMORY_BYTES, memory[GPUS[current.index]]
+
+    @property
+    def used(self) -> int:  # type: ignore[override]
+        return self.total - torch.cuda.mem_get_info()[0]
+
+    @used.setter
+    def used(self, value: int) -> None:
+        self._memory.outside += value - self.used
+
+
+def beside_others(options: dict[str, Any]) -> dict[str, Any]:
+    """An actor whose GPU another process uses too: generate, train, generate."""
+    for each in memory.values():
+        each.outside += OF_OTHERS
+    with standing_in(RankGpu):
+        worker = actor({"tp": 2}, "actor_rollout", rollout={"engine": "vllm", "vllm": {"options": options}})
+        llm = worker.rollout.engine.llm
+        found = {"share": llm.arguments["gpu_memory_utilization"], "started": RankGpu().used}
+        batch = own_shard(prompts(4, SAMPLED), worker)
+        worker.generate_sequences(batch)
+        found["generating"] = RankGpu().used
+        worker.update_actor(own_shard(experience(8), worker))
+        found["trained"] = RankGpu().used
+        worker.generate_sequences(batch)
+        events = [event for event in llm.events if event != "receive_policy_bucket"]
+        return found | {"events": events, "pinned": (runtime.most, len(runtime.registered))}
+
+
+def test_an_engine_fits_beside_others_and_sleeps_while_the_actor_trains() -> None:
+    for found in run_ranks(beside_others, 2, {}):
+        assert found["share"] == pytest.approx((40 - 1) / 140, abs=0.01)  # 1 GB for the process of the engine
+        assert found["started"] < OF_OTHERS + WEIGHTS_BYTES
+        assert found["generating"] > OF_OTHERS + 37 * GB
+        assert found["trained"] < OF_OTHERS + WEIGHTS_BYTES
+        update = ["wake weights", "begin_policy_update", "finish_policy_update", "wake kv_cache", "generate"]
+        assert found["events"] == ["sleep 2", *update] * 2
+        most, left = found["pinned"]
+        assert most >= 64 << 20 and left == 0  # the buckets were registered, and no longer are
+
+
+def test_the_users_own_share_wins_and_vllm_refuses_it() -> None:
+    text = r"EngineError: .*Free memory on device cuda:0 .* less than desired GPU memory utilization \(0.9, 126"
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(beside_others, 2, {"gpu_memory_utilization": 0.9})
+
+
+def through_buckets() -> dict[str, Any]:
+    """Twenty tensors in ten buckets from this GPU to the receiver in an engine."""
+    weights = {str(number): torch.full((16,), float(number), device="cuda") for number in range(20)}
+    loaded: dict[str, torch.Tensor] = {}
+
+    def load(pairs: Any) -> set[str]:
+        new = dict(pairs)
+        loaded.update(new)
+        return set(new)
+
+    with standing_in(RankGpu):
+        import policy_receiver
+
+        policy_receiver.current_platform = SimpleNamespace(is_cpu=lambda: False)
+        receiver = policy_receiver.PolicyReceiver()
+        model = SimpleNamespace(named_parameters=weights.items, load_weights=load)
+        receiver.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None)
+        receiver.device = torch.device("cuda")
+        receiver.begin_policy_update()
+        send = lambda bucket: receiver.receive_policy_bucket(bucket.path, bucket.tensors)  # noqa: E731
+        send_in_buckets(weights.items(), 128, send, lambda: None)
+        most, count = runtime.most, runtime.count
+        receiver.finish_policy_update()
+    equal = all(torch.equal(loaded[name], tensor) and loaded[name].is_cuda for name, tensor in weights.items())
+    return {"equal": equal, "count": count, "most": most, "left": len(runtime.registered)}
+
+
+def test_both_sides_register_each_of_two_buckets_once_in_an_update() -> None:
+    assert run_ranks(through_buckets, 1) == [{"equal": True, "count": 4, "most": 4 * 128, "left": 0}]

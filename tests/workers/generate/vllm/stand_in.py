@@ -1,0 +1,268 @@
+"""A stand-in for vLLM 0.32 under the real ``serve_engine``, and for the process that it runs in.
+
+It refuses to start as vLLM does if too little of a GPU is free, takes and frees the memory of weights and cache, and
+asserts where vLLM would read or write memory that is not there: it only warns, waits for ever, or ends with a fault.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import workers.generate.vllm.in_engine as in_engine
+import workers.weights.hashing as hashing
+from workers.generate.vllm import rollout
+from workers.generate.vllm.engine_process import EngineError
+
+TAGS = frozenset(("weights", "kv_cache"))
+WEIGHTS_BYTES = 1 << 30
+
+
+class Gpu:
+    """The memory of a GPU.
+
+    Args:
+        total: its bytes.
+        used: those that others have.
+    """
+
+    def __init__(self, total: int, used: int = 0) -> None:
+        self.total, self.used = total, used
+
+    def free(self) -> int:
+        return self.total - self.used
+
+    def take(self, size: int) -> None:
+        assert size <= self.free(), f"CUDA out of memory: {size} bytes, {self.free()} free"
+        self.used += size
+
+
+class StandInLLM:
+    """``vllm.LLM``: its arguments, memory, sleep and wake-ups, and the calls of ``serve_engine``.
+
+    Attributes:
+        gpu: makes the GPU of an engine; None on a CPU.
+        answer: returns the tokens of a response from those of the prompt.
+        started: all engines.
+        events: what happened to this one, in order.
+        weights: the tensors of the last update.
+    """
+
+    gpu: Callable[[], Gpu] | None = None
+    answer: Callable[[Sequence[int]], list[int]] = staticmethod(lambda prompt: [sum(prompt) % 97, 2])
+    started: list[StandInLLM] = []  # noqa: RUF012  # emptied by ``standing_in``
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.asleep: set[str] = set()
+        self.events: list[str] = []
+        self.parameters: list[dict[str, Any]] = []
+        self.prompts: list[list[int]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.llm_engine = _Engine(self)
+        self.sizes = {"weights": WEIGHTS_BYTES, "kv_cache": 0}
+        self.device = None if type(self).gpu is None else type(self).gpu()  # type: ignore[misc]
+        if self.device is not None:
+            self._admit(self.device, arguments.get("gpu_memory_utilization", 0.92))
+        type(self).started.append(self)
+
+    def _admit(self, gpu: Gpu, share: float) -> None:
+        """``request_memory`` of vLLM, and the size of the cache that follows from it."""
+        requested = math.ceil(gpu.total * share)
+        if gpu.free() < requested:
+            raise ValueError(
+                f"Free memory on device cuda:0 ({gpu.free() / 2**30:.2f}/{gpu.total / 2**30:.2f} GiB) on startup is "
+                f"less than desired GPU memory utilization ({share}, {requested / 2**30:.2f} GiB). Decrease GPU memory "
+                "utilization or reduce GPU memory used by other processes."
+            )
+        self.sizes["kv_cache"] = self.arguments["kv_cache_memory_bytes"] or requested - WEIGHTS_BYTES
+        assert self.sizes["kv_cache"] > 0, "No available memory for the cache blocks"
+        gpu.take(sum(self.sizes.values()))
+
+    def sleep(self, level: int) -> None:
+        assert self.arguments["enable_sleep_mode"] and self.device is not None
+        assert self.asleep != TAGS, "asleep already"
+        before = self.device.free()
+        self.device.used -= sum(self.sizes[tag] for tag in TAGS - self.asleep)
+        assert self.device.free() >= before, "Memory usage increased after sleeping."
+        self.asleep = set(TAGS)
+        self.events.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        woken = set(TAGS if tags is None else tags)
+        assert woken <= self.asleep, f"{sorted(woken - self.asleep)} are awake already"
+        assert self.device is not None
+        self.device.take(sum(self.sizes[tag] for tag in woken))
+        self.asleep -= woken
+        self.events += [f"wake {tag}" for tag in sorted(woken)]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        if "policy_update" in method or "bucket" in method:
+            assert "weights" not in self.asleep, f"{method} while the weights are asleep"
+            self.events.append(method)
+        return [getattr(self, f"_{method}", lambda *_: None)(*args)]
+
+    def generate(self, prompts: Sequence[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+        """Read a prompt, as ``serve_engine`` does to look at the prefix cache."""
+        assert not self.asleep, f"generate while {sorted(self.asleep)} are asleep"
+        return [types.SimpleNamespace(num_cached_tokens=0)]
+
+    def _unreadable_policy(self) -> str:
+        return ""
+
+    def _policy_sums(self) -> list[tuple[str, str, str, int, int]]:
+        """The parts of ``held_weights.part_sums``: whole tensors."""
+        from bit_sums import IndexKeys, sum_of_bits
+
+        keys, found = IndexKeys(), []
+        for name, tensor in self.weights.items():
+            value = int(sum_of_bits(tensor, [0] * tensor.dim(), tensor.dtype, keys))
+            found.append((name, str(tensor.dtype).removeprefix("torch."), "", 0, value))
+        return found
+
+    def _free_device_memory(self) -> int:
+        return 0 if self.device is None else self.device.free()
+
+    def _receive_policy_bucket(self, path: str, tensors: Sequence[Any]) -> None:
+        content = Path(path).read_bytes()
+        for name, dtype, shape, first in tensors:
+            empty = torch.empty(shape, dtype=getattr(torch, dtype))
+            part = bytearray(content[first : first + empty.nbytes])
+            self.weights[name] = torch.frombuffer(part, dtype=empty.dtype).view(shape)
+
+
+class _Engine:
+    """``llm_engine``: requests are answered in one step."""
+
+    def __init__(self, llm: StandInLLM) -> None:
+        self._llm, self._requests = llm, list[tuple[str, list[int]]]()
+        size = int(json.loads((Path(llm.arguments["model"]) / "config.json").read_text())["vocab_size"])
+        model = types.SimpleNamespace(get_vocab_size=lambda: size, max_model_len=llm.arguments["max_model_len"])
+        block = types.SimpleNamespace(block_size=16)
+        self.vllm_config = types.SimpleNamespace(model_config=model, cache_config=block)
+
+    def add_request(self, name: str, prompt: Mapping[str, list[int]], sampling: Any) -> None:
+        assert not self._llm.asleep, f"generate while {sorted(self._llm.asleep)} are asleep"
+        self._llm.parameters.append(sampling.values)
+        self._llm.prompts.append(prompt["prompt_token_ids"])
+        self._requests.append((name, prompt["prompt_token_ids"]))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[Any]:
+        self._llm.events.append("generate")
+        outputs = []
+        for name, prompt in reversed(self._requests):  # they may finish in any order
+            tokens = type(self._llm).answer(prompt)
+            logprobs = [{token: types.SimpleNamespace(logprob=-float(token))} for token in tokens]
+            made = types.SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+            outputs.append(types.SimpleNamespace(request_id=name, finished=True, outputs=[made]))
+        self._requests = []
+        return outputs
+
+
+class _SamplingParams:
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+
+class _Meta(type):
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Module(types.ModuleType):
+    """A module of vLLM in which every name is a class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Meta(name, (), {"__init__": lambda self, *args: None})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        found = name == "vllm" or name.startswith("vllm.")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = _Module(spec.name)
+        if spec.name == "vllm":
+            module.LLM, module.SamplingParams, module.__version__ = StandInLLM, _SamplingParams, "0.32.0"  # type: ignore[attr-defined]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+class EngineInProcess:
+    """``EngineProcess`` without a process: calls of the real ``serve_engine.Served``."""
+
+    pid = 0
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, Any], **_: Any) -> None:
+        import serve_engine
+
+        self.environment = environment
+        self.served = self._in_engine(
+            "start", lambda: serve_engine.Served(types.SimpleNamespace(send=lambda _: None), dict(arguments))
+        )
+        self.llm: StandInLLM = self.served._llm
+        self.facts = self.served.start()
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        self.send(method, **arguments)
+        return self.result()
+
+    def send(self, method: str, **arguments: Any) -> None:
+        self._answer = self._in_engine(method, lambda: getattr(self.served, method)(**arguments))
+
+    def result(self) -> Any:
+        return self._answer
+
+    def close(self) -> None: ...
+
+    def _in_engine(self, method: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except ValueError as error:
+            text = f"vLLM's engine failed in {method}: {type(error).__name__}: {error}"
+            raise EngineError(text, method=method, pid=self.pid, log_tail="") from error
+
+
+@contextmanager
+def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
+    """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
+    folders = [*in_engine.__path__, *hashing.__path__]
+    finder, process = _Finder(), rollout.EngineProcess
+    known = set(sys.modules)
+    sys.meta_path.insert(0, finder)
+    sys.path[:0] = folders
+    rollout.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
+    StandInLLM.gpu, StandInLLM.started = gpu, []
+    try:
+        yield StandInLLM
+    finally:
+        rollout.EngineProcess = process  # type: ignore[misc]
+        StandInLLM.gpu = None
+        sys.meta_path.remove(finder)
+        sys.path[:] = [path for path in sys.path if path not in folders]
+        own = {path.stem for folder in folders for path in Path(folder).glob("*.py")}
+        for name in set(sys.modules) - known:
+            if name in own or name.split(".")[0] == "vllm":
+                del sys.modules[name]

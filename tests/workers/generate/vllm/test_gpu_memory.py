@@ -1,0 +1,60 @@
+"""An engine beside a policy gets the part of the GPU that is free, and starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from tests.workers.generate.vllm.stand_in import EngineInProcess, Gpu, standing_in
+from workers import ActorConfig, load_config
+from workers.generate.vllm.gpu_memory import GpuMemory, utilization
+from workers.generate.vllm.rollout import engine_arguments
+
+GB = 1 << 30
+MODEL = {
+    "vocab_size": 1024,
+    "max_sequence_length": 4096,
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+}
+
+
+def config(**vllm: Any) -> ActorConfig:
+    rollout = {"engine": "vllm", "prompt_length": 1024, "response_length": 1024, "vllm": vllm}
+    return load_config(ActorConfig, {"model": MODEL, "rollout": rollout})
+
+
+@pytest.mark.parametrize(("used", "due"), [(0, 0), (20, 0), (20, 30), (70, 2)])
+def test_an_engine_starts_beside_a_policy_and_leaves_what_the_policy_needs(used: int, due: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 1024}')
+    settings, gpu = config(), Gpu(80 * GB, used * GB)
+    share = utilization(settings, [GpuMemory(gpu.free(), gpu.total, due * GB)])
+    with standing_in(lambda: gpu):
+        gpu.used += GB  # a context of CUDA in the engine's process
+        EngineInProcess(engine_arguments(settings, str(tmp_path), share), {})
+    assert share == pytest.approx((80 - used - due - 1) / 80, abs=1e-4)
+
+
+def test_the_gpu_with_the_least_room_decides() -> None:
+    gpus = [GpuMemory(60 * GB, 80 * GB, 0), GpuMemory(30 * GB, 80 * GB, 5 * GB)]
+    assert utilization(config(tp=2), gpus) == pytest.approx((30 - 5 - 1.5) / 80, abs=1e-4)
+
+
+def test_an_engine_that_does_not_fit_is_rejected_with_the_numbers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"needs 2\.0\d GB on each of its 1 GPUs .* room for 1\.50: .* 4\.00 free"
+    ) as caught:
+        utilization(config(kv_cache_bytes=2 * GB), [GpuMemory(4 * GB, 80 * GB, 3 * GB // 2)])
+    assert caught.value.key == "rollout.vllm.tp"
+
+
+def test_the_cache_is_what_the_share_has_left_unless_its_size_is_set() -> None:
+    assert engine_arguments(config(), "", 0.5)["kv_cache_memory_bytes"] is None
+    assert engine_arguments(config(kv_cache_bytes=3 * GB), "", 0.5)["kv_cache_memory_bytes"] == 3 * GB
+    on_cpu = engine_arguments(config(), "", None)
+    assert on_cpu["kv_cache_memory_bytes"] == GB and "gpu_memory_utilization" not in on_cpu

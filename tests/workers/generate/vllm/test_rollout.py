@@ -1,0 +1,158 @@
+"""The engines of a shard share its rows, and the rank that returns results gets all of them in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallel_state import simulated
+from parallel_state.megatron import MegatronContext
+from tests.ranks import run_ranks
+from tests.workers.generate.vllm.stand_in import StandInLLM, standing_in
+from tests.workers.generate.vllm.test_checks import config
+from tests.workers.roles import SAMPLED, actor, experience, own_shard
+from tests.workers.roles import prompts as random_prompts
+from workers import Generated, Prompts, Sampling
+from workers.generate.vllm import rollout as module
+from workers.generate.vllm.engine_process import EngineError
+from workers.generate.vllm.rollout import vllm_rollout
+
+EOS, PAD, RESPONSE = 2, 0, 4
+LARGER = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 8}
+
+
+def prompts_of(shard: int, rows: int, n: int) -> Prompts:
+    ids = 1000 * (shard + 1) + torch.arange(rows)[:, None] * 10 + torch.arange(3)
+    return Prompts(ids, torch.ones_like(ids), torch.arange(rows * n).view(rows, n))
+
+
+def sampling(n: int, **changes: Any) -> Sampling:
+    values: dict[str, Any] = {
+        **{"response_length": RESPONSE, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+        **{
+            "repetition_penalty": 1.0,
+            "do_sample": True,
+            "n": n,
+            "seed": 0,
+            "eos_token_ids": (EOS,),
+            "pad_token_id": PAD,
+        },
+    }
+    return Sampling(**values | changes)
+
+
+def generated(parallel: dict[str, int], tp: int, rows: int, n: int) -> dict[str, Any]:
+    """What this rank returns for its shard's prompts, and what its engine was asked."""
+    settings = config(model=LARGER, parallel=parallel, rollout={"vllm": {"tp": tp}})
+    ranks = torch.distributed.get_world_size()
+    context = MegatronContext(settings.parallel.layout(ranks), 0)
+    with context.activate():
+        rollout = vllm_rollout(settings, context, trained=True, models=1)
+        prompts = prompts_of(context.pg.dp.rank(), rows, n)
+        result = rollout.generate(prompts, sampling(n))
+    asked = None if rollout.engine is None else list(rollout.engine.llm.prompts)  # type: ignore[attr-defined]
+    return {"shard": context.pg.dp.rank(), "result": result, "asked": asked}
+
+
+def expected(shard: int, rows: int, n: int) -> Generated:
+    samples = prompts_of(shard, rows, n).samples()
+    first = samples.ids.sum(1) % 97
+    responses = torch.stack([first, torch.full_like(first, EOS), *[torch.full_like(first, PAD)] * 2], 1)
+    mask = torch.tensor([[1, 1, 0, 0]]).expand_as(responses)
+    return Generated(responses, mask, -responses.float() * mask)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "tp", "rows", "n", "engines"),
+    [
+        (32, {"tp": 8, "pp": 4}, 1, 20, 4, 32),
+        (8, {"tp": 2, "pp": 2}, 1, 5, 3, 8),
+        (8, {"tp": 2, "cp": 2}, 2, 5, 1, 4),
+        (4, {"tp": 2, "pp": 2}, 4, 3, 2, 1),
+        (4, {"tp": 2, "pp": 2}, 1, 1, 2, 4),
+    ],
+    ids=["tp8-pp4", "tp2-pp2-dp2", "tp2-cp2-dp2-engine-tp2", "one-engine", "fewer-rows-than-engines"],
+)
+def test_every_engine_generates_a_part_and_the_rows_return_in_order(
+    ranks: int, parallel: dict[str, int], tp: int, rows: int, n: int, engines: int
+) -> None:
+    with standing_in():
+        found = simulated.run_ranks(ranks, generated, parallel, tp, rows, n)
+        assert len(StandInLLM.started) == engines
+        seeds = [llm.arguments["seed"] for llm in StandInLLM.started]
+        assert len(set(seeds)) == engines  # no two engines draw the same numbers
+    returned = [each for each in found if each["result"] is not None]
+    assert [each["shard"] for each in returned] == list(range(len(returned)))  # one rank of each shard
+    for each in returned:
+        reference = expected(each["shard"], rows, n)
+        for column, wanted in zip(each["result"].columns(), reference.columns(), strict=True):
+            assert torch.equal(column, wanted)
+        asked = [
+            len(other["asked"]) for other in found if other["shard"] == each["shard"] and other["asked"] is not None
+        ]
+        assert sum(asked) == rows * n and max(asked) - min(asked) <= 1
+
+
+def failing(parallel: dict[str, int]) -> str:
+    settings = config(parallel=parallel)
+    context = MegatronContext(settings.parallel.layout(torch.distributed.get_world_size()), 0)
+    with context.activate():
+        rollout = vllm_rollout(settings, context, trained=True, models=1)
+        if rollout.engine is not None and torch.distributed.get_rank() == 1:
+
+            def fail(method: str, **arguments: Any) -> Any:
+                raise EngineError("engine 1 failed", method=method, pid=0, log_tail="")
+
+            rollout.engine.call = fail  # type: ignore[method-assign]
+        with pytest.raises(EngineError) as caught:
+            rollout.generate(prompts_of(0, 4, 1), sampling(1))
+    return str(caught.value)
+
+
+def test_the_failure_of_one_engine_is_raised_on_every_rank() -> None:
+    with standing_in():
+        assert run_ranks(failing, 2, {"tp": 2}) == ["engine 1 failed"] * 2
+
+
+def seeded(vllm: dict[str, Any], reproducible: bool) -> list[bool]:
+    settings = config(rollout={"vllm": vllm})
+    context = MegatronContext(settings.parallel.layout(1), 0)
+    with context.activate():
+        rollout = module.vllm_rollout(settings, context, trained=True, models=1)
+        rollout.generate(prompts_of(0, 2, 2), sampling(2, reproducible=reproducible))
+    return ["seed" in each for each in StandInLLM.started[-1].parameters]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "reproducible", "wanted"),
+    [({}, False, False), ({"seeds": True}, False, True), ({}, True, True)],
+    ids=["default", "seeds", "canaries"],
+)
+def test_samples_have_seeds_only_if_they_are_asked_for(vllm: dict[str, Any], reproducible: bool, wanted: bool) -> None:
+    with standing_in():
+        assert run_ranks(seeded, 1, vllm, reproducible) == [[wanted] * 4]
+
+
+def trained(parallel: dict[str, int]) -> tuple[int, float, list[str]]:
+    """Generate, train and generate again; the engines report what they hold after each update."""
+    worker = actor(parallel, "actor_rollout", rollout={"engine": "vllm", "verify_weights": "fingerprints"})
+    batch = own_shard(random_prompts(8, SAMPLED), worker)
+    metrics = []
+    for _ in range(2):
+        generated = worker.generate_sequences(batch)
+        metrics.append({} if generated is None else generated.meta_info["metrics"])
+        worker.update_actor(own_shard(experience(8), worker))
+    engine = worker.rollout.engine
+    rows = 0 if generated is None else len(generated)
+    return rows, metrics[-1].get("rollout/update_bytes", 0.0), [] if engine is None else engine.llm.events
+
+
+def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
+    with standing_in():
+        found = run_ranks(trained, 4, {"tp": 2, "pp": 2})
+    assert [rows for rows, _, _ in found] == [0, 0, 8, 0]
+    assert found[2][1] > 10_000
+    for _, _, events in found:  # four engines of one rank each
+        assert events.count("finish_policy_update") == events.count("generate") == 2

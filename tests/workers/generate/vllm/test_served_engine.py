@@ -1,0 +1,105 @@
+"""The served engine on a stand-in for vLLM: what is awake when, and what has memory at one time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, EngineInProcess, Gpu, StandInLLM, standing_in
+from workers.generate.vllm.buckets import send_in_buckets
+from workers.generate.vllm.engine_process import EngineError
+
+GB = 1 << 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    return tmp_path
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    created = Gpu(total=80 * GB, used=30 * GB)
+    with standing_in(lambda: created):
+        yield created
+
+
+def engine(folder: Path, **arguments: Any) -> EngineInProcess:
+    defaults = {"model": str(folder), "max_model_len": 32, "kv_cache_memory_bytes": None, "enable_sleep_mode": True}
+    return EngineInProcess({**defaults, **arguments}, {})
+
+
+def update(served: EngineInProcess) -> None:
+    served.call("begin_update")
+    send_in_buckets(
+        {"weight": torch.ones(3)}.items(),
+        64,
+        lambda bucket: served.send("receive_bucket", path=bucket.path, tensors=bucket.tensors),
+        served.result,
+    )
+    served.call("finish_update")
+    served.call("drop_prefixes")
+
+
+def generate(served: EngineInProcess) -> Any:
+    return served.call("generate", prompts=[[3, 4]], parameters=[{}], temperature=1.0)
+
+
+def test_weights_wake_before_the_update_and_the_cache_with_the_next_generation(gpu: Gpu, folder: Path) -> None:
+    served = engine(folder, gpu_memory_utilization=0.5)
+    assert gpu.used == 30 * GB  # an engine without weights has no memory
+    for _ in range(2):
+        update(served)
+        assert gpu.used == 30 * GB + WEIGHTS_BYTES
+        assert generate(served) == [([7, 2], [-7.0, -2.0])]
+        assert gpu.used == 70 * GB
+    weights = ["wake weights", "begin_policy_update", "receive_policy_bucket", "finish_policy_update"]
+    once = ["sleep 2", *weights, "wake kv_cache", "generate"]
+    assert served.llm.events == [*once, *once]  # the second update begins with a sleep
+
+
+def test_sleep_frees_weights_and_cache_once_whatever_is_awake(gpu: Gpu, folder: Path) -> None:
+    served = engine(folder, gpu_memory_utilization=0.5)
+    assert served.call("sleep") == 0
+    update(served)
+    assert served.call("sleep") == WEIGHTS_BYTES
+    update(served)
+    generate(served)
+    assert served.call("sleep") == 40 * GB and served.call("sleep") == 0
+    assert gpu.used == 30 * GB
+
+
+def test_an_engine_on_a_cpu_never_sleeps(folder: Path) -> None:
+    with standing_in():
+        served = engine(folder, enable_sleep_mode=False)
+        assert served.call("sleep") == 0
+        update(served)
+        generate(served)
+        assert "sleep 2" not in served.llm.events and "wake weights" not in served.llm.events
+
+
+def test_the_stand_in_refuses_to_start_as_vllm_does(gpu: Gpu, folder: Path) -> None:
+    text = (
+        r"ValueError: Free memory on device cuda:0 \(50.00/80.00 GiB\) on startup is less than desired .*\(0.92, 73.60"
+    )
+    with pytest.raises(EngineError, match=text):
+        engine(folder)
+
+
+def test_the_stand_in_asserts_on_memory_that_is_asleep(gpu: Gpu, folder: Path) -> None:
+    llm: StandInLLM = engine(folder, gpu_memory_utilization=0.5).llm
+    for call, text in (
+        (lambda: llm.collective_rpc("begin_policy_update"), "while the weights are asleep"),
+        (lambda: llm.llm_engine.add_request("0", {"prompt_token_ids": [1]}, None), "generate while"),
+        (lambda: llm.sleep(2), "asleep already"),
+    ):
+        with pytest.raises(AssertionError, match=text):
+            call()  # type: ignore[no-untyped-call]
+    llm.wake_up(["weights"])
+    with pytest.raises(AssertionError, match="are awake already"):
+        llm.wake_up(["weights"])
