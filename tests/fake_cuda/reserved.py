@@ -74,11 +74,14 @@ def _table() -> Iterator[tuple[np.ndarray, int]]:
     path = os.environ[_VARIABLE].partition(",")[2]
     with open(path, "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        table = np.memmap(file, np.int64, "r+", shape=(_PROCESSES, 1 + _GPUS))
-        for row, process in enumerate(table[:, 0]):
-            if process and not Path(f"/proc/{process}").exists():
-                table[row] = 0
-        own = np.flatnonzero(table[:, 0] == os.getpid())
-        row = int(own[0] if len(own) else np.flatnonzero(table[:, 0] == 0)[0])
-        table[row, 0] = os.getpid()
-        yield table, row
+        try:
+            table = np.memmap(file, np.int64, "r+", shape=(_PROCESSES, 1 + _GPUS))
+            for row, process in enumerate(table[:, 0]):
+                if process and not Path(f"/proc/{process}").exists():
+                    table[row] = 0
+            own = np.flatnonzero(table[:, 0] == os.getpid())
+            row = int(own[0] if len(own) else np.flatnonzero(table[:, 0] == 0)[0])
+            table[row, 0] = os.getpid()
+            yield table, row
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # the table has the file open as long as an error's traceback has it
