@@ -20,12 +20,8 @@ find = PathFinder.find_spec
 def found(name, path=None, target=None):
     return None if name.partition(".")[0] in NAMES else find(name, path, target)
 PathFinder.find_spec = staticmethod(found)
-words = " ".join(sys.orig_argv)
-if "warm_start" in words or "gpucheck" in words:  # not in Ray's own processes, which compute nothing
+if "gpucheck" in " ".join(sys.orig_argv):  # not in the process of the reference
     import tests.fake_cuda.plugin
-if "warm_start" in words:  # the parent of workers, in which nothing has used CUDA
-    import torch
-    torch.cuda.is_initialized = lambda: False
 """
 ONLY_TORCH_AND_MEGATRON = {"ray", "tensordict", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}
 FAULT = """
@@ -38,11 +34,11 @@ runpy.run_module("workers.gpucheck", run_name="__main__")
 """
 
 
-def start(folder: Path, *command: str, gpus: str = "0", blocked: set[str] | None = None) -> subprocess.Popen[str]:
+def start(folder: Path, *command: str, blocked: set[str] | None = None) -> subprocess.Popen[str]:
     """Start Python with the pretended device, without the packages that are blocked."""
     (folder / "sitecustomize.py").write_text(PRETEND.format(blocked=blocked or set()))
     path = os.pathsep.join([str(folder), str(HERE.parents[1])])
-    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", *command],
         env=variables,
@@ -79,20 +75,7 @@ def test_parts_a_to_c_need_only_torch_and_megatron_core(tmp_path: Path) -> None:
         assert name in rows
     assert rows["scores after reload"]["figures"] == {"value": 0.0}
     assert rows["waits of a token, unequal prompts"]["figures"]["value"] < 2
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
-
-
-@pytest.mark.timeout(300)
-def test_groups_on_pretended_gpus_pass_every_row(tmp_path: Path) -> None:
-    rows = rows_of(start(tmp_path, *PARTS, "d", gpus="0,1"), 0)
-    assert {name: row["reason"] for name, row in rows.items() if row["result"] == "skipped"} == {
-        "vllm": "vllm is not installed",
-        "processes left in nvidia-smi": "nvidia-smi is not installed",
-    }
-    assert rows["updated weights"]["figures"]["transport"] == "cuda_ipc"
-    assert rows["variables"]["figures"]["connections"] == "1"
-    for name in ("receiver killed", "NCCL to a stopped peer"):
-        assert "rollout rank 0" in rows[name]["figures"]["error"]
+    assert list(tmp_path.glob("gpucheck*")) == []
 
 
 def test_a_fault_in_the_product_fails_its_rows_and_the_run(tmp_path: Path) -> None:
