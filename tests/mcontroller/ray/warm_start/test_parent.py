@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 
 from mcontroller.ray.warm_start import client
+from mcontroller.ray.warm_start.exits import status_in
 
 WORKER = """
-import json, os, random, sys
+import importlib, json, os, random, sys
 import numpy, torch
 print(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv, "folder": os.getcwd(), "main": __name__,
     "mark": os.environ.get("OLDPWD"), "threads": torch.get_num_threads(),
     "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
     "forked": "mcontroller.ray.warm_start.parent" in sys.modules,
+    "record": importlib.import_module("mcontroller.ray.warm_start.exits").record_of_this_process(),
 }), flush=True)
 if "--fork" in sys.argv and os.fork() == 0:
     print(json.dumps({"pid": os.getpid()}), flush=True)
@@ -153,8 +155,10 @@ def test_a_link_in_the_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
 def test_a_killed_worker_reports_its_signal(start: Start) -> None:
     process = start("--sleep")
     assert process.stdout is not None
-    os.kill(json.loads(process.stdout.readline())["pid"], signal.SIGKILL)
+    worker = json.loads(process.stdout.readline())
+    os.kill(worker["pid"], signal.SIGKILL)
     assert process.wait(timeout=30) == -signal.SIGKILL
+    assert status_in(worker["record"], worker["pid"]) == -signal.SIGKILL
 
 
 def test_a_worker_starts_by_itself_if_the_parent_is_not_safe_to_fork(start: Start, session: Path) -> None:
