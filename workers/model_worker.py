@@ -329,12 +329,11 @@ class ModelWorker(MegatronWorker):
         self.check_call_context()
         self.gradients = None
         started = time.perf_counter()
-        counted, generator = rows.counted.nonzero().flatten(), shuffle_generator(shuffle_seed, self.updates)
-        division = Division(mini_batches, mini_batch_size, epochs, generator)
+        counted = rows.counted.nonzero().flatten()
+        division = Division(mini_batches, mini_batch_size, epochs, shuffle_generator(shuffle_seed, self.updates))
         taken = mini_batches_of_update(method, rows.counted, division, self.context.pg.dp, self.device)
         self.weights_version += 1
-        reports: list[dict[str, Tensor]] = []
-        steps: list[AppliedStep] = []
+        reports, steps = list[dict[str, Tensor]](), list[AppliedStep]()
         routers = RouterLosses(self.model, self.context.pg, self.device, count or self.loss_count)
         for index, most, total in taken:
             batches = self._micro_batches(rows, counted[index], most, micro_batch_size)

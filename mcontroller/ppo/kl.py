@@ -130,19 +130,22 @@ def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1"
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "k1"
+    data: DataProto, kl_ctrl: KLController | None, kl_penalty: str = "k1"
 ) -> tuple[DataProto, dict[str, float]]:
     """Return the batch with ``token_level_rewards`` = scores - weight * KL, and the mean KL per token as a metric.
 
     Args:
         data: ``token_level_scores``, ``old_log_probs``, ``ref_log_prob``, ``response_mask`` ``[rows, response]``.
-        kl_ctrl: supplies the weight, and is updated with the KL of this batch.
+        kl_ctrl: supplies the weight, and is updated with the KL of this batch. None: no penalty, so that the rewards
+            are the scores.
         kl_penalty: a name in ``KL_ESTIMATORS``.
 
     Raises:
         ConfigError: no estimator has this name.
         DataError: a column is missing.
     """
+    if kl_ctrl is None:
+        return data.with_tensors({"token_level_rewards": columns(data, "token_level_scores")[0]}), {}
     names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
     scores, log_probs, reference, mask = columns(data, *names)
     estimate = estimate_kl(log_probs, reference, kl_penalty)

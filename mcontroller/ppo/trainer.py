@@ -434,7 +434,7 @@ class RayPPOTrainer:
         rule = self.config.algorithm
         reads = ADVANTAGE_ESTIMATORS[rule.adv_estimator].reads
         batch = batch.read(batch.names if reads is None else reads)
-        here, metrics = self.penalise(batch.columns)
+        here, metrics = apply_kl_penalty(batch.columns, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
         here = compute_advantage(here, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
         metrics |= signal_metrics(here)
         if rule.importance.level != "none":
@@ -451,12 +451,6 @@ class RayPPOTrainer:
             callback.batch_ready(self, batch.columns)
         return batch
 
-    def penalise(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Return the batch with ``token_level_rewards``: the scores minus the KL penalty, and the penalty's metrics."""
-        if not self.config.algorithm.kl_in_reward:
-            return batch.with_tensors({"token_level_rewards": columns(batch, "token_level_scores")[0]}), {}
-        return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
-
     def warm_up(self) -> None:
         """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""
         warm_up = self.config.warm_up
@@ -471,8 +465,7 @@ class RayPPOTrainer:
             self.rollout_weights.changed()
             metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
             self.display.step(metrics)
-            for tracker in self.trackers:
-                tracker.log(metrics, step + 1)
+            self.log(metrics, step + 1)
         if self.reference is not None:
             self.reference.sync_reference()
 
@@ -498,10 +491,10 @@ class RayPPOTrainer:
 
     # ---- metrics and checkpoints -----------------------------------------------------------------------------------
 
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of this step with every tracker."""
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log the metrics of a step with every tracker, by default of the last one."""
         for tracker in self.trackers:
-            tracker.log(metrics, self.global_steps)
+            tracker.log(metrics, self.global_steps if step is None else step)
 
     def show_samples(self, reward: Reward) -> None:
         """Show decoded samples of this step, and log a table of them with every tracker."""

@@ -57,7 +57,7 @@ def _group(
 def local_ray() -> Iterator[Row]:
     """Start Ray on this machine, with slots for two groups on each GPU."""
     count = torch.cuda.device_count()
-    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     seconds, _ = timed(lambda: ray.init("local", num_cpus=2 * count + 1, num_gpus=count, **options))
     yield measured("Ray", version=ray.__version__, start_s=seconds)
 

@@ -51,7 +51,7 @@ def bfloat16_problem(capability: tuple[int, int], name: str) -> str | None:
 
 def versions(_: object) -> Iterator[Row]:
     """Yield the rows of packages and GPUs."""
-    supported = (3, 11) <= sys.version_info[:2] <= (3, 12) and TorchVersion(torch.__version__) >= (2, 6)
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 12) and TorchVersion(torch.__version__) >= "2.6"
     problem = None if supported else "install torch 2.6 or newer, in an environment of Python 3.11 or 3.12"
     if find_spec("transformer_engine") is not None and not HAVE_TE:
         problem = "Megatron cannot import the installed Transformer Engine: install a version that it knows"
@@ -70,8 +70,15 @@ def versions(_: object) -> Iterator[Row]:
         free, total = torch.cuda.mem_get_info(index)
         busy = "other processes use this GPU (nvidia-smi lists them): end them, or set CUDA_VISIBLE_DEVICES"
         problem = bfloat16_problem(capability, name) or (busy if free < 0.9 * total else None)
-        figures = {"gpu": name, "capability": "{}.{}".format(*capability), "free_gb": free / 2**30}
-        yield judged(f"cuda:{index}", problem is None, "capability 8.0, 90% free", problem or "", **figures)
+        yield judged(
+            f"cuda:{index}",
+            problem is None,
+            "capability 8.0, 90% free",
+            problem or "",
+            gpu=name,
+            capability="{}.{}".format(*capability),
+            free_gb=free / 2**30,
+        )
 
 
 def _version(distribution: str) -> str:

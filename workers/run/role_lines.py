@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from workers.config import ActorConfig, CriticConfig
+from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.memory.host import host_memory
 from workers.model.gpu_defaults import max_connections
 from workers.run.role_calls import RoleConfig
@@ -34,7 +34,7 @@ def role_lines(roles: Mapping[str, RoleConfig], sizes: Mapping[str, int], refere
         line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""
         line += f", {host.gathered / _GB:.2f} GB more to save for any layout" if host.gathered else ""
         yield line
-        if trained and config.optim.distributed_optimizer is None:
+        if trained and not isinstance(config, RewardConfig) and config.optim.distributed_optimizer is None:
             layout = config.parallel.layout(sizes[key])
             chosen = config.optim.resolved(layout.dp * layout.cp, on_gpu=True).distributed_optimizer
             replicas = f"{layout.dp * layout.cp} ranks have the same weights"

@@ -206,7 +206,7 @@ def _ray_cause(text: str) -> str:
 def tail(info: ProcessInfo | None) -> str:
     """Return the last lines that a process wrote, read on its node, or why they are not available."""
     if info is None or not info.log:
-        session = ray._private.worker.global_worker.node.get_session_dir_path()
+        session = ray._private.worker.global_worker.node.get_session_dir_path()  # type: ignore[union-attr]
         return "\n".join(["(the process ended before it reported the path of its log)", *_full_disk(session)])
     try:
         return str(on_node(info.node_id, _read_tail, info.log))
