@@ -58,7 +58,6 @@ from mcontroller.ppo.selection.trained_rows import trained_on
 from mcontroller.ppo.stages.devices import SharedDevices
 from mcontroller.ppo.stages.overlap import OverlappingStages, StageCall
 from mcontroller.ppo.stages.stages import Stages
-from mcontroller.ppo.stages.token_balance import TokenBalance
 from mcontroller.ppo.summary import (
     experience_metrics,
     group_metrics,
@@ -67,6 +66,7 @@ from mcontroller.ppo.summary import (
     signal_metrics,
     validation_metrics,
 )
+from mcontroller.ppo.token_balance import TokenBalance
 from mcontroller.ray.resource_pool import RayResourcePool, ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
