@@ -58,6 +58,7 @@ from mcontroller.ppo.selection.trained_rows import trained_on
 from mcontroller.ppo.stages.devices import SharedDevices
 from mcontroller.ppo.stages.overlap import OverlappingStages, StageCall
 from mcontroller.ppo.stages.stages import Stages
+from mcontroller.ppo.stages.token_balance import TokenBalance
 from mcontroller.ppo.summary import (
     experience_metrics,
     group_metrics,
@@ -66,7 +67,6 @@ from mcontroller.ppo.summary import (
     signal_metrics,
     validation_metrics,
 )
-from mcontroller.ppo.token_balance import TokenBalance
 from mcontroller.ray.resource_pool import RayResourcePool, ResourcePoolManager, Role
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
@@ -162,7 +162,7 @@ class RayPPOTrainer:
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
-        self.balance = TokenBalance(self.role_workers, config.trainer.balance_tokens)
+        self.balance = TokenBalance({each.name: each.init for each in self.role_workers}, config.trainer.balance_tokens)
         self.rollout_weights = RolloutWeights(self.stages, config.trainer)
         self.generations = Generations(config.trainer.max_staleness, self.stages, self.rollout_weights)
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.group import GroupMethod
 from mcontroller.ppo.data import MINI_BATCHES, PROMPTS, TOKENS, columns
-from mcontroller.ppo.roles import RoleWorker
+from mcontroller.ray.class_with_init import RayClassWithInitArgs
 
 __all__ = ["TokenBalance"]
 
@@ -24,19 +24,19 @@ class TokenBalance:
     are balanced by themselves. Methods that are registered with a ``balance`` of their own keep it.
 
     Args:
-        workers: the groups of the run.
+        workers: the worker classes of the run's groups with their arguments, by the group's name.
         enabled: ``trainer.balance_tokens``.
     """
 
-    def __init__(self, workers: Sequence[RoleWorker], enabled: bool) -> None:
-        self._workers = {worker.name: worker for worker in workers}
+    def __init__(self, workers: Mapping[str, RayClassWithInitArgs[Any]], enabled: bool) -> None:
+        self._workers = workers
         self._enabled = enabled
 
     def of(self, method: Method) -> Method:
         """Return a method that splits its batch, which has the columns ``TOKENS`` and ``PROMPTS``, by tokens."""
         if not self._enabled or method.registration.rows.balance is not None or method.plan().shard_count == 1:
             return method
-        config: Any = self._workers[method.group.name].init.kwargs["config"]
+        config: Any = self._workers[method.group.name].kwargs["config"]
         shares = getattr(config, "share_prompts", False) and not getattr(config, "packed", False)
         return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
 
@@ -50,7 +50,7 @@ class TokenBalance:
             batch: with ``TOKENS``, ``PROMPTS`` and ``response_mask``.
             update: number of the update, which the draw of the mini-batches depends on.
         """
-        balanced, worker = self.of(method), self._workers[method.group.name].init
+        balanced, worker = self.of(method), self._workers[method.group.name]
         draw = getattr(worker.cls, "mini_batches", None)
         (mask,) = columns(batch.columns, "response_mask")
         counted = mask.bool().any(1)
