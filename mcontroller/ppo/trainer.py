@@ -162,16 +162,15 @@ class RayPPOTrainer:
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
-        self.balance = TokenBalance({each.name: each.init for each in self.role_workers}, config.trainer.balance_tokens)
+        self.groups: dict[str, WorkerGroup] = {}
+        workers = {each.name: each.init for each in self.role_workers}
+        self.balance = TokenBalance(workers, self.groups, config.trainer.balance_tokens)
         self.rollout_weights = RolloutWeights(self.stages, config.trainer)
         self.generations = Generations(config.trainer.max_staleness, self.stages, self.rollout_weights)
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
         self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
         self.preemption = Preemption(config.trainer.max_seconds)
-        self.groups: dict[str, WorkerGroup] = {}
-        self.global_steps = 0
-        self.drawn_batches = 0
-        self.num_tokens = 0
+        self.global_steps = self.drawn_batches = self.num_tokens = 0
         self._stopping = False
         self._saved_at = time.monotonic()
 

@@ -12,19 +12,22 @@ NOT_ON_A_GPU = {
     "tests/workers/config/test_optim.py::test_an_optimizer_in_host_memory_needs_cuda": (
         "it rejects a machine without CUDA"
     ),
-    "tests/workers/communication/test_estimate.py::test_the_bytes_on_paper": "simulated ranks compute on the CPU",
-    "tests/workers/test_mistakes.py": "simulated ranks compute on the CPU",
-    "tests/workers/weights/transfer/test_equal_generation.py": "simulated ranks compute on the CPU",
-    "tests/workers/weights/transfer/test_verification.py": "simulated ranks compute on the CPU",
-    "tests/workers/generate/vllm/test_rollout.py::test_every_engine_generates_a_part_and_the_rows_return_in_order": (
-        "simulated ranks compute on the CPU"
-    ),
-    "tests/workers/weights/test_hf_stream.py": "simulated ranks compute on the CPU",
-    "tests/workers/router_replay/test_trainer.py": "simulated ranks compute on the CPU",
-    "tests/workers/test_multi_turn.py": "simulated ranks compute on the CPU",
-    "tests/workers/test_simulated_roles.py": "simulated ranks compute on the CPU, and reject tensors of other devices",
 }
 """File or test -> why it must fail on a GPU. With ``--all`` it runs, and an entry that passes is an error."""
+
+SIMULATED = (
+    "tests/workers/communication/test_estimate.py::test_the_bytes_on_paper",
+    "tests/workers/test_mistakes.py",
+    "tests/workers/weights/transfer/test_equal_generation.py",
+    "tests/workers/weights/transfer/test_verification.py",
+    "tests/workers/generate/vllm/test_rollout.py::test_every_engine_generates_a_part_and_the_rows_return_in_order",
+    "tests/workers/weights/test_hf_stream.py",
+    "tests/workers/router_replay/test_trainer.py",
+    "tests/workers/test_multi_turn.py",
+    "tests/workers/test_simulated_roles.py",
+    "tests/workers/test_token_balance.py",
+)
+"""Files or tests that simulate ranks themselves: these compute on the CPU, and reject tensors of other devices."""
 
 ALWAYS = {
     "tests/workers/test_parity_matrix.py": (
@@ -100,6 +103,8 @@ ALWAYS = {
 
 def reason_to_fail(node_id: str) -> str | None:
     """Return why this test must fail on a GPU, if it is in the list."""
+    if any(_is_of(node_id, entry) for entry in SIMULATED):
+        return "simulated ranks compute on the CPU"
     return next((reason for entry, reason in NOT_ON_A_GPU.items() if _is_of(node_id, entry)), None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mcontroller.dispatch.referenced import ReferencedBatch
-from mcontroller.group import GroupMethod
+from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ppo.data import MINI_BATCHES, PROMPTS, TOKENS, columns
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 
@@ -24,19 +24,22 @@ class TokenBalance:
     are balanced by themselves. Methods that are registered with a ``balance`` of their own keep it.
 
     Args:
-        workers: the worker classes of the run's groups with their arguments, by the group's name.
+        workers: the worker classes of the run's groups with their arguments, by role.
+        groups: the groups by role; those that start later may be added.
         enabled: ``trainer.balance_tokens``.
     """
 
-    def __init__(self, workers: Mapping[str, RayClassWithInitArgs[Any]], enabled: bool) -> None:
-        self._workers = workers
+    def __init__(
+        self, workers: Mapping[str, RayClassWithInitArgs[Any]], groups: Mapping[str, WorkerGroup[Any]], enabled: bool
+    ) -> None:
+        self._workers, self._groups = workers, groups
         self._enabled = enabled
 
     def of(self, method: Method) -> Method:
         """Return a method that splits its batch, which has the columns ``TOKENS`` and ``PROMPTS``, by tokens."""
         if not self._enabled or method.registration.rows.balance is not None or method.plan().shard_count == 1:
             return method
-        config: Any = self._workers[method.group.name].kwargs["config"]
+        config: Any = self._worker(method).kwargs["config"]
         shares = getattr(config, "share_prompts", False) and not getattr(config, "packed", False)
         return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
 
@@ -50,7 +53,7 @@ class TokenBalance:
             batch: with ``TOKENS``, ``PROMPTS`` and ``response_mask``.
             update: number of the update, which the draw of the mini-batches depends on.
         """
-        balanced, worker = self.of(method), self._workers[method.group.name]
+        balanced, worker = self.of(method), self._worker(method)
         draw = getattr(worker.cls, "mini_batches", None)
         (mask,) = columns(batch.columns, "response_mask")
         counted = mask.bool().any(1)
@@ -60,3 +63,7 @@ class TokenBalance:
         numbers = torch.full((len(batch), drawn.size(1)), -1)
         numbers[counted] = drawn
         return balanced.options(within=MINI_BATCHES), batch.with_tensors({MINI_BATCHES: numbers})
+
+    def _worker(self, method: Method) -> RayClassWithInitArgs[Any]:
+        (role,) = (role for role, group in self._groups.items() if group is method.group)
+        return self._workers[role]
