@@ -209,7 +209,8 @@ def _checked(name: str, collective: Callable[..., Any], arguments: tuple[str, ..
                 _check(name, argument, tensor, backend)
         if backend != "nccl":
             return collective(*args, **kwargs)
-        _backends.communicator(given.get("group")).use(_peer(name, given))
+        if dist.get_world_size(given.get("group")) > 1:  # a communicator of one rank has next to no buffers
+            _backends.communicator(given.get("group")).use(_peer(name, given))
         tensors = [tensor for argument in arguments for tensor in tensors_in(given.get(argument))]
         before = _references(tensors)
         work = collective(*args, **kwargs)

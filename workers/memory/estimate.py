@@ -156,13 +156,19 @@ class PlannedRole:
         return math.ceil(per_parameter * on_device * (dense + expert))
 
     def nccl(self) -> int:
-        """Return the guess for NCCL's buffers: one communicator for each set of axes that ranks communicate over."""
+        """Return the guess for NCCL's buffers: one communicator for each group that an update uses.
+
+        Megatron makes a group for each set of axes, also of the same ranks. The gradient norm has one of its own: that
+        of tp x pp, or of all ranks with the distributed optimizer.
+        """
         layout = self.layout
-        sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp x cp": layout.dp * layout.cp}
+        distributed = self.optim is not None and self.optim.distributed_optimizer
+        norm = layout.world_size if distributed else layout.tp * layout.pp
+        sizes = [layout.world_size, layout.tp, layout.pp, layout.cp, layout.dp, layout.dp * layout.cp, norm]
         if self.model.num_moe_experts:
             expert = layout.sizes
-            sizes |= {"ep": expert["ep"], "etp x ep": expert["etp"] * expert["ep"], "edp": expert["edp"]}
-        return NCCL_BYTES_PER_GROUP * (sum(size > 1 for size in sizes.values()) + (layout.world_size > 1))
+            sizes += [expert["ep"], expert["etp"] * expert["ep"], expert["edp"]]
+        return NCCL_BYTES_PER_GROUP * sum(size > 1 for size in sizes)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
