@@ -17,6 +17,7 @@ NOT_ON_A_GPU = {
 
 SIMULATED = (
     "tests/workers/communication/test_estimate.py::test_the_bytes_on_paper",
+    "tests/workers/checkpoint/test_optimizer_state.py::test_a_save_in_buckets_gathers_no_optimizer_over_dp",
     "tests/workers/test_mistakes.py",
     "tests/workers/weights/transfer/test_equal_generation.py",
     "tests/workers/weights/transfer/test_verification.py",
