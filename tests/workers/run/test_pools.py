@@ -135,7 +135,7 @@ def test_generation_ahead_says_which_section_and_which_pool_to_set(config_file: 
     ahead = ["trainer.max_staleness=1", "algorithm.importance.level=token"]
     (error,) = problems(config_file, *ahead)
     assert "Set rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs" in error
-    (error,) = problems(config_file, *ahead, "rollout={}", "pool.use_gpu=true")
+    (error,) = problems(config_file, *ahead, "rollout={}", "pool.use_gpu=true", "pool.process_on_nodes=[4]")
     assert "takes turns: give it a pool of its own, with pools.rollout.process_on_nodes" in error
     make_parts(read(config_file, *ahead, *ROLLOUT, "pool.use_gpu=true"))
 
