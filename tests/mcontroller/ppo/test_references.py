@@ -64,7 +64,7 @@ def test_the_controller_has_the_columns_of_the_advantages_and_the_updates_get_al
     with trainer_of(reward_fn=reading("responses")) as trainer:
         batch, _ = trainer.experience(trainer.draw())
         assert isinstance(batch, ReferencedBatch)
-        here = {"responses", "response_mask", "sequence_tokens", "token_level_scores", "values"}
+        here = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores", "values"}
         assert set(batch.columns.tensors()) == here
         assert batch.names - here == {"input_ids", "attention_mask", "old_log_probs", "entropys"}
         trainer.train_step(trainer.draw())
