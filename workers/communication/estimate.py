@@ -26,6 +26,7 @@ __all__ = ["StepRows", "Traffic", "communication_of_step"]
 _FLOAT, _INT, _DOUBLE = 4, 8, 8
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _METRICS = 4  # numbers of a report of update_sft: loss, entropy, tokens, count of the loss
+_ROWS = 3  # numbers of each shard's rows: those that count, those in no mini-batch, those in the only one
 _AGREEMENT = (8, 4)  # bytes of a pickled None and of its length, see parallel_state.agreement
 
 # What a configuration adds to the communication that is not counted, and the values without an effect.
@@ -216,7 +217,7 @@ class _Step:
         self.add(["pp"], "broadcast", "PIPELINE_MODEL_PARALLEL_GROUP", _DOUBLE, every)  # the count of the loss
         self.add(["pp"], "broadcast", "PIPELINE_MODEL_PARALLEL_GROUP", 2 * _METRICS * _DOUBLE, every)
         self.add(["dp", "cp"], "all_reduce", data, _DOUBLE + 2 * _METRICS * _DOUBLE, every)
-        self.add(["dp"], "all_reduce", "DATA_PARALLEL_GROUP", self.layout.dp * _INT, every)
+        self.add(["dp"], "all_reduce", "DATA_PARALLEL_GROUP", self.layout.dp * _ROWS * _INT, every)
         self.add(["dp"], "all_gather", "DATA_PARALLEL_GROUP", sum(_AGREEMENT), every)
         if self.config.optim.distributed_optimizer:  # the norm of the gradients
             self.add(dense, "all_reduce", "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", _FLOAT, every)

@@ -104,24 +104,22 @@ def decode(core: Core, mask: Tensor | None) -> Tensor:
     with masked_decoding([model]):
         output = model["core_attention"](query, key, value, mask, attn_mask_type=AttnMaskType.no_mask)
     assert "forward" not in vars(core)
-    if mask is not None and not core.types:
-        expected = attend_once(query, key, value, ~mask, 8**-0.5)
+    if not core.types:
+        expected = attend_once(query, key, value, None if mask is None else ~mask, 8**-0.5)
         torch.testing.assert_close(output, expected)
     return output
 
 
-def test_masked_keys_never_reach_the_kernels_of_transformer_engine() -> None:
+def test_single_tokens_never_reach_the_kernels_of_transformer_engine_unless_it_has_windows() -> None:
     mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
     mask[0, ..., 2] = True
-    masked, unmasked, windowed, other = OfTransformerEngine(), OfTransformerEngine(), OfTransformerEngine(), Core()
+    engine, windowed, other = OfTransformerEngine(), OfTransformerEngine(), Core()
     windowed.config.window_size = (4, 0)
-    decode(masked, mask)
-    decode(unmasked, None)
-    decode(windowed, mask)
-    decode(other, mask)
-    assert masked.types == []
-    assert unmasked.types == [AttnMaskType.no_mask]
-    assert windowed.types == other.types == [AttnMaskType.arbitrary]
+    for each in (mask, None):
+        for core in (engine, windowed, other):
+            decode(core, each)
+    assert engine.types == []
+    assert windowed.types == other.types == [AttnMaskType.arbitrary, AttnMaskType.no_mask]
 
 
 def test_masked_key_has_no_effect() -> None:
