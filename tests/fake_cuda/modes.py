@@ -271,16 +271,23 @@ _METHODS: dict[Any, Callable[..., Any]] = {
 
 
 def patch_backward(functions: DeviceFunctions) -> None:
-    """Make the autograd engine create gradients on the device of what is differentiated."""
-    import torch.autograd.graph as graph
+    """Make the autograd engine create gradients on the device of what is differentiated.
 
-    run = graph._engine_run_backward
+    torch's own functions and Megatron's schedules, which free outputs, call the same engine.
+    """
+    from torch.autograd import Variable
 
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        device = _gpu_of(outputs)
-        inside = functions in _get_current_function_mode_stack()
-        with _creating_on(device), contextlib.nullcontext() if inside else functions:
-            return run(outputs, *args, **kwargs)
+    Variable._execution_engine = _Engine(Variable._execution_engine, functions)
 
-    graph._engine_run_backward = run_backward
-    torch.autograd._engine_run_backward = run_backward
+
+class _Engine:
+    def __init__(self, engine: Any, functions: DeviceFunctions) -> None:
+        self._engine, self._functions = engine, functions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = self._functions in _get_current_function_mode_stack()
+        with _creating_on(_gpu_of(tensors)), contextlib.nullcontext() if inside else self._functions:
+            return self._engine.run_backward(tensors, *args, **kwargs)

@@ -12,6 +12,11 @@ import pytest
 import torch
 
 from tests.fake_cuda.reserved import limited, reserved_by_all
+from tests.forking import run_ranks
+from tests.workers.memory.counted import BF16, SHARDED
+from tests.workers.roles import MODEL, actor, experience, own_shard
+from workers.config import ModelConfig, OptimConfig, ParallelConfig, load_config
+from workers.memory.estimate import Batch, PlannedRole
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +112,26 @@ def test_processes_share_the_bytes_of_a_gpu_up_to_its_limit(counted_from_here: i
         other.communicate("\n", timeout=60)
         assert reserved_by_all(0) == counted_from_here + 600
         del kept
+
+
+def saved_and_updated(directory: str, limit: int) -> list[str]:
+    """Update and save with so many bytes on each GPU, in buckets and by weights; return which calls ran out of them."""
+    with limited(Path(directory) / f"reserved of {torch.distributed.get_rank()}", limit):
+        worker = actor({}, "actor", model=MODEL | BF16 | {"hidden_size": 256}, optim=SHARDED, ppo_epochs=1)
+        batch, failed = own_shard(experience(8), worker), []
+        worker.update_actor(batch)
+        for reshardable in (False, True):
+            torch.cuda.empty_cache()
+            try:
+                worker.save_checkpoint(directory, reshardable=reshardable)
+            except torch.OutOfMemoryError:
+                failed.append(f"reshardable={reshardable}")
+        return failed
+
+
+def test_a_periodic_save_and_an_update_fit_in_1_3_times_the_estimate(tmp_path: Path) -> None:
+    model = load_config(ModelConfig, MODEL | BF16 | {"hidden_size": 256})
+    planned = PlannedRole(model, ParallelConfig(), 2, load_config(OptimConfig, SHARDED))
+    estimate = planned.train(0, Batch(rows=2, length=16, targets=6))
+    limit = int(1.3 * (estimate.total - estimate.nccl))
+    assert run_ranks(saved_and_updated, 2, str(tmp_path), limit) == [["reshardable=True"]] * 2

@@ -115,6 +115,8 @@ def _from_parallel(parallel: ParallelConfig) -> dict[str, Any]:
         # If pp is 2, interleaved stages send both ways between the same two ranks: one by one, never as a batch.
         "overlap_p2p_comm": parallel.vpp is not None,
         "batch_p2p_comm": parallel.vpp is None,
+        # What a stage has sent is needed for its backward function only: freed, as Megatron-LM always does.
+        "deallocate_pipeline_outputs": parallel.pp > 1,
     }
 
 
@@ -203,6 +205,7 @@ _CHANGEABLE = frozenset(
         "gradient_accumulation_fusion",
         "overlap_p2p_comm",
         "batch_p2p_comm",
+        "deallocate_pipeline_outputs",
     )
 )
 

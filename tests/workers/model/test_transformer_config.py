@@ -38,6 +38,12 @@ def test_interleaved_stages_never_send_as_a_batch() -> None:
     assert (plain.overlap_p2p_comm, plain.batch_p2p_comm) == (False, True)
 
 
+def test_stages_free_their_outputs_when_they_are_sent() -> None:
+    freed = [transformer_config(GPT, ParallelConfig(pp=pp)).deallocate_pipeline_outputs for pp in (1, 2)]
+    kept = transformer_config(with_fields(deallocate_pipeline_outputs=False), ParallelConfig(pp=2))
+    assert [*freed, kept.deallocate_pipeline_outputs] == [False, True, False]
+
+
 def test_further_fields_pass_through_in_their_types() -> None:
     config = transformer_config(
         with_fields(
