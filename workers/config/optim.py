@@ -103,8 +103,8 @@ class OptimConfig:
     """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay)."""
     wsd_decay_steps: int = 0
     """[optimizer steps] Length of the decay at the end of a WSD schedule."""
-    distributed_optimizer: bool | None = False
-    """Shard the optimizer's state over the data-parallel ranks. null: on a GPU, of adam, with several such ranks."""
+    distributed_optimizer: bool | None = None
+    """Shard the optimizer's state over the data-parallel ranks. None: on a GPU, of adam, with several such ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over the data-parallel ranks during the backward pass."""
     overlap_param_gather: bool = False

@@ -53,18 +53,13 @@ def test_a_field_of_the_optimizer_without_effect_is_rejected(optim: dict[str, An
     assert message in str(caught.value)
 
 
-def test_null_distributes_the_optimizer_over_several_ranks_on_a_gpu() -> None:
+def test_the_optimizer_is_distributed_by_default_over_several_ranks_on_a_gpu() -> None:
     found = [
-        OptimConfig(distributed_optimizer=None).resolved(ranks, on_gpu=gpu).distributed_optimizer
-        for ranks in (1, 2)
-        for gpu in (False, True)
+        OptimConfig().resolved(ranks, on_gpu=gpu).distributed_optimizer for ranks in (1, 2) for gpu in (False, True)
     ]
     assert found == [False, False, False, True]
     chosen = OptimConfig(distributed_optimizer=False).resolved(2, on_gpu=True)
-    assert (
-        chosen.distributed_optimizer,
-        OptimConfig(optimizer="sgd", distributed_optimizer=None).resolved(2, on_gpu=True),
-    ) == (
+    assert (chosen.distributed_optimizer, OptimConfig(optimizer="sgd").resolved(2, on_gpu=True)) == (
         False,
         OptimConfig(optimizer="sgd", distributed_optimizer=False),
     )
