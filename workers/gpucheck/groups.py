@@ -196,7 +196,7 @@ def _of_lost_peer(
         while time.monotonic() < started + seconds + watched_s:
             source.execute_func_rank_zero(os.getpid)
             time.sleep(min(1.0, watched_s))
-        source.execute_func_rank_zero(torch.cuda.synchronize)
+        source.execute_func_rank_zero(_probe)
         survived = True
     except MControllerError as died:
         error, survived = f"{error}; then {died}"[:400], False
@@ -237,7 +237,7 @@ def _engine(session: Session, engine: str, **settings: Any) -> Iterator[Row]:
         trained.meta_info.pop("metrics", None)
         policy.update_actor(trained)
         again = policy.generate_sequences(greedy)  # gets the new weights, and raises if their fingerprints differ
-        metrics = {name: str(value) for name, value in again.meta_info["metrics"].items()}
+        metrics = {name: str(value) for name, value in again.meta_info.get("metrics", {}).items()}
         yield measured(f"{engine}: update, equal fingerprints", **metrics)
         rescored = policy.compute_log_prob(again).tensors()["old_log_probs"]
         mask = again.batch["response_mask"]
@@ -275,7 +275,8 @@ def nccl(session: Session) -> Iterator[Row]:
         try:
             yield _of_lost_peer("NCCL to a stopped peer", transfer, actor, rollout, signal.SIGSTOP, scale.stopped_s)
         finally:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _full(session: Session) -> dict[str, Tensor]:
