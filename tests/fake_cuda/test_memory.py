@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcontroller.errors import WorkerError
 from tests.fake_cuda.reserved import limited, reserved_by_all
 from tests.forking import run_ranks
 from tests.workers.memory.counted import BF16, SHARDED
-from tests.workers.roles import MODEL, actor, experience, own_shard
+from tests.workers.roles import MODEL, PROMPT, RESPONSE, actor, experience, own_shard
+from tests.workers.test_colocated import trainer_of
 from workers.config import ModelConfig, OptimConfig, ParallelConfig, load_config
 from workers.memory.estimate import Batch, PlannedRole
+from workers.run.role_calls import Lengths, calls_of_run
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +138,37 @@ def test_a_periodic_save_and_an_update_fit_in_1_3_times_the_estimate(tmp_path: P
     estimate = planned.train(0, Batch(rows=2, length=16, targets=6))
     limit = int(1.3 * (estimate.total - estimate.nccl))
     assert run_ranks(saved_and_updated, 2, str(tmp_path), limit) == [["reshardable=True"]] * 2
+
+
+WIDE = MODEL | BF16 | {"hidden_size": 256}
+
+
+def steps_of_ppo(directory: str, limit: int, offload: str) -> list[str]:
+    """Train with all roles on a GPU of so many bytes; return what was done before they ran out."""
+    done: list[str] = []
+    with limited(Path(directory) / offload, limit), trainer_of(offload, WIDE, SHARDED, {}) as trainer:
+        try:
+            trainer.init_workers()
+            done.append("start")
+            for step in range(2):
+                trainer.train_step(trainer.train_batches[step])
+                done.append(f"step {step}")
+        except WorkerError as error:
+            assert "OutOfMemoryError" in str(error)
+            done.append("out of memory")
+    return done
+
+
+def test_colocated_roles_fit_in_1_3_times_the_estimate_of_the_largest_call(tmp_path: Path) -> None:
+    (counted,) = run_ranks(largest_call, 1)
+    limit = int(1.3 * counted)
+    assert run_ranks(steps_of_ppo, 1, str(tmp_path), limit, "auto") == [["start", "step 0", "step 1"]]
+    assert run_ranks(steps_of_ppo, 1, str(tmp_path), limit, "never") == [["start", "out of memory"]]
+
+
+def largest_call() -> int:
+    """Return the bytes that the estimate has for the largest call of the roles."""
+    config = trainer_of("auto", WIDE, SHARDED, {}).config
+    roles = {key: getattr(config, key) for key in ("actor_rollout_ref", "critic", "reward_model")}
+    calls = calls_of_run(roles, dict.fromkeys(roles, 1), Lengths(PROMPT, RESPONSE, 4), fused=False)
+    return max(memory.total - memory.nccl for call in calls for memory in call.stages)
