@@ -110,9 +110,12 @@ def _be_rank(
         payload = _pickled((True, fn(*args)))
     except BaseException:
         payload = pickle.dumps((False, traceback.format_exc()))
-    with open(results, "wb") as pipe:
-        pipe.write(len(payload).to_bytes(8))
-        pipe.write(payload)
+    try:
+        with open(results, "wb") as pipe:
+            pipe.write(len(payload).to_bytes(8))
+            pipe.write(payload)
+    except BrokenPipeError:
+        os._exit(1)  # the parent has ended: this child must not go on with its tests
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pause()  # until the parent kills it: a peer may still communicate with this rank
