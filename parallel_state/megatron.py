@@ -112,10 +112,9 @@ class MegatronContext:
                 expert_tensor_parallel_size=layout.etp,
                 order=_complete_order(layout),
                 distributed_timeout_minutes=timeout_s / 60,  # Megatron passes it to timedelta, which accepts fractions
-                create_gloo_process_groups=False,  # nothing uses them beside NCCL's: see ``releases.build_optimizer``
+                create_gloo_process_groups=False,
             )
-            if dist.get_backend() == "gloo":
-                _share_gloo_groups()
+            _share_groups()
             megatron_random.model_parallel_cuda_manual_seed(seed)
             self.pg = ProcessGroupCollection.use_mpu_process_groups()
 
@@ -204,8 +203,12 @@ def _complete_order(layout: ParallelLayout) -> str:
     return "-".join([*named, *(axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis not in named)])
 
 
-def _share_gloo_groups() -> None:
-    """Use the groups, which are gloo groups, also as Megatron's second set of groups."""
+def _share_groups() -> None:
+    """Use the groups also as Megatron's second set of groups, which it takes from gloo on a GPU.
+
+    Only a collective on tensors of the host would need gloo there, and neither optimizers nor checkpoints make one. But
+    ``get_megatron_optimizer`` asks for the second set unless it is told not to.
+    """
     for name, group in vars(mpu).items():
         if name.endswith("_GLOO") and group is None:
             setattr(mpu, name, getattr(mpu, name.removesuffix("_GLOO")))
