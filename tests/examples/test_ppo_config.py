@@ -26,9 +26,9 @@ def test_one_seed_and_one_model_reach_every_part():
     assert config.model.hidden_size == 32 and config.model.seed == 7
 
 
-def test_every_command_of_the_readme_is_a_valid_configuration():
-    readme = (CONFIG.parents[2] / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r'(?<!\$ )make demo ARGS="([^"]+)"', readme)  # those after a $ show errors
+def test_every_command_of_the_demo_is_a_valid_configuration():
+    page = (CONFIG.parents[2] / "docs/demo.md").read_text(encoding="utf-8")
+    commands = re.findall(r'(?<!\$ )make demo ARGS="([^"]+)"', page)  # those after a $ show errors
     assert len(commands) >= 2
     for command in commands:
         read_run_config(CONFIG, command.split())
