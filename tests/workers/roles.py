@@ -31,6 +31,8 @@ MODEL = {
 }
 # A larger eps than usual: otherwise Adam turns rounding noise on near-zero gradients into steps of full size.
 OPTIM = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01, "warmup_steps": 2}
+FOR_GRADIENTS = {"lr": 0.0, "clip_grad": 0.0, "distributed_optimizer": False}
+"""Changes no weight, and leaves each rank the whole gradients, which a distributed optimizer does not."""
 SAMPLED = {"eos_token_id": EOS, "pad_token_id": PAD}
 GREEDY = SAMPLED | {"do_sample": False}
 

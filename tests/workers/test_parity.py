@@ -11,6 +11,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.workers.roles import (
+    FOR_GRADIENTS,
     SAMPLED,
     accumulated_gradients,
     actor,
@@ -78,7 +79,7 @@ def test_update_has_the_weights_and_metrics_of_one_process(layout: str) -> None:
 
 def gradients(parallel: dict[str, Any]) -> dict[str, Any]:
     """Return the gradient of one mini-batch and its norm; the learning rate is 0."""
-    worker = actor(parallel, "actor", ppo_mini_batch_size=ROWS, ppo_epochs=1, optim={"lr": 0.0, "clip_grad": 0.0})
+    worker = actor(parallel, "actor", ppo_mini_batch_size=ROWS, ppo_epochs=1, optim=FOR_GRADIENTS)
     metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
     return {"gradients": accumulated_gradients(worker), "norm": metrics["actor/grad_norm"]}
 

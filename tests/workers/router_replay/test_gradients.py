@@ -11,14 +11,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from mcontroller.data.protocol import DataProto
 from tests.forking import run_ranks
 from tests.training import device
-from tests.workers.roles import VOCAB, accumulated_gradients, largest_difference, weights
+from tests.workers.roles import FOR_GRADIENTS, VOCAB, accumulated_gradients, largest_difference, weights
 from tests.workers.router_replay.setup import ROWS, batch_with_experts, policy
 
 ONE_STEP = {
     "ppo_mini_batch_size": ROWS,
     "ppo_epochs": 1,
     "policy_loss": "gpg",
-    "optim": {"lr": 0.0, "clip_grad": 0.0},
+    "optim": FOR_GRADIENTS,
 }
 
 

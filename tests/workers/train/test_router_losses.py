@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.training import device
-from tests.workers.roles import accumulated_gradients, actor, experience, largest_difference, own_shard
+from tests.workers.roles import FOR_GRADIENTS, accumulated_gradients, actor, experience, largest_difference, own_shard
 from workers.actor import ActorRolloutRefWorker
 from workers.train.metrics import TOKENS, Rule
 from workers.train.router_losses import prepare_routers
@@ -37,8 +37,7 @@ def routed_actor(
         "moe_ffn_hidden_size": 32,
         "transformer": {"moe_router_load_balancing_type": kind, **losses},
     }
-    optim = {"lr": 0.0, "clip_grad": 0.0}
-    fixed = {"model": model, "optim": optim, "ppo_mini_batch_size": ROWS, "ppo_epochs": 1}
+    fixed = {"model": model, "optim": FOR_GRADIENTS, "ppo_mini_batch_size": ROWS, "ppo_epochs": 1}
     return actor(parallel, "actor", worker_class, **fixed, **changes)
 
 
