@@ -16,9 +16,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m tests.in_two_processes $(ARGS)
 
-# Style, types, and every test that starts neither Ray nor a second process. CONTRIBUTING.md lists the tiers.
+# Style, types, and every test that starts neither Ray, a second process nor ranks. CONTRIBUTING.md lists the tiers.
 test-fast: lint types
-	$(BIN)/python -m pytest -m "not processes" $(ARGS)
+	$(BIN)/python -m pytest -m "not processes and not simulated" $(ARGS)
 
 # Tests that take minutes: training of real weights from the command line.
 test-slow: $(STAMP)

@@ -70,6 +70,7 @@ def test_the_tree_covers_all_packages(tree: SourceTree) -> None:
     assert "parallel_state.layout" in tree.edges["mcontroller.group"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [(PURE, {"torch", "ray"}), (LIGHT, {"transformers", "megatron"})],

@@ -218,6 +218,7 @@ def test_nothing_is_left_over():
 """
 
 
+@pytest.mark.processes
 def test_the_pytest_plugin_provides_its_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_user.py").write_text(USERS_TEST)
     installed = any(point.value == "mcontroller.testing.pytest_plugin" for point in entry_points(group="pytest11"))

@@ -229,6 +229,7 @@ def test_a_hundred_thousand_rows_over_2048_shards_take_milliseconds_and_no_lists
     assert elapsed < 0.1
 
 
+@pytest.mark.processes
 def test_the_module_loads_neither_torch_nor_ray_nor_numpy() -> None:
     script = "import sys, mcontroller.partition; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -147,6 +147,8 @@ def test_an_exception_is_a_worker_error_of_its_rank_with_the_positions_of_the_ot
     assert "rank 0 (dp=0): barrier()" in caught.value.worker_traceback
 
 
+@pytest.mark.processes
+@pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("method", "kind", "message"),
@@ -183,6 +185,8 @@ def test_changes_before_the_wait_are_allowed_without_their_check(simulated_group
     simulated_group(Faulty, 4, check_async=False).changed_before_the_wait()
 
 
+@pytest.mark.processes
+@pytest.mark.simulated
 def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
     before = state_of_this_process()
     with pytest.raises(WorkerError, match="unknown"):

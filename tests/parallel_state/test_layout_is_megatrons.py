@@ -14,6 +14,8 @@ from parallel_state.layout import ParallelLayout
 from tests.parallel_state.layouts import ORDERS
 from tests.parallel_state.megatron_oracle import Oracle
 
+pytestmark = pytest.mark.processes
+
 # world_size, tp, cp, pp, ep, etp
 SIZES = [
     (1, 1, 1, 1, 1, 1),

@@ -20,6 +20,8 @@ from workers import ActorConfig, ActorRolloutRefWorker, CriticConfig, CriticWork
 from workers.config import load_config
 from workers.weights.offload import Sleepable, model_tensors
 
+pytestmark = pytest.mark.simulated
+
 ROLES = {
     Role.ActorRolloutRef: ActorRolloutRefWorker,
     Role.Critic: CriticWorker,

@@ -22,6 +22,8 @@ from tests.workers.roles import (
     weights,
 )
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCE = 1e-5
 ROWS = 16
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

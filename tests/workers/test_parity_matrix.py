@@ -9,6 +9,8 @@ import pytest
 
 from tests.workers.parity import CASES, DECISIVE, LAYOUTS, assert_decisive, assert_parity
 
+pytestmark = pytest.mark.simulated
+
 
 @pytest.mark.parametrize(("layout", "dtype"), [pytest.param(*case, id=", ".join(case)) for case in CASES])
 def test_layout_computes_what_one_process_computes(layout: str, dtype: str) -> None:

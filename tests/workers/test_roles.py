@@ -39,6 +39,8 @@ from workers.megatron_worker import MegatronWorker
 from workers.reward import RewardModelWorker
 from workers.train.metrics import Rule
 
+pytestmark = pytest.mark.simulated
+
 
 def demonstrations(rows: int) -> DataProto:
     batch = experience(rows)

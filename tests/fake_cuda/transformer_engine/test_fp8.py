@@ -17,6 +17,8 @@ from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, prompts, weights
 from workers.weights.full_state import full_state_dict
 
+pytestmark = pytest.mark.processes
+
 SIZES = {"hidden_size": 64, "ffn_hidden_size": 256, "num_query_groups": 4, "dtype": "bfloat16"}
 SAMPLED = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
 

@@ -25,6 +25,7 @@ def test_from_dict_makes_object_columns_of_lists_even_when_their_entries_are_of_
     assert batch.non_tensor_batch["pairs"].tolist() == [[1, 2], [3, 4]]
 
 
+@pytest.mark.processes
 def test_a_batch_of_plain_columns_never_loads_tensordict() -> None:
     code = (
         "import pickle, sys, torch; from mcontroller import DataProto; "

@@ -194,11 +194,13 @@ def test_padding_of_an_unknown_kind_is_rejected() -> None:
         RowRule(padding="left")  # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 def test_planning_loads_neither_torch_nor_ray() -> None:
     code = "import sys, mcontroller.dispatch.registration, mcontroller.dispatch.modes; print(sorted({'torch', 'ray'} & set(sys.modules)))"  # noqa: E501
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.processes
 def test_the_package_loads_neither_transformers_nor_megatron_nor_ray() -> None:
     code = (
         "import sys, mcontroller; mcontroller.DataProto; mcontroller.WorkerGroup; mcontroller.LocalWorkerGroup; "

@@ -425,6 +425,7 @@ def test_a_call_of_a_group_that_was_shut_down_raises(start: Start) -> None:
         group.pid()
 
 
+@pytest.mark.processes
 def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray() -> None:
     """In a process of its own, as the tests share one cluster."""
     answers = subprocess.run(

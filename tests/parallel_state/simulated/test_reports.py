@@ -31,6 +31,8 @@ from parallel_state.simulated import (
 )
 from tests.process_state import state_of_this_process
 
+pytestmark = [pytest.mark.processes, pytest.mark.simulated]
+
 LAYOUT = ParallelLayout(8, tp=2, pp=2)
 
 

@@ -12,6 +12,8 @@ from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, PROMPT, actor, critic, experience, largest_difference, own_shard, weights
 from workers.actor import ActorRolloutRefWorker
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCE = 1e-5
 ROWS, SAMPLES = 16, 4
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -25,6 +25,8 @@ from workers.generate.sampling import Sampling
 from workers.weights.hf.config import hf_config_of
 from workers.weights.not_arrived import CanariesNotFollowed
 
+pytestmark = pytest.mark.simulated
+
 transformers = pytest.importorskip("transformers")
 
 

@@ -109,6 +109,7 @@ def with_custom_engine(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
     }
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("ranks", "parallel", "model"),
     [(1, {}, DENSE), (4, {"tp": 2, "pp": 2}, DENSE), (2, {"cp": 2}, DENSE)],

@@ -73,6 +73,7 @@ def alone(model: ModelConfig, value_head: bool) -> tuple[Any, ...]:
     return _alone[key]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("model", "ranks", "axes", "value_head"),
     [pytest.param(*case, False, id=f"logits {name}") for name, *case in CASES]
@@ -94,6 +95,7 @@ def test_layouts_compute_what_one_process_does(
     assert largest_difference(after, expected_after) < 1e-5
 
 
+@pytest.mark.simulated
 def test_a_seed_determines_the_weights() -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         return Role(dataclasses.replace(SMALL_GPT, seed=seed), ParallelConfig()).weights()
@@ -103,6 +105,7 @@ def test_a_seed_determines_the_weights() -> None:
     assert largest_difference(one, other) > 0.01
 
 
+@pytest.mark.simulated
 def test_weights_have_the_standard_deviations_of_megatron() -> None:
     [weights] = run_ranks(lambda: Role(OF_EXPERTS, ParallelConfig()).weights(), 1)
     std, layers = OF_EXPERTS.init_method_std, OF_EXPERTS.num_layers
@@ -119,6 +122,7 @@ def test_weights_have_the_standard_deviations_of_megatron() -> None:
     assert weights["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].unique().tolist() == [1.0]
 
 
+@pytest.mark.simulated
 def test_each_stage_has_its_own_layers() -> None:
     def held() -> list[tuple[bool, bool, list[int]]]:
         parallel = ParallelConfig(pp=2, vpp=2)
@@ -133,6 +137,7 @@ def test_each_stage_has_its_own_layers() -> None:
     assert second_rank == [(False, False, [2]), (False, True, [4])]
 
 
+@pytest.mark.simulated
 def test_a_user_defined_provider_builds_the_chunks() -> None:
     def provided() -> tuple[list[tuple[bool, bool, int | None]], tuple[int, ...], tuple[int, ...]]:
         parallel, calls = ParallelConfig(pp=2), []
@@ -154,6 +159,7 @@ def test_a_user_defined_provider_builds_the_chunks() -> None:
     assert last == ([(False, True, None)] * 2, (40, 64), (1, 64))
 
 
+@pytest.mark.simulated
 def test_axes_that_are_not_the_contexts_are_rejected() -> None:
     def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
@@ -163,6 +169,7 @@ def test_axes_that_are_not_the_contexts_are_rejected() -> None:
     assert run_ranks(rejected, 2)[0].startswith("parallel.tp is 2, but the context's layout has tp=1")
 
 
+@pytest.mark.processes
 def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     def built_twice() -> None:
         reloaded = importlib.reload(build)  # simulated ranks of other tests have printed it in this process
@@ -176,6 +183,7 @@ def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out.count(f"model.transformer_impl=auto: layers of {chosen}") == 1
 
 
+@pytest.mark.simulated
 def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
     def rejected() -> str:
         parallel = ParallelConfig()
@@ -189,6 +197,7 @@ def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
     assert "dispatcher requires TPxEP > 1" in message
 
 
+@pytest.mark.simulated
 def test_transformer_engine_is_rejected_if_it_cannot_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")

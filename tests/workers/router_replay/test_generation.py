@@ -13,6 +13,8 @@ from tests.ranks import run_ranks
 from tests.workers.roles import PROMPT, SAMPLED, own_shard, prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, TOPK, policy
 
+pytestmark = pytest.mark.simulated
+
 N = 2
 TP2 = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

@@ -12,6 +12,8 @@ from tests.ranks import run_ranks
 from tests.workers.roles import largest_difference, own_shard, weights
 from tests.workers.router_replay.setup import ROWS, batch_with_experts, policy
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCE = 1e-5
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SOME_LAYERS = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}

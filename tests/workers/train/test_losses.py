@@ -90,6 +90,7 @@ def with_gradients(
     }
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("chunk_tokens", [64, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_whole(

@@ -23,6 +23,8 @@ from tests.workers.roles import (
 from workers.config import RewardConfig, load_config
 from workers.reward import RewardModelWorker
 
+pytestmark = pytest.mark.simulated
+
 TOLERANCE = 1e-5
 LENGTHS = (61, 3, 2, 40, 5, 17, 3, 2, 29, 4, 8, 3)
 LONG = MODEL | {"max_sequence_length": 64}

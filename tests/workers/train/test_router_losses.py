@@ -18,6 +18,8 @@ from workers.actor import ActorRolloutRefWorker
 from workers.train.metrics import TOKENS, Rule
 from workers.train.router_losses import prepare_routers
 
+pytestmark = pytest.mark.simulated
+
 ROWS, EXPERTS, TOPK = 16, 4, 2
 Z, BALANCE = 0.01, 0.2
 METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "global_aux_loss": "moe_global_aux_loss"}

@@ -108,6 +108,7 @@ def of_layout(model: ModelConfig, axes: Axes) -> tuple[list[Fingerprint], list[F
     return model_fingerprints(chunks, context), parts, tensor_fingerprints(hf_tensors(chunks, context))
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [

@@ -145,6 +145,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("family", "axes"), CASES, ids=[f"{f}-{'-'.join(map(str, a)) or 'one'}" for f, a in CASES])
 def test_logits_are_transformers_and_the_export_is_bit_exact(
     family: str, axes: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path
@@ -164,12 +165,14 @@ def test_logits_are_transformers_and_the_export_is_bit_exact(
     assert torch.equal(of_transformers(tmp_path / "out"), expected)
 
 
+@pytest.mark.processes
 def test_no_rank_has_more_than_its_share(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     ranks = run_ranks(imported, 4, checkpoints["llama"], {"tp": 2, "pp": 2}, tmp_path / "out")
     whole = sum(tensor.numel() for tensor in weights_at(checkpoints["llama"]).values())
     assert max(rank["held"] for rank in ranks) < 0.27 * whole
 
 
+@pytest.mark.processes
 def test_tensors_stream_in_the_order_of_the_model(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     names = list(run_ranks(imported, 2, checkpoints["qwen2"], {"pp": 2}, tmp_path / "out")[0]["streamed"])
     layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
@@ -177,6 +180,7 @@ def test_tensors_stream_in_the_order_of_the_model(checkpoints: dict[str, Path], 
     assert layers == sorted(layers)
 
 
+@pytest.mark.processes
 def test_files_are_written_by_the_ranks_that_have_distinct_weights(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -203,6 +207,7 @@ def trained_and_exported(out: Path) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
+@pytest.mark.processes
 def test_a_trained_actor_is_exported_for_transformers(tmp_path: Path) -> None:
     trained = run_ranks(trained_and_exported, 2, tmp_path / "out")[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -221,6 +226,7 @@ def with_a_bias_of_experts(path: Path) -> list[torch.Tensor]:
     return [tensor for _, tensor in hf_tensors(chunks, context)]
 
 
+@pytest.mark.processes
 def test_a_bias_of_experts_that_no_family_has_is_not_left_out(checkpoints: dict[str, Path]) -> None:
     """An engine with these weights would choose other experts."""
     with pytest.raises(RankFailure, match=r"router\.expert_bias is a buffer and not 0: it has no counterpart"):
@@ -233,6 +239,7 @@ def in_its_own_dtype(path: Path) -> dict[str, torch.Tensor]:
     return dict(hf_tensors(build_model(model_config_from_hf(path), parallel, context), context))
 
 
+@pytest.mark.processes
 def test_bfloat16_weights_stay_as_they_are(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen2"], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -321,6 +328,7 @@ def test_a_model_of_no_family_has_no_config_json(change: dict[str, Any], checkpo
         hf_config_of(dataclasses.replace(model_config_from_hf(checkpoints["llama"]), **change))
 
 
+@pytest.mark.processes
 def test_reading_a_configuration_does_not_load_transformers() -> None:
     loaded = "import sys, workers.config, workers.weights.hf.model; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
@@ -343,6 +351,7 @@ def rejected(path: Path) -> tuple[list[str], list[str], list[str], bool]:
     return error.missing, error.unexpected, error.differing, untouched
 
 
+@pytest.mark.processes
 def test_tensors_that_do_not_fit_are_named_on_every_rank(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
     weights = weights_at(checkpoints["llama"])
@@ -359,12 +368,14 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank(checkpoints: dict[str, 
     assert run_ranks(rejected, 2, tmp_path) == [expected] * 2
 
 
+@pytest.mark.processes
 def test_a_directory_without_weights_is_rejected(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
     with pytest.raises(RankFailure, match=r"expected model\.safetensors"):
         run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
 
 
+@pytest.mark.processes
 def test_files_that_are_damaged_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     whole = (checkpoints["llama"] / "model.safetensors").read_bytes()
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
@@ -376,6 +387,7 @@ def test_files_that_are_damaged_are_named(checkpoints: dict[str, Path], tmp_path
         model_config_from_hf(tmp_path)
 
 
+@pytest.mark.processes
 def test_an_export_that_cannot_create_its_directory_is_rejected_on_every_rank(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -384,6 +396,7 @@ def test_an_export_that_cannot_create_its_directory_is_rejected_on_every_rank(
         run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path / "file" / "out", timeout_s=30)
 
 
+@pytest.mark.processes
 def test_an_export_overwrites_nothing(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("here first")
     with pytest.raises(RankFailure, match="export into a new directory"):
@@ -402,6 +415,7 @@ def with_value_head(path: Path, axes: dict[str, Any], out: Path) -> dict[str, to
     return dict(hf_tensors(chunks, context))
 
 
+@pytest.mark.processes
 def test_a_critic_starts_from_a_language_model_with_a_head_of_its_seed(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -413,6 +427,7 @@ def test_a_critic_starts_from_a_language_model_with_a_head_of_its_seed(
     assert_equal(one, weights_at(checkpoints["qwen2_tied"]))
 
 
+@pytest.mark.processes
 def test_a_classifier_of_one_label_is_a_reward_model_and_back(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(with_value_head, 2, checkpoints["llama"], {"pp": 2}, tmp_path / "one")
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "one")

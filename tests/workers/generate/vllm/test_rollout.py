@@ -19,6 +19,8 @@ from workers.generate.vllm import rollout as module
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.rollout import vllm_rollout
 
+pytestmark = pytest.mark.simulated
+
 EOS, PAD, RESPONSE = 2, 0, 4
 LARGER = {"num_layers": 4, "num_attention_heads": 8, "num_query_groups": 8}
 
