@@ -260,11 +260,8 @@ def updated_until_a_step_is_made(parallel: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"pp": 2})])
-def test_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(
-    world_size: int, parallel: dict[str, int]
-) -> None:
-    for rank in run_ranks(updated_until_a_step_is_made, world_size, parallel):
+def test_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale() -> None:
+    for rank in run_ranks(updated_until_a_step_is_made, 2, {"pp": 2}):
         assert rank["skipped"][0] == 2.0  # both mini-batches
         assert rank["scales"] == sorted(rank["scales"], reverse=True)
         assert rank["scales"][-1] < rank["scales"][0] == 2.0**32

@@ -5,8 +5,10 @@ Tests of ``forking.run_ranks`` save through the processes that Megatron forks; s
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +62,33 @@ def load_and_go_on(
     return {"step": step, "loaded": loaded, "counters": counters, "later": weights(worker)}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["optimizer", "distributed-optimizer"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    optim = {"distributed_optimizer": request.param}
-    path = str(tmp_path_factory.mktemp("run"))
-    saved = run_ranks(save_and_go_on, 8, SAVED_IN, path, optim)[0]
-    return saved | {"path": path, "optim": optim}
+@pytest.fixture(scope="module")
+def saved_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, Any]]:
+    """Save once with the optimizer, and once with the distributed one."""
+
+    @functools.cache
+    def saved(distributed: bool) -> dict[str, Any]:
+        path, optim = str(tmp_path_factory.mktemp("run")), {"distributed_optimizer": distributed}
+        return run_ranks(save_and_go_on, 8, SAVED_IN, path, optim)[0] | {"path": path, "optim": optim}
+
+    return saved
+
+
+@pytest.fixture
+def checkpoint(saved_with: Callable[[bool], dict[str, Any]]) -> dict[str, Any]:
+    return saved_with(True)
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("world_size", "parallel"), [(8, SAVED_IN), (4, {"pp": 4}), (1, {})], ids=["same", "pp4", "one-process"]
+    ("distributed", "world_size", "parallel"),
+    [(True, 8, SAVED_IN), (True, 1, {}), (False, 4, {"pp": 4})],
+    ids=["distributed-optimizer-same", "distributed-optimizer-one-process", "optimizer-pp4"],
 )
 def test_training_continues_in_any_layout(
-    checkpoint: dict[str, Any], world_size: int, parallel: dict[str, Any]
+    saved_with: Callable[[bool], dict[str, Any]], distributed: bool, world_size: int, parallel: dict[str, Any]
 ) -> None:
+    checkpoint = saved_with(distributed)
     loaded = run_ranks(load_and_go_on, world_size, parallel, checkpoint["path"], checkpoint["optim"])[0]
     assert loaded["step"] == 7
     assert loaded["counters"] == {"phase": "ppo", "updates": 1, "optimizer_steps": 4, "sampled_batches": 1}

@@ -90,8 +90,8 @@ def alone(model: str, rows: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "parallel", "rollout", "model", "rows", "changes"),
     [
-        (8, TP2_PP2, {}, "dense", ROWS, {}),
-        (8, TP2_PP2, {"tp": 4}, "tied", ROWS, {}),
+        (4, TP2_PP2, {}, "dense", ROWS, {}),
+        (4, TP2_PP2, {"tp": 4}, "tied", ROWS, {}),
         (8, {"cp": 2, "tp": 2}, {}, "dense", 3, {}),  # fewer samples, with and without n, than ranks
         (4, {"cp": 4, "order": "cp-tp-ep-dp-pp"}, {"tp": 2}, "dense", ROWS, {}),
         (4, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, "tied", ROWS, {}),
@@ -100,7 +100,7 @@ def alone(model: str, rows: int) -> list[dict[str, Any]]:
         (4, {"ep": 2, "pp": 2}, {"ep": 4}, "experts", 3, {"max_rows": 1}),
         (4, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", ROWS, {}),
     ],
-    ids=["dp8", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "uneven", "ep4-few", "etp"],
+    ids=["dp4", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "uneven", "ep4-few", "etp"],
 )
 def test_responses_equal_those_of_one_process_before_and_after_an_update(
     ranks: int, parallel: Axes, rollout: Axes, model: str, rows: int, changes: dict[str, Any]
