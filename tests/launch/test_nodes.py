@@ -38,7 +38,7 @@ def test_the_address_of_a_node_is_that_of_its_interface_or_the_given_one(
 
 
 @pytest.mark.processes
-def test_a_name_that_leads_to_loopback_is_replaced_by_an_address_that_other_nodes_reach() -> None:
+def test_a_name_of_loopback_is_replaced_by_an_address_that_nodes_reach() -> None:
     assert not address_of(NODE_ADDRESS="localhost").stdout.startswith("127.")
 
 

@@ -139,7 +139,7 @@ def test_a_deadlock_is_raised_by_the_call_and_breaks_the_group() -> None:
     assert threading.active_count() == before
 
 
-def test_an_exception_is_a_worker_error_of_its_rank_with_the_positions_of_the_others() -> None:
+def test_an_exception_is_a_worker_error_with_the_positions_of_other_ranks() -> None:
     group: Any = simulated_worker_group(Counter, 3, name="actor")
     with pytest.raises(WorkerError, match=r"actor rank 1 .*ValueError: loss is nan") as caught:
         group.fail(1)

@@ -148,7 +148,7 @@ def left_after(changes: Any) -> tuple[int, list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize("case", ["bfloat16, distributed optimizer", "a copy that generates"])
-def test_offloaded_roles_leave_nothing_on_the_device_and_every_stage_reports_its_memory(case: str) -> None:
+def test_offloaded_roles_leave_nothing_and_every_stage_reports_its_memory(case: str) -> None:
     ((left, metrics),) = run_ranks(left_after, 1, CASES[case])
     assert left <= 16  # the scalar with the loss scale of each optimizer, which scoring reads too
     stages = ["start", "generate", "old_log-probs", "reference", "update_actor"]

@@ -25,7 +25,7 @@ def test_layout_computes_what_one_process_computes(layout: str, dtype: str) -> N
 
 
 @pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.model == DECISIVE])
-def test_decisive_routers_use_all_experts_on_every_rank_with_margins_far_above_rounding(layout: str) -> None:
+def test_decisive_routers_use_all_experts_with_margins_far_above_rounding(layout: str) -> None:
     assert_decisive(layout, "bfloat16")
 
 

@@ -108,7 +108,7 @@ def copies_in_float32(optimizer: Any) -> Iterator[tuple[list[torch.Tensor], list
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_move_to_generation_and_files_from_the_masters_and_not_from_fp8(recipe: str, tmp_path: Path) -> None:
+def test_weights_move_to_generation_and_files_from_masters_and_not_from_fp8(recipe: str, tmp_path: Path) -> None:
     found = run_ranks(moved, 2, {"tp": 2, "sequence_parallel": True}, recipe, str(tmp_path / "out"))
     trained = found[0]["weights"]
     assert all(rank["in fp8"] > 0 and rank["rounded"] and all(rank["rounded"]) for rank in found)

@@ -125,7 +125,7 @@ def faults_per_page(mode: str, **environment: str) -> float:
 
 
 @pytest.mark.processes
-def test_memory_that_is_freed_is_used_again_without_page_faults_unless_the_environment_says_otherwise() -> None:
+def test_freed_memory_is_used_again_without_page_faults_by_default() -> None:
     assert faults_per_page("keep") < 0.1
     assert faults_per_page("default") > 0.3
     assert faults_per_page("keep", MALLOC_TOP_PAD_="131072") > 0.3

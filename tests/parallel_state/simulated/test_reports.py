@@ -54,7 +54,7 @@ def rank_in(*ranks: int) -> bool:
     return dist.get_rank() in ranks
 
 
-def test_a_deadlock_begins_with_the_rank_that_ended_and_has_the_line_of_every_other() -> None:
+def test_a_deadlock_begins_with_the_rank_that_ended_and_has_all_lines() -> None:
     from megatron.core import parallel_state as mpu
 
     def skips() -> None:

@@ -252,7 +252,7 @@ def greedy_alone(rows: int, stops: tuple[int, ...]) -> list[list[int]]:
     ],
     ids=["ep2", "ep4-in-passes", "over-tp-and-dp"],
 )
-def test_ranks_with_shared_experts_that_end_at_different_steps_generate_what_one_process_does(
+def test_ranks_with_shared_experts_may_end_generation_at_different_steps(
     parallel: Axes, shares: list[int], max_rows: int
 ) -> None:
     stops = tuple(response[0] for response in greedy_alone(10, (EOS,))[: shares[0]])
@@ -334,9 +334,7 @@ def test_rollout_weights_are_offloaded_and_reloaded_and_in_no_checkpoint(tmp_pat
         ({"tpp": 2}, "rollout.parallel.tpp", "tpp"),
     ],
 )
-def test_rollout_layout_that_does_not_divide_the_model_is_rejected_with_its_key(
-    rollout: Axes, key: str, text: str
-) -> None:
+def test_rollout_layout_that_does_not_divide_the_model_is_rejected(rollout: Axes, key: str, text: str) -> None:
     config = {"model": MODEL, "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE, "parallel": rollout}}
     with pytest.raises(ConfigError) as caught:
         load_config(ActorConfig, config)
@@ -351,7 +349,7 @@ def rejected_layout() -> tuple[str, str]:
 
 
 @pytest.mark.simulated
-def test_rollout_layout_that_does_not_divide_the_ranks_is_rejected_with_the_numbers() -> None:
+def test_rollout_layout_that_does_not_divide_the_ranks_is_rejected() -> None:
     for message, key in run_ranks(rejected_layout, 2):
         assert message.startswith("rollout.parallel: ") and "= 4 does not divide world_size 2" in message
         assert key == "rollout.parallel"

@@ -113,7 +113,7 @@ def decode(core: Core, mask: Tensor | None) -> Tensor:
     return output
 
 
-def test_single_tokens_never_reach_the_kernels_of_transformer_engine_unless_it_has_windows() -> None:
+def test_single_tokens_reach_transformer_engine_only_with_windows() -> None:
     mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
     mask[0, ..., 2] = True
     engine, windowed, other = OfTransformerEngine(), OfTransformerEngine(), Core()
