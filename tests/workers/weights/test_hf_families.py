@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcontroller.errors import ConfigError, DataError
-from tests.forking import RankFailure
+from tests import forking
 from tests.ranks import run_ranks
 from tests.training import new_context
 from tests.workers.roles import VOCAB, actor
@@ -183,10 +183,11 @@ def exported_fused(out: Path) -> None:
     export_hf(build_model(model, parallel, context), context, out, model)
 
 
-@pytest.mark.simulated
+@pytest.mark.processes
 def test_a_family_that_fuses_gate_and_up_is_rejected_and_not_written_wrong(tmp_path: Path) -> None:
-    with pytest.raises((DataError, RankFailure), match=r".*linear_fc1\.weight consists of 2 tensors"):
-        run_ranks(exported_fused, 2, tmp_path / "out")
+    """Each rank registers the family in its own process."""
+    with pytest.raises(forking.RankFailure, match=r"DataError: .*linear_fc1\.weight consists of 2 tensors"):
+        forking.run_ranks(exported_fused, 2, tmp_path / "out", timeout_s=30)
 
 
 def loaded_as_what_it_is_built_like(path: Path) -> str:
