@@ -16,19 +16,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m tests.in_two_processes $(ARGS)
 
-# Style, types, and every test that starts neither Ray nor a second process. CONTRIBUTING.md lists the tiers.
+# Style, types, and every test that starts neither Ray, a second process nor ranks. CONTRIBUTING.md lists the tiers.
 test-fast: lint types
-	$(BIN)/python -m pytest -m "not processes" $(ARGS)
+	$(BIN)/python -m pytest -m "not processes and not simulated" $(ARGS)
 
-# Tests that take minutes: training of real weights from the command line.
+# Tests that take minutes: training of real weights from the command line, and every row of docs/parity.md.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# The GPU path with real values on a CPU. ARGS=--all runs every case of the tests of many layouts.
+# The GPU path with real values on a CPU: what tests/fake_cuda/selection.py chooses. ARGS=--all runs every test.
 test-fake-cuda: $(STAMP)
-	$(BIN)/python -m pytest -p tests.fake_cuda.plugin tests/fake_cuda tests/workers \
-		--ignore=tests/fake_cuda/transformer_engine --ignore=tests/workers/gpucheck $(ARGS)
-	$(BIN)/python -m pytest -p tests.fake_cuda.with_transformer_engine tests/fake_cuda/transformer_engine $(ARGS)
+	$(BIN)/python -m tests.in_two_processes --fake-cuda $(ARGS)
 
 # The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
 # Python 3.12, nothing is tested. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.

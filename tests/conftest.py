@@ -11,13 +11,7 @@ import ray
 import torch
 
 from parallel_state import cpu
-from tests.tiers import (
-    ProcessGuard,
-    needs_ray,
-    simulates_in_this_process,
-    starts_processes,
-    uses_simulated_ranks_alone,
-)
+from tests.process_guard import MARKS, ProcessGuard
 
 # torch.cuda.is_available() must not initialize CUDA: a process that has initialized it cannot be forked into ranks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -31,29 +25,42 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch every test for processes that its mark does not announce."""
+    """Watch every test for processes that it does not declare."""
     config.pluginmanager.register(ProcessGuard(), "process guard")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, and those on simulated ranks.
+    """Mark the tests that use Ray, and run those that fork first.
 
-    Those that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
-    before the tests of the simulator: ranks that compute gradients cannot be forked by a process that has done so.
+    Tests that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
+    before ranks are simulated: a process that has computed gradients cannot fork ranks that do.
 
-    On CI a failed test that starts processes runs a second time, since processes may be late on a shared machine. The
+    On CI a failed test with a mark runs a second time, since processes may be late on a shared machine. The
     summary lists it as RERUN with its first failure, which is a defect to fix like any other.
     """
     for item in items:
-        if uses_simulated_ranks_alone(item):
-            item.add_marker("simulated")
-        if starts_processes(item):
+        if needs_ray(item):
             item.add_marker("processes")
-            if os.environ.get("CI"):
-                item.add_marker(pytest.mark.flaky(reruns=1))
+        if os.environ.get("CI") and marks_of(item):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     built_for_cuda = torch.version.cuda is not None
-    items.sort(key=lambda item: (needs_ray(item), built_for_cuda and simulates_in_this_process(item)))
+    items.sort(key=lambda item: (needs_ray(item), built_for_cuda and not forks(item)))
+
+
+def needs_ray(item: pytest.Item) -> bool:
+    """Whether the test uses the Ray cluster of the run."""
+    return "ray_cluster" in getattr(item, "fixturenames", ())
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    """Return ``processes``, ``simulated``, or both."""
+    return {mark for mark in MARKS.values() if item.get_closest_marker(mark) is not None}
+
+
+def forks(item: pytest.Item) -> bool:
+    """Whether all ranks of the test are processes, as those of ``tests.ranks`` are on a GPU."""
+    return marks_of(item) == {"processes"} or (marks_of(item) == {"simulated"} and torch.cuda.is_available())
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,13 @@
 
 Tests of what ranks compute together import it from here. Tests of real transports, of processes and of what a process
 does outside of Python import ``run_ranks`` of ``tests.forking``, with the same arguments.
+
+A test that uses it has the mark ``simulated``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,4 +30,5 @@ else:
         Raises:
             BaseException: What the first rank that failed raised, with the positions of the others in a note.
         """
+        sys.audit("tests.ranks.run_ranks")  # for tests/process_guard.py
         return simulated.run_ranks(world_size, fn, *args)

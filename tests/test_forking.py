@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from tests.forking import RankFailure, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def test_results_come_back_by_rank() -> None:
     def sum_of_ranks(factor: int) -> tuple[int, torch.Tensor]:

@@ -6,6 +6,7 @@ planted violations.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,12 @@ def test_there_are_no(tree: SourceTree, rule: str) -> None:
     assert not violations, "\n".join(["", *violations])
 
 
+def test_names_of_tests_are_shorter_than_75_characters() -> None:
+    named = re.compile(r"^ *(?:async )?def (test_\w{70,})\(", re.MULTILINE)
+    found = [f"{path}: {name}" for path in (ROOT / "tests").rglob("*.py") for name in named.findall(path.read_text())]
+    assert not found, "\n".join(["", *found])
+
+
 def test_functions_that_may_share_a_name_still_do(tree: SourceTree) -> None:
     shared = {line.split()[0] for line in tree.shared_functions()}
     assert SHARED_FUNCTIONS.keys() - shared == set(), "remove these from SHARED_FUNCTIONS"
@@ -70,6 +77,7 @@ def test_the_tree_covers_all_packages(tree: SourceTree) -> None:
     assert "parallel_state.layout" in tree.edges["mcontroller.group"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [(PURE, {"torch", "ray"}), (LIGHT, {"transformers", "megatron"})],
@@ -165,7 +173,7 @@ def test_folders_that_import_each_other_are_found_without_a_circle_of_modules(ma
     ]
 
 
-def test_a_subfolder_and_the_files_next_to_it_are_no_circle_unless_they_import_each_other(make_tree: MakeTree) -> None:
+def test_a_subfolder_and_its_neighbours_are_a_circle_if_they_import_each_other(make_tree: MakeTree) -> None:
     sources = {
         "mcontroller__errors": "",
         "mcontroller__ray__pool": "from mcontroller.errors import x\n",

@@ -79,7 +79,7 @@ def test_a_step_runs_through_both_groups(actor: MegatronRayWorkerGroup, critic: 
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in metrics.values())
 
 
-def test_a_rank_killed_while_its_peers_are_in_a_collective_is_named_and_nothing_is_left(
+def test_a_rank_killed_in_a_collective_is_named_and_nothing_is_left(
     pool: RayResourcePool, actor: MegatronRayWorkerGroup
 ) -> None:
     pids = [info.pid for info in actor.executor.processes.handles.infos]

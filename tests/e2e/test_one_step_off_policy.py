@@ -136,7 +136,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_without_staleness_separate_groups_equal_one_group_in_weights_and_metrics() -> None:
+def test_without_staleness_separate_groups_equal_one_group() -> None:
     together = {Role.ActorRollout: ActorRolloutRefWorker}
     one, of_one = run(groups(1), 0, 3, 1, roles=together)
     two, of_two = run(groups(1), 0, 3, 1)

@@ -71,6 +71,7 @@ def test_the_model_in_the_roles_has_the_losses_of_the_loop_alone(
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.processes
 def test_the_program_prints_the_same_losses_on_ray() -> None:
     program = [sys.executable, "-m", "examples.bring_your_own_megatron.loop"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)

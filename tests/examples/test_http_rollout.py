@@ -98,6 +98,7 @@ def generations(parallel: dict[str, Any], server: Server) -> Any:
     return [output and (dict(output.batch), output.meta_info) for output in (*found, scored)]
 
 
+@pytest.mark.simulated
 def test_the_server_generates_with_the_policy_before_and_after_an_update(
     server: tuple[Server, list[tuple[str, dict[str, Any]]]],
 ) -> None:
@@ -114,6 +115,7 @@ def test_the_server_generates_with_the_policy_before_and_after_an_update(
     assert list(Path(settings.folder).iterdir()) == []
 
 
+@pytest.mark.simulated
 def test_one_rank_of_a_shard_sends_the_requests(server: tuple[Server, list[tuple[str, dict[str, Any]]]]) -> None:
     settings, requests = server
     of_ranks = run_ranks(ranks_that_generate, 2, {"tp": 2}, settings)

@@ -13,7 +13,7 @@ from workers.run.config import read_run_config
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_overrides_of_every_algorithm_are_a_configuration_of_1024_responses_a_step(algorithm):
+def test_every_algorithm_has_a_configuration_of_1024_responses_a_step(algorithm):
     config = read_run_config(CONFIG, [*ONE_PROCESS, *ALGORITHMS[algorithm]])
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 1024
     assert config.algorithm.filter_groups.enable == (algorithm == "dapo")

@@ -14,6 +14,8 @@ import pytest
 
 from mcontroller.ppo.saving.preemption import PREEMPTED
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "data.train.size=300",

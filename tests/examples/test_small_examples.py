@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from examples.mocked_topology_test import (
     test_every_row_is_returned_by_the_last_stage_of_its_replica as test_every_row_is_returned_by_the_last_stage,
 )
@@ -16,6 +18,7 @@ __all__ = ["test_every_row_is_returned_by_the_last_stage", "test_the_error_names
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 def test_the_quickstart_prints_scores_in_the_order_of_its_rows() -> None:
     done = subprocess.run([sys.executable, "-m", "examples.quickstart"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,7 @@ if missing:
 
 from examples.smollm2_grpo.main import CONFIG, unpack  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2

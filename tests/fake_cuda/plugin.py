@@ -6,8 +6,8 @@ between host and device and host synchronisations are counted.
 
 It cannot show what kernels compute, hangs of NCCL, races between streams, what the allocator wastes, or speed.
 
-Run tests under it with ``python -m pytest -p tests.fake_cuda.plugin tests/workers``; with ``--all`` every layout of the
-tests of many layouts runs, and the tests that must fail on a GPU run and must fail.
+Run tests under it with ``python -m pytest -p tests.fake_cuda.plugin tests/workers``. ``tests/fake_cuda/selection.py``
+chooses what runs; with ``--all`` every test does, and those that must fail on a GPU must fail.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import pytest
 
 from tests.fake_cuda import cuda_api, ipc, modes, nccl
-from tests.fake_cuda.not_on_a_gpu import reason_to_fail, runs_only_with_all
+from tests.fake_cuda.selection import cases_that_do_not_exist, is_chosen, reason_to_fail
 from tests.fake_cuda.tags import initialization, memory
 
 
@@ -48,15 +49,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs with ``--all`` only; mark what must fail on a GPU."""
-    everything = config.getoption("--all")
-    if not everything:
-        left_out = [item for item in items if runs_only_with_all(item.nodeid)]
-        items[:] = [item for item in items if not runs_only_with_all(item.nodeid)]
-        config.hook.pytest_deselected(items=left_out)
+    unknown = cases_that_do_not_exist([item.nodeid for item in items])
+    if unknown and not config.option.keyword and all(Path(argument).is_dir() for argument in config.args):
+        raise pytest.UsageError(f"tests/fake_cuda/selection.py chooses cases that do not exist: {unknown}")
+    if not config.getoption("--all"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item.nodeid)])
+        items[:] = [item for item in items if is_chosen(item.nodeid)]
     for item in items:
         reason = reason_to_fail(item.nodeid)
         if reason is not None:
-            item.add_marker(pytest.mark.xfail(reason=reason, run=everything, strict=True))
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Select what is marked ``slow`` too with ``--all``."""
+    if config.getoption("--all"):
+        config.option.markexpr = ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,7 +28,7 @@ def pool(ray_cluster: None) -> Iterator[RayResourcePool]:
         yield pool
 
 
-def test_weights_arrive_in_a_colocated_group_and_a_lost_target_leaves_the_source_usable(
+def test_weights_arrive_in_a_colocated_group_and_the_source_survives_it(
     pool: RayResourcePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also, the buckets are freed whatever becomes of the processes that have mapped them."""

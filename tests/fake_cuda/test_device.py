@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.fake_cuda.tags import initialization, traffic
 from tests.forking import RankFailure, run_ranks
 
+pytestmark = pytest.mark.processes
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 PRETEND = """
 import sys

@@ -21,6 +21,8 @@ from workers.config import ModelConfig, OptimConfig, ParallelConfig, load_config
 from workers.memory.estimate import Batch, PlannedRole
 from workers.run.role_calls import Lengths, calls_of_run
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def counted_from_here() -> Iterator[int]:

@@ -18,6 +18,8 @@ from workers.weights.transfer.plan import Parcel
 from workers.weights.transfer.process_group import TRANSPORT
 from workers.weights.transfer.transport import Deadline, RankTraffic
 
+pytestmark = pytest.mark.processes
+
 NBYTES = 64
 MOVE = Move("uint8", 0, NBYTES, NBYTES, 0, 0, 0, 1, 0, 0)
 

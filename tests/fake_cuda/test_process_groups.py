@@ -15,6 +15,8 @@ from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, own_shard
 from workers.memory.estimate import NCCL_BYTES_PER_GROUP, PlannedRole
 
+pytestmark = pytest.mark.processes
+
 
 def backends() -> set[str]:
     return {dist.get_backend(group) for group in MegatronContext(ParallelLayout(world_size=2, tp=2)).groups()}

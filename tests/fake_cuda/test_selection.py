@@ -1,4 +1,4 @@
-"""The lists of tests that do not run on the pretended device name tests that exist."""
+"""What is chosen for the pretended device, and what cannot run there, are tests that exist."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda.not_on_a_gpu import ALWAYS, NOT_ON_A_GPU, SIMULATED, reason_to_fail, runs_only_with_all
+from tests.fake_cuda.selection import (
+    CHOSEN,
+    NOT_ON_A_GPU,
+    SIMULATED,
+    cases_that_do_not_exist,
+    is_chosen,
+    reason_to_fail,
+)
 
 ROOT = Path(__file__).parents[2]
+ENTRIES = [*NOT_ON_A_GPU, *SIMULATED, *(entry for entries in CHOSEN.values() for entry in entries)]
 
 
-@pytest.mark.parametrize("entry", [*NOT_ON_A_GPU, *SIMULATED, *ALWAYS])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_an_entry_names_a_test(entry: str) -> None:
-    file, _, test = entry.partition("::")
+    file, _, test = entry.partition("[")[0].partition("::")
     assert f"\ndef {test}" in (ROOT / file).read_text()
+
+
+def test_every_test_of_the_device_itself_is_chosen() -> None:
+    for path in Path(__file__).parent.glob("test_*.py"):
+        assert is_chosen(f"tests/fake_cuda/{path.name}::test"), path
 
 
 def test_the_list_is_short() -> None:
@@ -23,8 +36,17 @@ def test_the_list_is_short() -> None:
 
 def test_cases_are_chosen_by_their_names() -> None:
     matrix = "tests/workers/test_parity_matrix.py::test_layout_computes_what_one_process_computes"
-    assert runs_only_with_all(f"{matrix}[TP2, float32]")
-    assert not runs_only_with_all(f"{matrix}[TP2 x PP2 x CP2, bfloat16]")
-    assert not runs_only_with_all("tests/workers/test_parity.py::test_gradients_equal_those_of_one_process")
+    assert not is_chosen(f"{matrix}[TP2, float32]")
+    assert is_chosen(f"{matrix}[PP2, tied embeddings, bfloat16]")
+    assert is_chosen("tests/workers/weights/test_offload.py::test_views_see_the_memory_come_back")
+    assert not is_chosen("tests/workers/test_parity.py::test_gradients_equal_those_of_one_process")
     assert reason_to_fail("tests/workers/train/test_gradient_fusion.py::test_fusion_is_the_default_on_a_cpu")
     assert reason_to_fail(f"{matrix}[TP2, float32]") is None
+
+
+def test_a_case_that_has_another_name_is_found() -> None:
+    colocated = "tests/workers/test_colocated.py::test_training_with_offload_equals_training_without_to_the_bit"
+    assert cases_that_do_not_exist([f"{colocated}[a copy that generates]"]) == [
+        "tests/workers/test_colocated.py::test_training_with_offload[bfloat16, distributed optimizer]"
+    ]
+    assert cases_that_do_not_exist([]) == []

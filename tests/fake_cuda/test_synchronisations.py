@@ -10,6 +10,8 @@ from tests.fake_cuda.tags import traffic
 from tests.forking import run_ranks
 from tests.workers.roles import RESPONSE, SAMPLED, actor, experience, prompts
 
+pytestmark = pytest.mark.processes
+
 
 def waits(method: str, layers: int, packed: bool, micro_batch: int) -> int:
     """Return how often the host waits in the second call of a method, on 8 rows."""

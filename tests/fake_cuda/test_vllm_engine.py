@@ -16,6 +16,8 @@ from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, Gpu, standing_in
 from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
 from workers.generate.vllm.buckets import send_in_buckets
 
+pytestmark = pytest.mark.processes
+
 GB = 1 << 30
 OF_OTHERS = 100 * GB
 

@@ -20,6 +20,8 @@ from tests.fake_cuda.tags import traffic
 from tests.forking import run_ranks
 from tests.workers.roles import GREEDY, MODEL, VOCAB, actor, experience, prompts
 
+pytestmark = pytest.mark.processes
+
 NEVER = VOCAB - 1  # no prompt and no response of these tests has this token
 ROUTED = {
     "num_moe_experts": 4,

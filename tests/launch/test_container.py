@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 CHECK, PROJECT, PINS = Path(".ci/check-container"), Path("pyproject.toml"), Path("launch/container/requirements.txt")
 

@@ -29,7 +29,7 @@ def test_the_pods_fit_the_schema_of_kubernetes(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_network_policy_fits_the_schema_and_selects_the_pods_of_its_cluster(path: Any) -> None:
+def test_the_network_policy_fits_the_schema_and_selects_its_clusters_pods(path: Any) -> None:
     ray, policy = documents(path)
     kubernetes_validate.validate(policy, KUBERNETES, strict=True)
     selected = policy["spec"]["podSelector"]["matchLabels"].items()

@@ -22,6 +22,7 @@ def test_nodes_that_never_joined_or_died_are_missing() -> None:
 needs_ip = pytest.mark.skipif(shutil.which("ip") is None, reason="INTERFACE needs the command ip, of iproute2")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("settings", "address"),
     [
@@ -36,10 +37,12 @@ def test_the_address_of_a_node_is_that_of_its_interface_or_the_given_one(
     assert (run.returncode, run.stdout) == (0, f"{address}\n")
 
 
-def test_a_name_that_leads_to_loopback_is_replaced_by_an_address_that_other_nodes_reach() -> None:
+@pytest.mark.processes
+def test_a_name_of_loopback_is_replaced_by_an_address_that_nodes_reach() -> None:
     assert not address_of(NODE_ADDRESS="localhost").stdout.startswith("127.")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

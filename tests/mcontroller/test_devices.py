@@ -78,7 +78,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_rank_of_a_gpu_pool_with_a_driver_and_no_gpu_for_torch_is_rejected_in_one_line(
+def test_a_rank_with_a_driver_and_no_gpu_for_torch_is_rejected_in_one_line(
     reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def init() -> None:
@@ -98,7 +98,7 @@ def test_a_rank_of_a_gpu_pool_with_a_driver_and_no_gpu_for_torch_is_rejected_in_
     assert "\n" not in message
 
 
-def test_a_rank_of_a_gpu_pool_without_a_driver_computes_on_the_cpu_with_a_warning(
+def test_a_rank_without_a_driver_computes_on_the_cpu_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "none")

@@ -235,7 +235,7 @@ def test_one_to_all_with_execute_rank_zero_returns_the_value_itself() -> None:
     assert list(group.executor.last_arguments) == [0]
 
 
-def test_a_tuple_is_one_value_if_every_rank_gets_an_entry_and_entries_if_every_shard_does() -> None:
+def test_a_tuple_is_one_value_of_a_rank_and_entries_of_shards() -> None:
     with pytest.raises(DispatchError, match="argument 0 is tuple; expected a list of 8 entries"):
         group_of().each(tuple("abcdefgh"))
     group = group_on(topology_of(4, tp=2))
@@ -404,7 +404,7 @@ def test_ranks_that_form_no_grid_are_an_error_before_the_first_call() -> None:
         group.entry(["a", "b"])
 
 
-def test_a_mode_with_axes_on_workers_without_coordinates_is_rejected_with_the_fix() -> None:
+def test_a_mode_with_axes_needs_workers_with_coordinates_and_says_so() -> None:
     group: Any = WorkerGroup(Model, LocalExecutor(ClassWithInitArgs(Model), 4, "actor"), "actor")
     assert len(group.where()) == 4
     with pytest.raises(

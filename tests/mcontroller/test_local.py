@@ -252,7 +252,7 @@ def test_class_with_init_args_delays_the_construction() -> None:
     assert made().name == "later"
 
 
-def test_a_breakpoint_in_a_worker_stops_in_the_callers_thread_once_for_each_rank(
+def test_a_breakpoint_in_a_worker_stops_the_caller_once_for_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Stepped(Worker):

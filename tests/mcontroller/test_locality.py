@@ -28,7 +28,7 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 @unhurried
 @given(topologies())
-def test_an_axis_crosses_nodes_if_two_ranks_that_differ_on_it_only_are_on_different_nodes(topology: Topology) -> None:
+def test_an_axis_crosses_nodes_if_two_ranks_that_differ_on_it_alone_do(topology: Topology) -> None:
     reported = {each.axis: each.groups for each in locality(topology).crossing}
     for axis in set(LOCAL_AXES) - {"etp"}:
         grid = topology.dense_axes if axis in topology.dense_axes else topology.expert_axes

@@ -135,7 +135,7 @@ def test_a_rank_that_dies_is_a_worker_died_with_its_exit_cause() -> None:
     assert (raised.value.rank, raised.value.exit_cause) == (5, "out of memory")
 
 
-def test_ranks_that_are_late_are_a_call_timeout_that_names_them_without_real_waiting() -> None:
+def test_late_ranks_are_a_call_timeout_that_names_them_without_waiting() -> None:
     late: dict[int, Any] = {2: is_late(30), 7: is_late(11), 4: is_late(9)}
     group: Any = mock_worker_group(StageModel, LAYOUT, name="actor", failures=late)
     group.coordinates()  # it has no deadline
@@ -218,6 +218,7 @@ def test_nothing_is_left_over():
 """
 
 
+@pytest.mark.processes
 def test_the_pytest_plugin_provides_its_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_user.py").write_text(USERS_TEST)
     installed = any(point.value == "mcontroller.testing.pytest_plugin" for point in entry_points(group="pytest11"))

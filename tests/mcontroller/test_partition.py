@@ -36,7 +36,7 @@ def collected(partition: Partition, times: int = 1) -> list[tuple[int, int]]:
 
 @unhurried
 @given(counts, shard_counts)
-def test_contiguous_shards_are_consecutive_ranges_that_differ_by_at_most_one_row(n: int, k: int) -> None:
+def test_contiguous_shards_are_ranges_that_differ_by_at_most_one_row(n: int, k: int) -> None:
     partition = contiguous(n, k)
     sizes = [len(rows) for rows in partition.shards]
     assert [row for rows in partition.shards for row in rows] == list(range(n))
@@ -182,7 +182,7 @@ def test_few_rows_per_shard_are_balanced_as_well_as_any_partition_can_be() -> No
     assert sorted(sum(lengths[row] for row in partition.unpadded_rows(shard)) for shard in range(2)) == [15, 15]
 
 
-def test_each_shard_keeps_its_rows_in_the_callers_order_and_the_choice_is_repeatable() -> None:
+def test_each_shard_keeps_the_callers_order_and_the_choice_is_repeatable() -> None:
     lengths = realistic("lognormal", 200, 7)
     partition = balanced(lengths, 8)
     assert all(list(rows) == sorted(rows) for rows in partition.shards)
@@ -193,7 +193,7 @@ def test_results_of_any_length_are_accepted_without_padding_and_in_order() -> No
     assert contiguous(5, 2).restore([7, 1]) == ((7, 1), None)
 
 
-def test_results_that_cannot_be_restored_are_rejected_with_the_shard_and_the_numbers() -> None:
+def test_results_that_cannot_be_restored_are_rejected_with_the_numbers() -> None:
     with pytest.raises(DataError, match="shard 0 got 3 rows, 1 of them padding, and returned 2") as raised:
         split_rows(5, 2, padding="repeat").restore([2, 3])
     assert (raised.value.shard, raised.value.sent, raised.value.returned) == (0, 3, 2)
@@ -219,7 +219,7 @@ def test_numbers_that_do_not_agree_are_rejected(arguments: dict, message: str) -
         contiguous(4, 2).restore([1, 2, 1])
 
 
-def test_a_hundred_thousand_rows_over_2048_shards_take_milliseconds_and_no_lists() -> None:
+def test_a_hundred_thousand_rows_over_2048_shards_take_milliseconds() -> None:
     begin = time.perf_counter()
     partition = split_rows(100_000, 2048, padding="repeat")
     restored = partition.restore([len(rows) for rows in partition.shards])
@@ -229,6 +229,7 @@ def test_a_hundred_thousand_rows_over_2048_shards_take_milliseconds_and_no_lists
     assert elapsed < 0.1
 
 
+@pytest.mark.processes
 def test_the_module_loads_neither_torch_nor_ray_nor_numpy() -> None:
     script = "import sys, mcontroller.partition; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -201,7 +201,7 @@ def test_wrong_uses_of_a_batch_are_rejected(make: Any, message: str) -> None:
         make()
 
 
-def test_an_axis_of_the_layout_with_a_name_close_to_megatrons_is_accepted_as_extra() -> None:
+def test_an_axis_with_a_name_close_to_megatrons_is_accepted_as_extra() -> None:
     topology = topology_of(4, order="tp-cp-ep-dp-pp-fsdp", extra={"fsdp": 2})
     assert plan(Dispatch.over("fsdp", extra=["fsdp"]), topology).shard_count == 2
 

@@ -18,7 +18,7 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
 
 
-def test_a_shadowed_workers_package_is_reported_before_the_import_from_it_fails(tmp_path: Path) -> None:
+def test_a_shadowed_workers_package_is_reported_before_an_import_fails(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text("mine = 1\n")
     done = run(tmp_path, "import mcontroller\nfrom workers import ActorConfig")
     assert str(tmp_path / "workers.py") in done.stderr

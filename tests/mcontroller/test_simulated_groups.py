@@ -139,7 +139,7 @@ def test_a_deadlock_is_raised_by_the_call_and_breaks_the_group() -> None:
     assert threading.active_count() == before
 
 
-def test_an_exception_is_a_worker_error_of_its_rank_with_the_positions_of_the_others() -> None:
+def test_an_exception_is_a_worker_error_with_the_positions_of_other_ranks() -> None:
     group: Any = simulated_worker_group(Counter, 3, name="actor")
     with pytest.raises(WorkerError, match=r"actor rank 1 .*ValueError: loss is nan") as caught:
         group.fail(1)
@@ -147,6 +147,8 @@ def test_an_exception_is_a_worker_error_of_its_rank_with_the_positions_of_the_ot
     assert "rank 0 (dp=0): barrier()" in caught.value.worker_traceback
 
 
+@pytest.mark.processes
+@pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("method", "kind", "message"),
@@ -183,6 +185,8 @@ def test_changes_before_the_wait_are_allowed_without_their_check(simulated_group
     simulated_group(Faulty, 4, check_async=False).changed_before_the_wait()
 
 
+@pytest.mark.processes
+@pytest.mark.simulated
 def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
     before = state_of_this_process()
     with pytest.raises(WorkerError, match="unknown"):

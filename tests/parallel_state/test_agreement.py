@@ -9,6 +9,8 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.errors import LayoutError, MControllerError
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.simulated
+
 
 def groups_of_two() -> dist.ProcessGroup:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

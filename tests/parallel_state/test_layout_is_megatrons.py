@@ -14,6 +14,8 @@ from parallel_state.layout import ParallelLayout
 from tests.parallel_state.layouts import ORDERS
 from tests.parallel_state.megatron_oracle import Oracle
 
+pytestmark = pytest.mark.processes
+
 # world_size, tp, cp, pp, ep, etp
 SIZES = [
     (1, 1, 1, 1, 1, 1),
@@ -63,7 +65,7 @@ def subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
 
-def test_every_group_of_every_axis_and_set_of_axes_is_that_of_megatrons_rank_generator(oracle: Oracle) -> None:
+def test_every_group_of_every_set_of_axes_is_that_of_megatrons_generator(oracle: Oracle) -> None:
     layouts = [layout for sizes in SIZES for order in ORDERS if (layout := layout_of(*sizes, order)) is not None]
     assert len(layouts) > 700
     dense, expert = subsets(("tp", "cp", "dp", "pp")), subsets(("etp", "ep", "edp", "pp"))
@@ -93,7 +95,7 @@ def test_an_order_that_leaves_out_axes_of_size_one_is_megatrons(
     assert [layout.groups(*subset) for subset in axes] == oracle.groups([question])[0]
 
 
-def test_layouts_are_rejected_exactly_if_initialize_model_parallel_rejects_them(oracle: Oracle) -> None:
+def test_layouts_are_rejected_if_and_only_if_megatron_rejects_them(oracle: Oracle) -> None:
     sizes = [
         *((8, *each) for each in itertools.product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2))),
         *((12, *each) for each in itertools.product((1, 3, 4), (1,), (1, 2), (1, 3), (1, 2))),
@@ -149,7 +151,7 @@ WORLDS = [
 
 
 @pytest.mark.parametrize("layout", WORLDS, ids=lambda layout: f"{layout.world_size}-{layout.order}")
-def test_initialize_model_parallel_agrees_on_the_coordinates_of_every_rank_with_the_layout(
+def test_initialize_model_parallel_agrees_on_the_coordinates_of_every_rank(
     oracle: Oracle, layout: ParallelLayout
 ) -> None:
     chosen = random.Random(layout.world_size).sample(range(layout.world_size), 3)

@@ -32,6 +32,7 @@ def infos(layout: ParallelLayout) -> tuple[DistRankInfo, DistGlobalInfo]:
     return context.rank_info(), context.global_info()
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     "layout",
     [
@@ -55,6 +56,7 @@ def test_megatron_reports_the_coordinates_of_the_layout(layout: ParallelLayout) 
     )
 
 
+@pytest.mark.simulated
 def test_a_layout_for_another_world_size_is_rejected() -> None:
     def rejected() -> tuple[int, int, str]:
         with pytest.raises(LayoutError) as caught:
@@ -67,6 +69,7 @@ def test_a_layout_for_another_world_size_is_rejected() -> None:
     assert run_ranks(rejected, 2) == [(4, 2, expected)] * 2
 
 
+@pytest.mark.simulated
 def test_an_axis_that_megatron_does_not_have_is_rejected() -> None:
     def rejected() -> str:
         layout = ParallelLayout(2, extra={"island": 2}, order="tp-cp-ep-dp-pp-island")
@@ -82,6 +85,7 @@ def test_a_context_needs_torch_distributed() -> None:
         MegatronContext(ParallelLayout(1))
 
 
+@pytest.mark.simulated
 def test_a_process_joins_torch_distributed_as_one_rank_only() -> None:
     def join_again() -> str:
         initialize_distributed(rank=dist.get_rank(), world_size=2)
@@ -93,6 +97,7 @@ def test_a_process_joins_torch_distributed_as_one_rank_only() -> None:
     assert run_ranks(join_again, 2)[1].startswith("torch.distributed runs in this process as rank 1 of 2; it cannot")
 
 
+@pytest.mark.simulated
 def test_the_globals_are_restored_after_the_block() -> None:
     def sizes() -> list[object]:
         one, other = MegatronContext(TP2_PP2), MegatronContext(TP4)
@@ -110,6 +115,7 @@ def test_the_globals_are_restored_after_the_block() -> None:
     assert run_ranks(sizes, 4)[3] == [False, 2, 4, 2, 1, 2, False]
 
 
+@pytest.mark.simulated
 def test_the_globals_are_restored_after_an_exception() -> None:
     def after_failure() -> tuple[bool, int]:
         context = MegatronContext(TP2_PP2)
@@ -121,6 +127,7 @@ def test_the_globals_are_restored_after_an_exception() -> None:
     assert run_ranks(after_failure, 4) == [(True, 2)] * 4
 
 
+@pytest.mark.simulated
 def test_globals_set_inside_a_context_belong_to_it() -> None:
     def virtual_ranks() -> list[int | None]:
         layout = ParallelLayout(4, pp=2, vpp=2)
@@ -132,6 +139,7 @@ def test_globals_set_inside_a_context_belong_to_it() -> None:
     assert run_ranks(virtual_ranks, 4)[0] == [1, 0]
 
 
+@pytest.mark.simulated
 def test_threads_in_different_contexts_take_turns() -> None:
     def sizes_seen_by_threads() -> dict[int, set[int]]:
         contexts = {2: MegatronContext(TP2_PP2), 4: MegatronContext(TP4)}
@@ -152,6 +160,7 @@ def test_threads_in_different_contexts_take_turns() -> None:
     assert run_ranks(sizes_seen_by_threads, 4)[0] == {2: {2}, 4: {4}}
 
 
+@pytest.mark.simulated
 def test_the_random_numbers_of_a_context_do_not_depend_on_others() -> None:
     def draws(disturbed: bool) -> list[torch.Tensor]:
         one, other = MegatronContext(TP2_PP2, seed=5), MegatronContext(TP4, seed=6)
@@ -203,12 +212,14 @@ def arguments_of_contexts() -> list[tuple[str, str | None]]:
         del sys.modules[training.__name__]
 
 
+@pytest.mark.processes
 def test_the_globals_of_megatrons_training_code_belong_to_a_context() -> None:
     assert forking.run_ranks(arguments_of_contexts, 1) == [
         [("of one", None), ("of the other", "of the process"), (None, "of the process")]
     ]
 
 
+@pytest.mark.simulated
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_gloo_groups_are_created_once() -> None:
     def shared() -> bool:
@@ -229,6 +240,7 @@ def destroyed() -> tuple[int, list[int], int]:
     return before, [int(tensor)], len(distributed_c10d._world.pg_map)
 
 
+@pytest.mark.simulated
 def test_a_destroyed_layout_leaves_no_process_group_and_the_others_work() -> None:
     for before, total, after in run_ranks(destroyed, 4):
         assert (after, total) == (before, [4])

@@ -57,6 +57,7 @@ def arguments_of(layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
+@pytest.mark.processes
 def test_every_getter_returns_megatrons_value_on_every_rank() -> None:
     oracle = Oracle()
     questions = [(layout, rank) for layout in LAYOUTS for rank in range(layout.world_size)]

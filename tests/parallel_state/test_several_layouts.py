@@ -12,6 +12,8 @@ from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, Role, largest_difference
 from workers.config import ModelConfig, ParallelConfig
 
+pytestmark = pytest.mark.simulated
+
 STEPS = 3
 MOE_GPT = dataclasses.replace(SMALL_GPT, num_moe_experts=4, moe_ffn_hidden_size=64)
 

@@ -153,6 +153,7 @@ def test_16384_collected_ranks_form_a_topology() -> None:
     assert math.prod(topology.size(axis) for axis in topology.expert_axes) == 16_384
 
 
+@pytest.mark.processes
 def test_importing_the_topology_loads_neither_torch_nor_ray_nor_numpy() -> None:
     code = (
         "import sys, parallel_state.topology; print(sorted({'torch', 'ray', 'numpy', 'megatron'} & set(sys.modules)))"

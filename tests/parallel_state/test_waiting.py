@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.agreement import wait_for_every_rank
 from tests.forking import run_ranks
+
+pytestmark = pytest.mark.processes
 
 
 def arrivals(times: int) -> list[bool]:

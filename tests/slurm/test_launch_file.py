@@ -23,9 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     cluster.stop()
 
 
-def test_a_job_trains_on_ranks_of_both_nodes_and_computes_what_one_rank_computes(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_job_on_ranks_of_both_nodes_computes_what_one_rank_computes(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path / "job", *TRAIN, "steps=3")
     assert job.wait()["JobState"] == "COMPLETED", job.log
     assert "node n1 at 127.0.1.1: 8 CPUs, 4 GPUs" in job.log

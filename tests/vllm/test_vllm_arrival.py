@@ -59,7 +59,7 @@ def of_fault(group: MegatronRayWorkerGroup, batch: Any, fault: str) -> Any:
     [("dense-tp2", {}), ("tied-tp2", {}), ("moe-ep2", {}), ("moe-ep2", ENGINE_OF_TWO)],
     ids=["dense", "tied", "experts", "tied-experts-engine-of-two-ranks"],
 )
-def test_fingerprints_separate_new_old_and_half_old_weights_packed_copies_and_prefixes_after_one_bfloat16_update(
+def test_fingerprints_separate_new_old_and_half_old_weights_after_one_update(
     ray_cluster: None, policy: str, changes: dict[str, Any]
 ) -> None:
     with updating(policy, "bfloat16", "fingerprints", **changes) as (group, batch):

@@ -140,7 +140,7 @@ def test_every_batch_is_from_the_policy_of_its_version(
 @pytest.mark.parametrize(
     ("staleness", "signal", "cause"), [(0, "SIGKILL", "signal 9 (SIGKILL)"), (1, "SIGSTOP", "EngineHung")]
 )
-def test_training_goes_on_with_a_new_rollout_after_its_engine_has_failed_in_an_update(
+def test_training_goes_on_with_a_new_rollout_after_its_engine_has_failed(
     ray_cluster: None, tmp_path: Path, staleness: int, signal: str, cause: str
 ) -> None:
     recorded = Recorded(tmp_path)

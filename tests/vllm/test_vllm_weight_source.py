@@ -62,6 +62,7 @@ def read_by_vllm(policy: str, parallel: dict[str, int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(("policy", "parallel", "ranks"), LAYOUTS, ids=IDS)
 def test_a_source_is_what_the_trainers_sides_of_vllms_engines_require(
     policy: str, parallel: dict[str, int], ranks: int

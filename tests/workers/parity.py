@@ -106,6 +106,44 @@ IN_BFLOAT16 = (
     "PP2 with VPP2 x EP2, recomputation, router losses",
 )
 CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for layout in IN_BFLOAT16]
+COVERED = {
+    "TP2": "TP2, recomputation",
+    "PP2": "PP2, tied embeddings; untied: PP4",
+    "CP2": "CP4 x PP2",
+    "DP8": "test_parity.py: tp2-pp2-dp2",
+    "TP2 x PP2 x DP2": "test_parity.py: tp2-pp2-dp2",
+    "TP2 x PP2 x CP2": "CP4 x PP2; with tp: TP2 x PP2 x CP2 with SP, packed, by tokens",
+    "TP2 x PP2 x EP2 with SP": "TP2 x PP2 x EP4 with SP, router losses; over dp: test_parity.py: tp2-ep2-sp",
+    "EP2, decisive routers": "EP2; decisive for bfloat16",
+    "TP2 x PP2 x EP2 with SP, decisive routers": "TP2 x PP2 x EP4 with SP, router losses; decisive for bfloat16",
+    "DP2, distributed optimizer": "test_parity.py: dp2-distributed-optimizer",
+    "TP2 x PP2 x DP2, micro-batches by tokens": "test_parity.py: tp2-pp2-dp2-micro-batches-by-tokens",
+    "PP2 with VPP2, micro-batches by tokens": "test_parity.py: pp2-vpp2-dp2-micro-batches-by-tokens",
+    "TP2, packed": "TP2 x PP2 x DP2, packed, by tokens",
+    "PP2, packed": "TP2 x PP2 x DP2, packed, by tokens",
+    "PP2 with VPP2, packed": "PP2 with VPP2, packed, by tokens",
+    "CP2, packed": "CP2, learned positions, packed",
+    "EP2, router losses": "CP2 x EP2, router losses",
+    "TP2 x PP2 x EP2 with SP, router losses": "TP2 x PP2 x EP4 with SP, router losses",
+}
+"""Layouts of the page -> what has all their paths in float32; these are compared by ``make test-slow`` alone."""
+EVERY_AXIS_IN_BFLOAT16 = (
+    "TP2 with SP",
+    "CP2",
+    "EP2, decisive routers",
+    "TP2 x PP2 x EP2 with SP, decisive routers",
+    "PP2 x DP2, distributed optimizer with overlap",
+    "TP2, recomputation",
+    "PP2, tied embeddings",
+    "one process, packed",
+    "PP2 with VPP2 x EP2, recomputation, router losses",
+)
+"""A dtype takes no path of its own in a layout: each axis and each kind of model once."""
+SLOW = [
+    case
+    for case in CASES
+    if case[0] not in (EVERY_AXIS_IN_BFLOAT16 if case[1] == "bfloat16" else LAYOUTS.keys() - COVERED)
+]
 
 
 def assert_parity(name: str, dtype: str) -> None:

@@ -45,6 +45,7 @@ def missing_column(role: str, without: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(("role", "column"), [("actor", "advantages"), ("critic", "returns"), ("actor", "responses")])
 def test_missing_column_is_reported_before_the_first_collective(role: str, column: str) -> None:
     message = run_ranks(missing_column, 2, role, column)[0]
@@ -71,6 +72,7 @@ def calls_without_a_model() -> list[str]:
     return messages
 
 
+@pytest.mark.simulated
 def test_calls_before_init_model_are_rejected() -> None:
     messages = run_ranks(calls_without_a_model, 1)[0]
     assert len(messages) == 6
@@ -95,6 +97,7 @@ def rejected_in_one_process() -> list[str]:
     return messages
 
 
+@pytest.mark.simulated
 def test_batches_and_calls_that_do_not_match_the_role_are_rejected() -> None:
     too_long, padding, no_rollout, no_reference = run_ranks(rejected_in_one_process, 1)[0]
     assert (
@@ -128,6 +131,7 @@ def padding_only_on_one_shard() -> list[str]:
     return messages
 
 
+@pytest.mark.simulated
 def test_invalid_row_of_one_shard_raises_on_every_rank() -> None:
     for messages in run_ranks(padding_only_on_one_shard, 2):
         assert len(messages) == 7
@@ -142,6 +146,7 @@ def scored_at_temperature(temperature: float) -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 def test_temperature_of_0_is_rejected_for_scores() -> None:
     assert "meta_info['temperature'] is 0.0; it must be a number above 0" in run_ranks(scored_at_temperature, 1, 0.0)[0]
 
@@ -159,6 +164,7 @@ def updated_with_nan(parallel: dict[str, Any], on_nonfinite: str) -> dict[str, A
     return {"metrics": metrics, "finite": all(bool(w.isfinite().all()) for w in weights(worker).values())}
 
 
+@pytest.mark.simulated
 def test_nan_in_a_loss_raises_on_every_rank_and_names_its_origin() -> None:
     for rank in run_ranks(updated_with_nan, 8, {"tp": 2, "pp": 2}, "raise"):
         error = rank["error"]
@@ -190,6 +196,7 @@ def updated_with_inf(on_nonfinite: str) -> dict[str, Any]:
     return {"skipped": metrics["actor/skipped_steps"], "moved": largest_difference(before, weights(worker))}
 
 
+@pytest.mark.simulated
 def test_no_step_is_made_if_the_loss_is_inf_and_its_gradient_finite() -> None:
     for rank in run_ranks(updated_with_inf, 2, "raise"):
         assert rank["error"].ranks == [1]
@@ -207,11 +214,13 @@ def updated_in_float16(advantage: float) -> list[str]:
     return [str(caught.value), *(name for name in caught.value.parameters.values() if not name)]
 
 
+@pytest.mark.simulated
 def test_nan_in_a_float16_loss_is_not_an_overflow() -> None:
     for rank in run_ranks(updated_in_float16, 2, float("nan")):
         assert "pg_loss on rank 1" in rank[0]
 
 
+@pytest.mark.simulated
 def test_step_with_nan_can_be_skipped() -> None:
     for rank in run_ranks(updated_with_nan, 4, {"pp": 2}, "skip"):
         assert rank["metrics"]["actor/skipped_steps"] == 1
@@ -228,6 +237,7 @@ def updated_with_nothing_but_nan(parallel: dict[str, Any]) -> dict[str, float]:
     return worker.update_actor(own_shard(batch, worker)).meta_info["metrics"]
 
 
+@pytest.mark.simulated
 def test_update_without_a_step_reports_neither_means_nor_largest_values() -> None:
     for metrics in run_ranks(updated_with_nothing_but_nan, 4, {"pp": 2}):
         # the warm-up has not begun
@@ -249,11 +259,9 @@ def updated_until_a_step_is_made(parallel: dict[str, Any]) -> dict[str, Any]:
     return {"scales": scales, "skipped": skipped, "moved": largest_difference(before, weights(worker))}
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"pp": 2})])
-def test_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(
-    world_size: int, parallel: dict[str, int]
-) -> None:
-    for rank in run_ranks(updated_until_a_step_is_made, world_size, parallel):
+@pytest.mark.simulated
+def test_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale() -> None:
+    for rank in run_ranks(updated_until_a_step_is_made, 2, {"pp": 2}):
         assert rank["skipped"][0] == 2.0  # both mini-batches
         assert rank["scales"] == sorted(rank["scales"], reverse=True)
         assert rank["scales"][-1] < rank["scales"][0] == 2.0**32
@@ -266,6 +274,7 @@ def rejected_layout(parallel: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("parallel", "text"),
     [
@@ -314,6 +323,7 @@ def too_long_sequences() -> str:
     return str(raised.value)
 
 
+@pytest.mark.simulated
 def test_lengths_are_checked_when_an_actor_generates() -> None:
     assert run_ranks(too_long_sequences, 1) == [
         f"rollout.prompt_length {PROMPT} + rollout.response_length 40 = {PROMPT + 40} is more than "
@@ -344,7 +354,8 @@ def differing_models() -> list[str]:
     return texts
 
 
-def test_a_model_that_is_not_that_of_the_configuration_is_rejected_before_training() -> None:
+@pytest.mark.simulated
+def test_a_model_that_is_not_the_configurations_is_rejected_before_training() -> None:
     sizes, layout = run_ranks(differing_models, 2)[0]
     assert sizes.startswith("the model that OfOtherSizes.build_model returned is not that of the configuration: ")
     assert "ffn_hidden_size is 96, not " in sizes and "rotary_base is 500, not 10000" in sizes

@@ -13,6 +13,8 @@ from parallel_state.errors import ParallelStateError
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
 
+pytestmark = pytest.mark.processes
+
 HAS_GPU = torch.cuda.is_available()
 
 

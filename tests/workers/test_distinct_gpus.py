@@ -32,6 +32,7 @@ def started(same: bool) -> str:
     return "started"
 
 
+@pytest.mark.processes
 @NEEDS_GPU
 def test_a_worker_checks_the_gpus_of_its_group() -> None:
     assert run_ranks(started, 2, False) == ["started"] * 2

@@ -1,20 +1,36 @@
 """Every layout computes what one process computes: scores, losses, gradient norms, weights after optimizer steps.
 
 In one process rows are padded and taken two at a time; docs/parity.md explains the cases and lists the differences.
+``make test`` runs each path once; ``make test-slow`` runs every row of the page.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.workers.parity import CASES, DECISIVE, LAYOUTS, assert_decisive, assert_parity
+from tests.workers.parity import CASES, COVERED, DECISIVE, LAYOUTS, SLOW, assert_decisive, assert_parity
+
+pytestmark = pytest.mark.simulated
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [pytest.param(*case, id=", ".join(case)) for case in CASES])
+def parameters(case: tuple[str, str]) -> Any:
+    return pytest.param(*case, id=", ".join(case), marks=[pytest.mark.slow] if case in SLOW else [])
+
+
+@pytest.mark.parametrize(("layout", "dtype"), map(parameters, CASES))
 def test_layout_computes_what_one_process_computes(layout: str, dtype: str) -> None:
     assert_parity(layout, dtype)
 
 
 @pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.model == DECISIVE])
-def test_decisive_routers_use_all_experts_on_every_rank_with_margins_far_above_rounding(layout: str) -> None:
+def test_decisive_routers_use_all_experts_with_margins_far_above_rounding(layout: str) -> None:
     assert_decisive(layout, "bfloat16")
+
+
+def test_every_row_of_the_page_runs_or_names_what_has_its_paths() -> None:
+    assert COVERED.keys() < LAYOUTS.keys()
+    for covering in COVERED.values():
+        layout = covering.partition(";")[0]
+        assert layout.startswith("test_parity.py: ") or layout in LAYOUTS.keys() - COVERED.keys(), layout

@@ -19,6 +19,8 @@ from tests.workers.roles import MODEL, actor, critic, experience, own_shard
 from workers.config import ParallelConfig
 from workers.model.build import build_model
 
+pytestmark = pytest.mark.processes
+
 # From megatron-core 0.19 on, layers read these two from the globals, and have no parameter for them.
 WITHOUT_PARAMETER = {"gtp_remat", "expt_gtp_remat"}
 # Functions, as opposed to constructors, that read a group from the globals if they do not get one.

@@ -12,6 +12,8 @@ import torch
 from tests.ranks import run_ranks
 from tests.workers.roles import actor, weights
 
+pytestmark = pytest.mark.simulated
+
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_ffn_hidden_size": 32,

@@ -39,6 +39,8 @@ from workers.megatron_worker import MegatronWorker
 from workers.reward import RewardModelWorker
 from workers.train.metrics import Rule
 
+pytestmark = pytest.mark.simulated
+
 
 def demonstrations(rows: int) -> DataProto:
     batch = experience(rows)
@@ -293,7 +295,7 @@ def outside_a_group() -> list[str]:
     return messages
 
 
-def test_a_method_outside_its_context_is_rejected_and_the_error_names_the_context() -> None:
+def test_a_method_outside_its_context_is_rejected_with_the_fix() -> None:
     messages = run_ranks(outside_a_group, 1)[0]
     assert len(messages) == 3 and all("`with worker.call_context(method):`" in message for message in messages)
 

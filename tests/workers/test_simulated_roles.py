@@ -18,6 +18,8 @@ from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, experie
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 
+pytestmark = [pytest.mark.processes, pytest.mark.simulated]
+
 BASE = {"model": MODEL, "optim": OPTIM, "ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2, "ppo_epochs": 1}
 ROLLOUT = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
 
@@ -47,7 +49,6 @@ def test_a_group_samples_and_trains_as_one_process_and_restores_a_checkpoint(
     torch.testing.assert_close(trained, expected_trained, rtol=0, atol=1e-5)
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(
     torch.version.cuda is not None,
     reason="with this torch, a process in which simulated ranks have computed gradients cannot fork ranks that do",

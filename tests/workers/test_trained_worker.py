@@ -15,6 +15,8 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 from workers.critic import CriticWorker
 
+pytestmark = pytest.mark.simulated
+
 ROWS = 8
 LAYOUTS = {"one process": (1, {}), "tp2-dp2": (4, {"tp": 2}), "pp2-dp2": (4, {"pp": 2})}
 

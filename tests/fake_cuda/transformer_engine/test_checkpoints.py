@@ -13,6 +13,8 @@ from megatron.core.utils import unwrap_model
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, weights
 
+pytestmark = pytest.mark.processes
+
 Weights = dict[str, torch.Tensor]
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"qk_layernorm": True},

@@ -17,6 +17,8 @@ from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, prompts, weights
 from workers.weights.full_state import full_state_dict
 
+pytestmark = pytest.mark.processes
+
 SIZES = {"hidden_size": 64, "ffn_hidden_size": 256, "num_query_groups": 4, "dtype": "bfloat16"}
 SAMPLED = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -106,7 +108,7 @@ def copies_in_float32(optimizer: Any) -> Iterator[tuple[list[torch.Tensor], list
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_move_to_generation_and_files_from_the_masters_and_not_from_fp8(recipe: str, tmp_path: Path) -> None:
+def test_weights_move_to_generation_and_files_from_masters_and_not_from_fp8(recipe: str, tmp_path: Path) -> None:
     found = run_ranks(moved, 2, {"tp": 2, "sequence_parallel": True}, recipe, str(tmp_path / "out"))
     trained = found[0]["weights"]
     assert all(rank["in fp8"] > 0 and rank["rounded"] and all(rank["rounded"]) for rank in found)

@@ -11,6 +11,8 @@ from transformer_engine import received
 from tests.forking import run_ranks
 from tests.workers.roles import GREEDY, PROMPT, RESPONSE, actor, experience, prompts
 
+pytestmark = pytest.mark.processes
+
 LAYERS, ROWS = 2, 12
 
 

@@ -19,6 +19,8 @@ from tests.workers.roles import MODEL, actor, experience, largest_difference, ow
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
 
+pytestmark = pytest.mark.processes
+
 Calls = dict[str, list[dict[str, Any]]]
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}
 

@@ -8,6 +8,8 @@ from megatron.core.fusions import fused_bias_swiglu
 
 from tests.workers.memory.counted import BF16, EXPERTS, RECOMPUTED, SHARDED, WHOLE, Layout, far_off
 
+pytestmark = pytest.mark.processes
+
 ENGINE = BF16 | {"transformer_impl": "transformer_engine"}
 SELECTIVE = {"recompute_granularity": "selective"}
 LAYOUTS: dict[str, Layout] = {

@@ -11,7 +11,7 @@ from mcontroller.channel.address import Address, KeyPair
 from mcontroller.channel.links import Links
 
 
-def test_events_that_nobody_reads_do_not_stop_the_thread_that_serves_all_connections(
+def test_events_that_nobody_reads_do_not_stop_the_serving_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links, "RECONNECT_MS", 1)

@@ -102,7 +102,7 @@ def test_what_a_busy_process_cannot_take_goes_over_zeromq_and_runs_in_order(
     assert received == [b"%d" % number for number in range(count)]
 
 
-def test_a_lost_local_connection_is_reported_and_calls_that_are_sent_again_run_once(keys: ChannelKeys) -> None:
+def test_a_lost_local_connection_is_reported_and_calls_sent_again_run_once(keys: ChannelKeys) -> None:
     release, runs = threading.Event(), list[bytes]()
     address = start_endpoint(keys, lambda frames: (runs.append(frames[0]), release.wait(SECONDS), frames)[2])
     controller = Controller([address]).open_local_connections()

@@ -70,7 +70,7 @@ def test_a_result_waits_for_its_readers_and_readers_wait_for_it() -> None:
     assert got == ["result", "result"]
 
 
-def test_a_released_result_is_gone_and_one_released_before_it_exists_is_not_kept() -> None:
+def test_a_released_result_is_gone_and_one_released_early_is_not_kept() -> None:
     kept, got = KeptResults(), []
     kept.put((A, 0), "result")
     kept.release(A, [0], finished=0)

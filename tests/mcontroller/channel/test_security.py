@@ -155,7 +155,7 @@ def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address
         socket.create_connection(("127.0.0.2", address.call_port), timeout=SECONDS)
 
 
-def test_a_machine_that_does_not_have_its_own_address_listens_on_all_that_it_has(keys: ChannelKeys) -> None:
+def test_a_machine_without_its_own_address_listens_on_all_that_it_has(keys: ChannelKeys) -> None:
     elsewhere = endpoint.Endpoint("198.51.100.7", keys, {"double": lambda reply, number: reply(2 * number)}).address
     assert elsewhere.host == "198.51.100.7"
     assert ask([replace(elsewhere, host="127.0.0.1")], "double", 3, timeout=SECONDS) == [(6, [])]

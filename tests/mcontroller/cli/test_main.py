@@ -27,6 +27,7 @@ def test_verbs_are_listed_with_the_first_line_of_their_docstrings(capsys: pytest
         assert re.search(rf"^  {name} +{re.escape(text)}", printed, re.MULTILINE)
 
 
+@pytest.mark.processes
 def test_listing_verbs_imports_neither_torch_nor_ray_nor_workers() -> None:
     program = (
         "import sys; from mcontroller.cli.main import main; main([]);"
@@ -35,6 +36,7 @@ def test_listing_verbs_imports_neither_torch_nor_ray_nor_workers() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, check=False).returncode == 0
 
 
+@pytest.mark.processes
 def test_the_module_is_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "mcontroller", "--help"], cwd=CHECKOUT, capture_output=True, text=True)
     assert done.returncode == 0 and "verbs:" in done.stdout

@@ -49,7 +49,7 @@ def test_a_conflict_names_the_key_the_parts_and_the_values() -> None:
         joined({"metrics": 3}, {"metrics": {"loss": 1}})
 
 
-def test_keys_that_differ_between_ranks_keep_the_first_value_so_that_no_work_is_lost() -> None:
+def test_keys_that_differ_between_ranks_keep_the_first_value() -> None:
     parts = [{"step": 1, "metrics": {"loss": 1.0}}, {"step": 2, "seed": 3, "metrics": {"loss": 2.0}}, {"metrics": 4}]
     assert merge_concat(parts, keep_first=True) == {"step": 1, "seed": 3, "metrics": {"loss": [1.0, 2.0]}}
 

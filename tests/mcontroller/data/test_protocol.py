@@ -19,12 +19,13 @@ from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
 
 
-def test_from_dict_makes_object_columns_of_lists_even_when_their_entries_are_of_equal_length() -> None:
+def test_from_dict_makes_object_columns_of_lists_of_equal_length_too() -> None:
     batch = DataProto.from_dict({"a": torch.zeros(2, 3)}, {"pairs": [[1, 2], [3, 4]]})
     assert batch.non_tensor_batch["pairs"].shape == (2,)
     assert batch.non_tensor_batch["pairs"].tolist() == [[1, 2], [3, 4]]
 
 
+@pytest.mark.processes
 def test_a_batch_of_plain_columns_never_loads_tensordict() -> None:
     code = (
         "import pickle, sys, torch; from mcontroller import DataProto; "
@@ -37,7 +38,7 @@ def test_a_batch_of_plain_columns_never_loads_tensordict() -> None:
     assert printed == "{'a': tensor([5, 0]), 'c': tensor([6, 1])} False TensorDict\n"
 
 
-def test_from_single_dict_separates_tensors_from_arrays_and_keeps_numeric_arrays() -> None:
+def test_from_single_dict_separates_tensors_from_arrays() -> None:
     batch = DataProto.from_single_dict(
         {"a": torch.arange(3), "n": np.arange(3), "s": ["x", "y", "z"]}, meta_info={"step": 1}, auto_padding=True
     )
@@ -148,7 +149,7 @@ def test_an_invalid_index_is_rejected(wrong, message: str) -> None:
         numbered(5).select_idxs(wrong)
 
 
-def test_slices_chunks_and_selections_of_columns_share_memory_and_index_lists_copy() -> None:
+def test_slices_and_selections_share_memory_and_index_lists_copy() -> None:
     batch = numbered(6)
     memory = batch.batch["n"].untyped_storage().data_ptr()
     views = [batch[1:3], *batch.chunk(2), *batch.split(4), batch.select("n")]
@@ -265,7 +266,7 @@ def test_concat_rejects_parts_that_differ_in_columns_shape_or_dtype() -> None:
         DataProto.concat([part, {}])
 
 
-def test_jagged_columns_that_shared_their_offsets_still_do_after_rows_have_moved() -> None:
+def test_jagged_columns_still_share_their_offsets_after_rows_have_moved() -> None:
     ids = jagged([3, 0, 2, 1])
     weights = torch.nested.nested_tensor_from_jagged(ids.values() * 0.5, ids.offsets())
     batch = DataProto.from_dict({"ids": ids, "weights": weights})
@@ -298,7 +299,7 @@ def test_large_columns_are_joined_and_chosen_as_small_ones_are() -> None:
     assert torch.equal(batch[order].batch["ids"], column[order])
 
 
-def test_padding_repeats_the_first_or_last_row_and_pads_in_a_cycle_to_a_divisor() -> None:
+def test_padding_repeats_a_row_and_pads_in_a_cycle_to_a_divisor() -> None:
     assert numbers(numbered(3).padding(2)) == [0, 1, 2, 2, 2]
     assert numbers(numbered(3).padding(2, "first")) == [0, 1, 2, 0, 0]
     padded, pad_size = pad_dataproto_to_divisor(numbered(3), 8)
@@ -318,7 +319,7 @@ def test_row_lengths_are_sums_of_a_mask_or_lengths_of_jagged_rows() -> None:
     assert batch[:0].row_lengths() == []
 
 
-def test_mini_batches_are_copies_in_order_unless_shuffled_and_may_drop_the_last() -> None:
+def test_mini_batches_are_in_order_unless_shuffled_and_may_drop_the_last() -> None:
     batch = numbered(5)
     parts = list(batch.make_iterator(2, 1, dataloader_kwargs={"drop_last": True}))
     assert [numbers(part) for part in parts] == [[0, 1], [2, 3]]
@@ -351,7 +352,7 @@ def test_with_tensors_adds_and_replaces_tensors_and_shares_the_rest() -> None:
         batch.with_tensors({"n": torch.ones(3)})
 
 
-def test_to_moves_the_batch_itself_as_modules_do_and_leaves_batches_that_share_its_tensors() -> None:
+def test_to_moves_the_batch_itself_and_leaves_batches_that_share_its_tensors() -> None:
     batch = numbered(2)
     other = batch.slice()
     assert batch.to("meta") is batch
@@ -384,7 +385,7 @@ def test_column_chunks_become_rows_and_other_columns_are_repeated() -> None:
         batch.unfold_column_chunks(3, ["pair"])
 
 
-def test_equality_compares_values_dtypes_keys_and_meta_info_and_reports_the_difference() -> None:
+def test_equality_compares_all_of_a_batch_and_reports_the_difference() -> None:
     batch = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
     same = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
     assert batch == same

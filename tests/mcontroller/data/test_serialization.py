@@ -110,7 +110,7 @@ def test_a_received_batch_is_writable_and_private() -> None:
     assert batch.batch["n"].tolist() == [0, 1, 2]
 
 
-def test_read_only_columns_are_joined_without_a_copy_and_copied_at_the_first_access() -> None:
+def test_read_only_columns_are_joined_and_copied_at_the_first_access() -> None:
     batch = DataProto.from_dict(
         {"n": torch.arange(12).view(6, 2), "flag": torch.arange(6) > 2, "half": torch.ones(6, 2, dtype=torch.bfloat16)},
         {"level": np.arange(6)},
@@ -138,7 +138,7 @@ def test_a_part_that_was_written_is_joined_with_unread_parts() -> None:
     assert joined.tensors()["flag"].tolist() == (torch.arange(6) > 2).tolist()
 
 
-def test_read_only_columns_that_differ_are_rejected_with_an_error_that_names_the_column() -> None:
+def test_read_only_columns_that_differ_are_rejected_with_their_name() -> None:
     wide, narrow = (received(DataProto.from_dict({"n": torch.zeros(2, width)})) for width in (3, 4))
     with pytest.raises(DataError, match=r"column 'n' of part 1 is float32\[2, 4\], of part 0 float32\[2, 3\]"):
         DataProto.concat([wide, narrow])
@@ -164,7 +164,7 @@ def test_writable_buffers_are_used_without_a_copy() -> None:
     assert np.frombuffer(private, np.int64)[0] == 9
 
 
-def test_jagged_columns_with_one_set_of_offsets_still_multiply_on_the_other_side() -> None:
+def test_jagged_columns_of_one_set_of_offsets_still_multiply_when_received() -> None:
     ids = jagged([2, 0, 3])
     other = torch.nested.nested_tensor_from_jagged(ids.values() + 1, ids.offsets())
     batch = received(DataProto.from_dict({"a": ids, "b": other})).batch

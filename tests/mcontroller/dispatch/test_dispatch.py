@@ -54,7 +54,7 @@ def test_megatron_pp_as_dp_has_a_shard_for_each_cp_dp_and_pp_with_pp_fastest(mod
     assert made.collected == (0, 8, 4, 12, 2, 10, 6, 14)
 
 
-def test_megatron_pp_only_sends_all_ranks_the_same_and_collects_one_rank_of_each_stage() -> None:
+def test_megatron_pp_only_sends_the_same_and_collects_one_rank_of_each_stage() -> None:
     made = plan(Dispatch.MEGATRON_PP_ONLY, TP2_CP2_PP2_DP2)
     assert set(made.shards) == {0} and len(made.ranks) == 16
     assert made.collected == (0, 8)
@@ -148,7 +148,7 @@ def test_a_shard_that_no_rank_could_return_is_rejected() -> None:
         plan(everywhere, topology_of(4))
 
 
-def test_rows_that_are_concatenated_must_be_split_and_collected_over_the_same_axes() -> None:
+def test_concatenated_rows_must_be_split_and_collected_over_the_same_axes() -> None:
     with pytest.raises(DispatchError, match="the two must be equal"):
         Dispatch.over("dp", by="pp")
     with pytest.raises(DispatchError, match="names no axis"):
@@ -194,11 +194,13 @@ def test_padding_of_an_unknown_kind_is_rejected() -> None:
         RowRule(padding="left")  # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 def test_planning_loads_neither_torch_nor_ray() -> None:
     code = "import sys, mcontroller.dispatch.registration, mcontroller.dispatch.modes; print(sorted({'torch', 'ray'} & set(sys.modules)))"  # noqa: E501
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.processes
 def test_the_package_loads_neither_transformers_nor_megatron_nor_ray() -> None:
     code = (
         "import sys, mcontroller; mcontroller.DataProto; mcontroller.WorkerGroup; mcontroller.LocalWorkerGroup; "

@@ -117,7 +117,7 @@ def test_metrics_of_a_call_that_is_not_waited_for_are_merged_when_it_is() -> Non
     assert group_of(TP2_DP2).metrics(numbered(5)).get().meta_info == {"metrics": {"rows": [2, 3]}}
 
 
-def test_with_as_many_shards_each_consumer_fetches_its_own_shard_and_nothing_else() -> None:
+def test_with_as_many_shards_each_consumer_fetches_its_own_shard_alone() -> None:
     producer, consumer = group_of(TP2_DP2), group_of(topology_of(2), "critic")
     future = producer.compute(numbered(5))
     result = consumer.compute(future)

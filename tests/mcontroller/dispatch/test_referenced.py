@@ -81,7 +81,7 @@ def test_padding_rows_of_a_call_with_zero_loss_do_not_count_in_the_loss():
     assert [sum(mask) for mask in masks] == [2, 3, 2, 3] and {len(mask) for mask in masks} == {3}
 
 
-def test_the_arguments_of_a_call_contain_only_the_columns_that_the_workers_lack():
+def test_the_arguments_of_a_call_contain_the_columns_that_workers_lack():
     batch = generated(read=("lengths",)).without_text()
     advantages = torch.zeros(ROWS, 1000)
     shards = batch.union(DataProto.from_dict({"advantages": advantages})).split(split_rows(ROWS, 2))
@@ -121,7 +121,7 @@ def test_a_column_that_was_replaced_here_is_sent_and_the_old_one_is_not_read():
     assert torch.cat([got.batch["response_mask"] for got in received(group)]).equal(kept)
 
 
-def test_columns_that_are_left_out_are_neither_here_nor_read_and_a_result_without_columns_is_not_fetched():
+def test_columns_that_are_left_out_are_neither_held_nor_read_nor_fetched():
     batch = generated(read=("responses",)).union(DataProto.from_dict({"scores": torch.ones(ROWS)}))
     less = batch.without(["responses", "scores", "absent"])
     assert less.names == {"response_mask", "lengths"} and list(less.columns.tensors()) == []
@@ -164,7 +164,7 @@ def test_the_failure_of_a_call_is_raised_when_its_result_is_referenced():
         ReferencedBatch.of(future)
 
 
-def test_a_batch_without_the_column_that_balances_is_rejected_before_anything_is_sent():
+def test_a_batch_without_the_column_that_balances_is_rejected_and_not_sent():
     call = method(group_on(2), "identity", Dispatch.DP_COMPUTE_PROTO, balance="tokens")
     with pytest.raises(DispatchError, match="rows are split by column 'tokens', which no batch of the call has"):
         call(generated())

@@ -60,7 +60,7 @@ def test_the_defaults_are_a_list_entry_per_rank_on_all_ranks_and_blocking() -> N
     assert getattr(method, MAGIC_ATTR) == Registration(Dispatch.ALL_TO_ALL, Execute.ALL, True, True, RowRule(), None)
 
 
-def test_an_overriding_method_is_registered_as_what_it_overrides_unless_decorated_itself() -> None:
+def test_an_overriding_method_is_registered_as_what_it_overrides() -> None:
     assert registration_of(Overriding, "compute") == registration_of(Base, "compute")
     assert registration_of(Overriding, "later") == Registration(Dispatch.RANK_ZERO, Execute.ALL)
 
@@ -99,7 +99,7 @@ def test_register_on_something_other_than_a_function_is_rejected() -> None:
         register()(property(lambda self: 1))  # type: ignore[type-var]
 
 
-def test_inherited_overridden_and_async_methods_are_called_through_a_group_as_they_are_on_the_worker() -> None:
+def test_inherited_and_async_methods_are_called_as_they_are_on_the_worker() -> None:
     class AsyncOverride(Overriding):
         async def compute(self, number: int) -> int:  # type: ignore[override]
             return 5 * number

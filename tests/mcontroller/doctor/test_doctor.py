@@ -17,6 +17,7 @@ from mcontroller.doctor.agent import NodeAgent
 from tests.mcontroller.doctor.two_raylets import ADDRESS
 
 
+@pytest.mark.processes
 def test_faults_of_one_node_of_a_cluster_are_found_on_that_node(tmp_path: Path) -> None:
     directory = tempfile.mkdtemp(prefix="doctor")  # a short name: Ray puts its sockets there
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": directory}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from mcontroller.porting import all_gather_data_proto
 from tests.forking import run_ranks
 from tests.mcontroller.batches import numbered
+
+pytestmark = pytest.mark.processes
 
 
 def gathered() -> tuple[list[int], list[str], dict[str, Any]]:

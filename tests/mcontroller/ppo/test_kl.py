@@ -73,7 +73,7 @@ def test_k3_is_never_negative():
     assert (estimate_kl(log_probs, reference, "k3") >= 0).all()
 
 
-def test_the_adaptive_weight_moves_towards_its_target_and_at_most_by_a_fifth_per_horizon():
+def test_the_adaptive_weight_moves_to_its_target_by_at_most_a_fifth():
     config = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=1000)
     weights = []
     for kl in (0.11, 5.0, 0.1, 0.0):
@@ -89,7 +89,7 @@ def test_the_fixed_weight_stays():
     assert controller.value == 0.3
 
 
-def test_the_penalty_is_subtracted_from_the_scores_of_response_tokens_and_the_controller_is_updated():
+def test_the_penalty_is_subtracted_from_scores_and_updates_the_controller():
     batch = DataProto.from_dict(
         {
             "token_level_scores": torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.0]]),

@@ -21,7 +21,7 @@ LENGTHS = torch.tensor([3, 6, 8, 10])
 MASK = (torch.arange(10) < LENGTHS[:, None]).long()
 
 
-def test_the_penalty_grows_over_the_buffer_to_its_full_size_at_the_longest_response():
+def test_the_penalty_grows_over_the_buffer_to_the_longest_response():
     reward = Reward(outcome_scores([1.0] * 4, MASK), {"accuracy": [1.0] * 4})
     result = penalized(reward, MASK, OverlongConfig(buffer=4, penalty=0.5), 10)
     assert result.token_level_scores.sum(1).tolist() == [1.0, 1.0, 0.75, 0.5]

@@ -30,7 +30,7 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.replace("┃", "│").strip("│").split("│")] for line in lines]
 
 
-def test_the_tables_show_every_group_with_its_layout_and_every_rank_with_its_coordinates():
+def test_the_tables_show_the_layout_of_groups_and_the_coordinates_of_ranks():
     shown, out = display()
     shown.groups(groups())
     rows = cells(out.getvalue())
@@ -65,7 +65,7 @@ def test_a_step_shows_reward_accuracy_kl_and_tokens_per_second():
     assert "1/3 reward 0.500  accuracy 0.250  KL 0.0123  tokens/s 4,322" in out.getvalue()
 
 
-def test_without_a_terminal_a_phase_prints_a_few_lines_and_ends_with_its_last_step():
+def test_without_a_terminal_a_phase_prints_few_lines_and_its_last_step():
     shown, out = display()
     shown.phase("warm-up", 100)
     for step in range(100):

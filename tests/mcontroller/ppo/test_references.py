@@ -60,7 +60,7 @@ def reading(*names: str) -> Any:
     return score
 
 
-def test_the_controller_has_the_columns_of_the_advantages_and_the_updates_get_all():
+def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     with trainer_of(reward_fn=reading("responses")) as trainer:
         batch, _ = trainer.experience(trainer.draw())
         assert isinstance(batch, ReferencedBatch)
@@ -74,7 +74,7 @@ def test_the_controller_has_the_columns_of_the_advantages_and_the_updates_get_al
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 
 
-def test_an_update_gets_no_column_of_the_stages_that_its_worker_class_does_not_read():
+def test_an_update_gets_no_column_that_its_worker_class_does_not_read():
     class Reading(Actor):
         @classmethod
         def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     assert all("responses" in columns and ROUTED_EXPERTS not in columns for columns in others)
 
 
-def test_a_reward_function_sees_the_columns_that_it_names_or_all_of_the_responses():
+def test_a_reward_function_sees_the_columns_that_it_names_or_all():
     named = reading("responses")
     with trainer_of(reward_fn=named) as trainer:
         trainer.fit()

@@ -28,7 +28,7 @@ def trained(trainer: RayPPOTrainer) -> np.ndarray:
     return saved.numpy()
 
 
-def test_weights_are_sent_before_the_first_generation_after_every_update_and_once() -> None:
+def test_weights_are_sent_once_before_generation_and_after_every_update() -> None:
     trained(toy_trainer(config(test_freq=1, val_before_train=True), SEPARATE))
     kept = [call for call in CALLS if call in ("transfer", "generate_sequences", "update_actor")]
     update = ["update_actor", "transfer", "generate_sequences"]  # held-out problems, then those of the next step

@@ -45,7 +45,7 @@ def config(staleness: int) -> PPOConfig:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_the_run_goes_on_with_a_new_group_and_batches_in_flight_are_generated_again(staleness: int) -> None:
+def test_a_run_goes_on_with_a_new_group_and_generates_batches_in_flight_again(staleness: int) -> None:
     versions = Versions()
     with toy_trainer(config(staleness), ROLES, callbacks=[versions]) as trainer:
         trainer.init_workers()

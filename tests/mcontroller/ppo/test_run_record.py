@@ -44,7 +44,7 @@ def test_steps_of_an_earlier_run_that_went_further_are_not_deleted(tmp_path: Pat
     assert [save.global_steps for save in read_record(tmp_path).saves()] == [1]
 
 
-def test_a_damaged_checkpoint_of_one_group_takes_all_groups_to_the_same_earlier_step(
+def test_a_damaged_checkpoint_of_one_group_takes_all_to_an_earlier_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(tmp_path, 3, save_freq=1)

@@ -225,7 +225,7 @@ def test_resuming_without_a_checkpoint_or_with_one_of_other_roles_is_rejected(tm
         started(toy_trainer(without_critic)).load_checkpoint()
 
 
-def test_leaving_the_block_ends_groups_trackers_and_display_after_a_failure_too():
+def test_leaving_the_block_ends_groups_and_trackers_after_a_failure_too():
     closed = []
     display = type("Watching", (Display,), {"close": lambda self: closed.append("display")})()
     records = Records()
@@ -249,14 +249,14 @@ def test_leaving_the_block_ends_groups_trackers_and_display_after_a_failure_too(
         (TOYS | {Role.RewardModel: ToyCritic}, "RewardModel has no configuration: set reward_model"),
     ],
 )
-def test_roles_that_do_not_fit_the_configuration_are_rejected_before_anything_starts(roles, message):
+def test_roles_that_do_not_fit_the_configuration_are_rejected_at_the_start(roles, message):
     CALLS.clear()
     with pytest.raises(ConfigError, match=message):
         toy_trainer(toy_config(), roles, combine_rewards=rule_only)
     assert CALLS == []
 
 
-def test_a_configuration_that_a_worker_class_rejects_is_rejected_before_anything_starts():
+def test_a_configuration_that_a_class_rejects_is_rejected_at_the_start():
     class Strict(ToyCritic):
         @classmethod
         def check_init(cls, config):
@@ -268,7 +268,7 @@ def test_a_configuration_that_a_worker_class_rejects_is_rejected_before_anything
     assert CALLS == []
 
 
-def test_a_warm_up_without_demonstrations_and_a_data_set_too_small_are_rejected():
+def test_a_warm_up_without_demonstrations_or_data_is_rejected():
     with pytest.raises(ConfigError, match="warm_up_dataset"):
         toy_trainer(dataclasses.replace(toy_config(), warm_up=WarmUpConfig(steps=1)))
     with pytest.raises(DataError, match="train_dataset has 10 rows, less than one batch of 48"):
@@ -315,7 +315,7 @@ def group_config(name: str, actor: GroupConfig = GroupConfig(), **algorithm: Any
     return dataclasses.replace(toy_config(1), actor_rollout_ref=actor, algorithm=chosen)
 
 
-def test_without_a_critic_the_kl_is_in_the_loss_unless_the_configuration_decides():
+def test_without_a_critic_the_kl_is_in_the_loss_by_default():
     def seen(role, config):
         CALLS.clear()
         with toy_trainer(config, {role: Group}, val_dataset=None) as trainer:
@@ -475,7 +475,7 @@ def test_dynamic_sampling_is_bounded_and_resumes_at_the_next_batch(tmp_path):
 
 
 @pytest.mark.parametrize(("choice", "passes"), [("auto", 0), ("policy", 2), ("rollout", 0)])
-def test_the_pass_for_old_log_probabilities_is_made_only_if_something_reads_them(choice, passes):
+def test_the_pass_for_old_log_probabilities_is_made_if_something_reads_them(choice, passes):
     def trained(**algorithm):
         config = dataclasses.replace(toy_config(2), algorithm=AlgorithmConfig(adv_estimator="grpo", **algorithm))
         records = Records()

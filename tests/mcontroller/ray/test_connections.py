@@ -77,7 +77,7 @@ def test_calls_go_on_after_local_connections_are_lost_and_run_once(start: Start)
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_a_lost_call_runs_before_one_that_was_sent_while_the_connection_was_lost(
+def test_a_lost_call_runs_before_one_sent_while_the_connection_was_lost(
     start: Start, networks: list[Network], detached: bool
 ) -> None:
     executor = through(networks, start("plain", Numbered))
@@ -108,7 +108,7 @@ def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
         call(executor, "pid")
 
 
-def test_a_message_that_is_not_a_call_is_answered_with_an_error_and_the_group_goes_on(steady: RayWorkerGroup) -> None:
+def test_a_message_that_is_no_call_gets_an_error_and_the_group_goes_on(steady: RayWorkerGroup) -> None:
     [address, *_] = [info.address for info in steady.executor.processes.handles.infos]
     links = Links(b"sends anything")
     links.connect(b"rank", address.calls, address)

@@ -70,7 +70,7 @@ def test_a_shard_is_stored_once_whatever_the_number_of_its_replicas(wide: RayWor
     assert [packed.nbytes > LARGE * 8 / 2 for packed in puts] == [True, True]
 
 
-def test_only_the_columns_of_the_controller_are_sent_with_a_batch_whose_others_are_on_workers(
+def test_of_a_batch_with_columns_on_workers_only_the_controllers_are_sent(
     groups: dict[str, RayWorkerGroup], puts: list[Any]
 ) -> None:
     generated = ReferencedBatch.of(groups["wide"].same_later(batch(LARGE)), read=())
@@ -95,7 +95,7 @@ def test_one_argument_for_all_ranks_is_stored_once(wide: RayWorkerGroup, puts: l
     assert len(puts) == 1
 
 
-def test_a_plain_argument_next_to_a_batch_is_stored_once_and_private_to_each_rank(
+def test_a_plain_argument_of_a_batch_is_stored_once_and_private_to_each_rank(
     wide: RayWorkerGroup, puts: list[Any]
 ) -> None:
     plain = torch.ones(LARGE)
@@ -105,7 +105,7 @@ def test_a_plain_argument_next_to_a_batch_is_stored_once_and_private_to_each_ran
     assert len(puts) == 1
 
 
-def test_replicas_write_into_one_shard_and_neither_the_other_nor_the_caller_sees_it(wide: RayWorkerGroup) -> None:
+def test_replicas_write_into_one_shard_and_nobody_else_sees_it(wide: RayWorkerGroup) -> None:
     given = batch(LARGE)
     got = wide.scribble(given)
     assert got.batch["ids"][:, 0].tolist() == [0] * 4 + [2] * 4
@@ -193,7 +193,7 @@ def test_groups_on_different_pools_run_at_the_same_time(groups: dict[str, RayWor
     assert all(first.get() + second.get())
 
 
-def test_a_consumer_of_a_failed_future_raises_the_producers_error_and_stays_intact(
+def test_a_consumer_of_a_failed_future_raises_its_error_and_stays_intact(
     groups: dict[str, RayWorkerGroup],
 ) -> None:
     with RayResourcePool([1], use_gpu=False, name_prefix="lone") as pool:
@@ -214,7 +214,7 @@ def test_a_consumer_of_a_failed_future_raises_the_producers_error_and_stays_inta
 
 
 @pytest.mark.parametrize(("reader", "dies"), [("reader", True), ("maker", False)])
-def test_a_lost_argument_raises_the_error_of_the_producing_rank_even_if_groups_share_a_name(
+def test_a_lost_argument_raises_the_error_of_the_rank_that_produced_it(
     start: Callable[..., RayWorkerGroup], reader: str, dies: bool
 ) -> None:
     making, reading = start("maker", Chained), start(reader, Chained)

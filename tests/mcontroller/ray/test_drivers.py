@@ -131,7 +131,7 @@ def test_all_ranks_run_the_calls_of_three_drivers_in_one_order(ray_cluster: None
         assert [number for caller, number in first if caller == mark] == list(range(sent))
 
 
-def test_a_detached_group_whose_driver_died_during_its_start_is_ended_by_the_next_driver(
+def test_a_detached_group_of_a_driver_that_died_is_ended_by_the_next_driver(
     ray_cluster: None,
 ) -> None:
     process = driver(

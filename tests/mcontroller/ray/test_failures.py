@@ -94,9 +94,7 @@ def test_errors_after_the_loss_of_a_peer_are_recognised() -> None:
     ("how", "cause"),
     [("exit", "exited with code 3"), ("kill", "killed by SIGKILL"), ("segfault", "killed by SIGSEGV")],
 )
-def test_the_error_of_a_dead_process_has_how_it_ended_and_the_last_lines_of_its_log(
-    start: Start, how: str, cause: str
-) -> None:
+def test_the_error_of_a_dead_process_has_how_it_ended_and_its_last_lines(start: Start, how: str, cause: str) -> None:
     group = start("critic")
     pids = group.pid()
     began = time.monotonic()
@@ -126,7 +124,7 @@ def test_a_full_file_system_of_rays_folder_is_named_beside_the_log(
     assert (str(log) in texts[0]) is full
 
 
-def test_a_process_that_ended_between_calls_is_named_by_the_next_call_and_breaks_those_after_it(start: Start) -> None:
+def test_a_process_that_ended_between_calls_is_named_by_the_next_call(start: Start) -> None:
     group = start("actor", Plain)
     pids = group.pid()
     os.kill(pids[1], signal.SIGKILL)
@@ -193,7 +191,7 @@ def test_a_call_behind_a_failed_one_does_not_wait_for_ever(start: Start) -> None
     assert time.monotonic() - began < SOON
 
 
-def test_a_call_interrupted_while_it_is_sent_ends_the_group_and_no_rank_waits_for_another(
+def test_a_call_interrupted_while_it_is_sent_ends_the_group_and_all_waits(
     pool: RayResourcePool, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = start("actor")
@@ -283,7 +281,7 @@ def test_calls_of_several_threads_reach_all_ranks_in_one_order(start: Start) -> 
     assert len(numbers) == 400
 
 
-def test_calls_behind_one_that_is_open_are_sent_and_awaited_without_looking_at_each_of_them(
+def test_calls_behind_an_open_one_are_sent_without_looking_at_each_of_them(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = start("actor")
@@ -339,9 +337,7 @@ def test_a_rank_that_holds_the_interpreter_is_reported_as_such(start: Start) -> 
     assert "holds the interpreter" in caught.value.stacks[1]
 
 
-def test_a_stopped_rank_is_reported_as_stopped_and_ended_before_its_slot_is_free(
-    pool: RayResourcePool, start: Start
-) -> None:
+def test_a_stopped_rank_is_reported_and_ended_before_its_slot_is_free(pool: RayResourcePool, start: Start) -> None:
     group = start("actor")
     pids = group.pid()
     with pytest.raises(CallTimeout) as caught:
@@ -425,6 +421,7 @@ def test_a_call_of_a_group_that_was_shut_down_raises(start: Start) -> None:
         group.pid()
 
 
+@pytest.mark.processes
 def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray() -> None:
     """In a process of its own, as the tests share one cluster."""
     answers = subprocess.run(

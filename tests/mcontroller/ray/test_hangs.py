@@ -35,7 +35,7 @@ def timeout_of(method: Callable[..., object]) -> CallTimeout:
     return caught.value
 
 
-def test_a_rank_that_skips_a_collective_is_the_cause_with_the_words_of_the_simulator(ray_cluster: None) -> None:
+def test_a_rank_that_skips_a_collective_is_the_cause_as_in_the_simulator(ray_cluster: None) -> None:
     with pytest.raises(Deadlock) as simulated, simulated_worker_group(Pairs, LAYOUT) as group:
         group.skip_on(1)
     with pairs() as group:

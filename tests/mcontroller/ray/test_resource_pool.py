@@ -225,7 +225,7 @@ def test_merged_pools_are_one_world(pool: RayResourcePool) -> None:
             merged.merge(other)
 
 
-def test_ranks_of_a_node_that_are_not_consecutive_have_local_ranks_of_their_own(pool: RayResourcePool) -> None:
+def test_ranks_of_a_node_that_are_not_consecutive_have_their_local_ranks(pool: RayResourcePool) -> None:
     with RayResourcePool([1], use_gpu=False, name_prefix="one", max_colocate_count=2) as other:
         first, second = pool.split(1)
         with RayWorkerGroup(first.merge(other).merge(second), RayClassWithInitArgs(Plain)) as group:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[dict[str, Any]]:

@@ -88,6 +88,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
 def test_the_pools_of_one_run_divide_the_cores_of_a_node() -> None:
     kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -123,7 +124,8 @@ def faults_per_page(mode: str, **environment: str) -> float:
     return float(done.stdout)
 
 
-def test_memory_that_is_freed_is_used_again_without_page_faults_unless_the_environment_says_otherwise() -> None:
+@pytest.mark.processes
+def test_freed_memory_is_used_again_without_page_faults_by_default() -> None:
     assert faults_per_page("keep") < 0.1
     assert faults_per_page("default") > 0.3
     assert faults_per_page("keep", MALLOC_TOP_PAD_="131072") > 0.3

@@ -30,7 +30,7 @@ def test_ranks_get_the_environment_that_torchrun_sets(steady: RayWorkerGroup) ->
     assert len({each["MASTER_PORT"] for each in environments}) == 1
 
 
-def test_groups_that_start_together_have_ports_of_their_own_and_can_listen_there(start: Start) -> None:
+def test_groups_that_start_together_have_different_ports_and_can_listen(start: Start) -> None:
     groups = [start("actor"), start("critic")]
     assert len({group.environment()[0]["MASTER_PORT"] for group in groups}) == 2
     assert all(group.can_listen_on_master_port.options(ranks=[0])() == [True] for group in groups)

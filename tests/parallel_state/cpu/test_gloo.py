@@ -11,7 +11,10 @@ import torch.distributed as dist
 from parallel_state.errors import ParallelStateError
 from tests.forking import run_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+]
 
 WHOLE = torch.arange(24.0).view(4, 6)
 

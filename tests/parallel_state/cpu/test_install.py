@@ -34,6 +34,7 @@ def test_install_returns_true_on_every_call() -> None:
     assert cpu.install() is True
 
 
+@pytest.mark.processes
 def test_with_a_gpu_nothing_is_changed() -> None:
     program = """
         import torch, torch.distributed as dist
@@ -47,6 +48,7 @@ def test_with_a_gpu_nothing_is_changed() -> None:
     assert run_fresh(program) == "False True"
 
 
+@pytest.mark.processes
 def test_install_after_an_import_of_megatron_is_rejected() -> None:
     program = """
         import megatron.core
@@ -60,6 +62,7 @@ def test_install_after_an_import_of_megatron_is_rejected() -> None:
     assert run_fresh(program).startswith("megatron.core | megatron.core was imported before")
 
 
+@pytest.mark.processes
 def test_a_transformer_engine_that_fails_on_import_does_not_break_megatron(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('no GPU')")
@@ -72,6 +75,7 @@ def test_a_transformer_engine_that_fails_on_import_does_not_break_megatron(tmp_p
     assert run_fresh(program, tmp_path) == "False"
 
 
+@pytest.mark.processes
 def test_a_package_that_is_named_is_rewritten_and_others_are_not(tmp_path: Path) -> None:
     for name in ("team", "team_b", "other"):
         (tmp_path / name).mkdir()
@@ -87,6 +91,7 @@ def test_a_package_that_is_named_is_rewritten_and_others_are_not(tmp_path: Path)
     assert run_fresh(program, tmp_path) == "cpu cpu cuda"
 
 
+@pytest.mark.processes
 def test_a_package_that_was_imported_before_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "team.py").write_text("DEVICE = 'cuda'")
     program = """
@@ -101,6 +106,7 @@ def test_a_package_that_was_imported_before_is_rejected(tmp_path: Path) -> None:
     assert run_fresh(program, tmp_path).startswith("team | team was imported before")
 
 
+@pytest.mark.processes
 def test_megatron_training_starts_without_cuda_and_nvcc(tmp_path: Path) -> None:
     for folder in ("training", "legacy/fused_kernels"):
         (tmp_path / "megatron" / folder).mkdir(parents=True)

@@ -99,6 +99,7 @@ def test_a_module_that_cannot_be_cached_is_still_imported(package: Path, monkeyp
     assert imported_device() == "cpu"
 
 
+@pytest.mark.processes
 def test_processes_that_write_the_cache_at_the_same_time_read_it_whole(package: Path) -> None:
     package.write_text("DEVICE = 'cuda'\nPADDING = '" + "x" * 1_000_000 + "'\n")
     children = []

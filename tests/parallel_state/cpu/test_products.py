@@ -63,6 +63,7 @@ def test_only_on_amds_processors_with_avx512(information: str, slow: bool) -> No
     assert products.is_slow_processor(information) == (slow and torch.backends.mkldnn.is_available())
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch is without oneDNN")
 def test_large_products_and_their_gradients() -> None:
     done = subprocess.run([sys.executable, "-c", PATCHED], capture_output=True, text=True, timeout=120)

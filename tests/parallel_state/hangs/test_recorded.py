@@ -62,7 +62,7 @@ def test_other_operations_or_shapes_at_one_number_are_the_cause() -> None:
     assert cause.startswith("different shapes or dtypes: ") and "float32[3]" in cause
 
 
-def test_on_nccl_a_rank_waits_in_the_first_collective_that_others_have_not_made() -> None:
+def test_on_nccl_a_rank_waits_in_the_first_collective_that_others_lack() -> None:
     device = RecordedGroup("1", "TENSOR_MODEL_PARALLEL_GROUP", (0, 1), "nccl")
     done = call(device, DONE, 0)
     cause, stories = report({0: [done, call(device, DONE, 1), call(device, RETURNED, 2)], 1: [done]}, ended={1})

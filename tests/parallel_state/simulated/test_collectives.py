@@ -15,6 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from parallel_state import simulated
 from tests.forking import run_ranks
 
+pytestmark = [pytest.mark.processes, pytest.mark.simulated]
+
 
 def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of this rank over many orders of magnitude, so that another order of a sum has other bits."""

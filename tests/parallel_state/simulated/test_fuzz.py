@@ -13,6 +13,8 @@ from parallel_state import simulated
 from parallel_state.simulated import SimulationError
 from tests.forking import run_ranks
 
+pytestmark = [pytest.mark.processes, pytest.mark.simulated]
+
 RANKS = 4
 STEPS = 12
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send")

@@ -31,6 +31,8 @@ from parallel_state.simulated import (
 )
 from tests.process_state import state_of_this_process
 
+pytestmark = [pytest.mark.processes, pytest.mark.simulated]
+
 LAYOUT = ParallelLayout(8, tp=2, pp=2)
 
 
@@ -52,7 +54,7 @@ def rank_in(*ranks: int) -> bool:
     return dist.get_rank() in ranks
 
 
-def test_a_deadlock_begins_with_the_rank_that_ended_and_has_the_line_of_every_other() -> None:
+def test_a_deadlock_begins_with_the_rank_that_ended_and_has_all_lines() -> None:
     from megatron.core import parallel_state as mpu
 
     def skips() -> None:

@@ -103,7 +103,7 @@ def test_schedules_are_checked() -> None:
         run_ranks(2, dist.barrier, schedule="random")
 
 
-def test_a_module_that_a_rank_imports_first_starts_with_its_own_values_on_every_rank(
+def test_a_module_imported_by_a_rank_starts_with_its_values_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "imported_late.py").write_text(

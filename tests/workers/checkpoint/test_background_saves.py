@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ranks import run_ranks
@@ -44,6 +45,7 @@ def loaded(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
+@pytest.mark.simulated
 def test_next_save_waits_for_the_one_in_flight(tmp_path: Path) -> None:
     path = str(tmp_path)
     ranks = run_ranks(save_and_go_on, 4, {"tp": 2, "pp": 2}, path)
@@ -66,6 +68,7 @@ def changed_while_saving(path: str) -> dict[str, Any]:
     return {"saved": saved, "loaded": weights(worker)}
 
 
+@pytest.mark.simulated
 def test_checkpoint_has_the_weights_at_the_start_of_the_save(tmp_path: Path) -> None:
     result = run_ranks(changed_while_saving, 1, str(tmp_path))[0]
     assert largest_difference(result["saved"], result["loaded"]) == 0
@@ -83,6 +86,7 @@ def written_from_memory(content: bytes, path: Path) -> Any:
     return json.loads(ran.stdout)
 
 
+@pytest.mark.processes
 def test_process_that_writes_reports_length_and_checksum_or_the_cause(tmp_path: Path) -> None:
     content = os.urandom((1 << 22) + 5)
     assert written_from_memory(content, tmp_path / "a") == [[len(content), hashlib.sha256(content).hexdigest()]]

@@ -19,6 +19,8 @@ from mcontroller.errors import DataError
 from tests.ranks import run_ranks
 from tests.workers.roles import critic, largest_difference, weights
 
+pytestmark = pytest.mark.simulated
+
 RANKS = 2
 
 

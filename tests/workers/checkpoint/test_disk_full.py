@@ -18,6 +18,8 @@ from mcontroller.errors import DataError
 from tests.forking import run_ranks
 from tests.workers.roles import critic
 
+pytestmark = pytest.mark.processes
+
 RANKS = 2
 FULL_ON = {"shard of rank 0": (0, 50_000), "shard of rank 1": (1, 50_000), "common.pt": (0, 100)}
 

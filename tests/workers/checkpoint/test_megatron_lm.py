@@ -18,6 +18,8 @@ from workers.model.local_spec import block_spec
 from workers.model.transformer_config import transformer_config
 from workers.weights.full_state import full_state_dict
 
+pytestmark = pytest.mark.simulated
+
 STEP, PADDED_VOCAB = 40, 96
 
 

@@ -48,6 +48,7 @@ def _in_experts(fn: Any, parallel: dict[str, Any], path: str, distributed: bool)
     return fn(parallel, path, model=EXPERTS, optim={"distributed_optimizer": distributed})
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [(TOGETHER, APART), (APART, TOGETHER)], ids=["apart", "together"])
 def test_training_of_experts_continues_in_another_layout(
@@ -72,6 +73,7 @@ def in_another_run(path: str, resume: bool) -> dict[str, Any]:
     return {"scale": float(worker.optimizer.get_loss_scale())}
 
 
+@pytest.mark.simulated
 def test_loss_scale_is_restored_and_settings_are_those_of_the_run(tmp_path: Path) -> None:
     saved, loaded = (run_ranks(in_another_run, 1, str(tmp_path), resume)[0] for resume in (False, True))
     assert loaded["scale"] <= saved["scale"] < 2.0**32
@@ -89,6 +91,7 @@ def rolled_back(path: str) -> float:
     return largest_difference(first, weights(worker))
 
 
+@pytest.mark.simulated
 def test_loading_a_checkpoint_without_steps_resets_the_moments(tmp_path: Path) -> None:
     assert run_ranks(rolled_back, 1, str(tmp_path)) == [0.0]
 
@@ -112,6 +115,7 @@ def unreadable(path: str) -> list[str]:
     return [*messages, str(caught.value)]
 
 
+@pytest.mark.simulated
 def test_unknown_phase_and_truncated_files_are_reported(tmp_path: Path) -> None:
     phase, truncated = run_ranks(unreadable, 1, str(tmp_path))[0]
     assert "was saved in the phase 'sft'; this role is trained in ppo" in phase
@@ -141,6 +145,7 @@ def in_buckets(parallel: dict[str, Any], path: str, changes: dict[str, Any], res
     return {"metrics": metrics, "weights": weights(worker)}
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", CHANGES)
 def test_training_resumes_to_the_bit_from_a_save_in_buckets(layout: str, tmp_path: Path) -> None:
     run = AXES[layout], str(tmp_path), CHANGES[layout]
@@ -182,6 +187,7 @@ def rejected(parallel: dict[str, Any], path: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 def test_a_save_in_buckets_loads_with_other_dp_and_is_rejected_with_other_tp(tmp_path: Path) -> None:
     saved = run_ranks(in_buckets, 4, {"tp": 2}, str(tmp_path), {}, False)[0]
     resumed = run_ranks(in_buckets, 2, {"tp": 2}, str(tmp_path), {}, True)[0]

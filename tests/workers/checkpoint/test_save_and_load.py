@@ -5,8 +5,10 @@ Tests of ``forking.run_ranks`` save through the processes that Megatron forks; s
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +62,33 @@ def load_and_go_on(
     return {"step": step, "loaded": loaded, "counters": counters, "later": weights(worker)}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["optimizer", "distributed-optimizer"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    optim = {"distributed_optimizer": request.param}
-    path = str(tmp_path_factory.mktemp("run"))
-    saved = run_ranks(save_and_go_on, 8, SAVED_IN, path, optim)[0]
-    return saved | {"path": path, "optim": optim}
+@pytest.fixture(scope="module")
+def saved_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, Any]]:
+    """Save once with the optimizer, and once with the distributed one."""
+
+    @functools.cache
+    def saved(distributed: bool) -> dict[str, Any]:
+        path, optim = str(tmp_path_factory.mktemp("run")), {"distributed_optimizer": distributed}
+        return run_ranks(save_and_go_on, 8, SAVED_IN, path, optim)[0] | {"path": path, "optim": optim}
+
+    return saved
 
 
+@pytest.fixture
+def checkpoint(saved_with: Callable[[bool], dict[str, Any]]) -> dict[str, Any]:
+    return saved_with(True)
+
+
+@pytest.mark.simulated
 @pytest.mark.parametrize(
-    ("world_size", "parallel"), [(8, SAVED_IN), (4, {"pp": 4}), (1, {})], ids=["same", "pp4", "one-process"]
+    ("distributed", "world_size", "parallel"),
+    [(True, 8, SAVED_IN), (True, 1, {}), (False, 4, {"pp": 4})],
+    ids=["distributed-optimizer-same", "distributed-optimizer-one-process", "optimizer-pp4"],
 )
 def test_training_continues_in_any_layout(
-    checkpoint: dict[str, Any], world_size: int, parallel: dict[str, Any]
+    saved_with: Callable[[bool], dict[str, Any]], distributed: bool, world_size: int, parallel: dict[str, Any]
 ) -> None:
+    checkpoint = saved_with(distributed)
     loaded = run_ranks(load_and_go_on, world_size, parallel, checkpoint["path"], checkpoint["optim"])[0]
     assert loaded["step"] == 7
     assert loaded["counters"] == {"phase": "ppo", "updates": 1, "optimizer_steps": 4, "sampled_batches": 1}
@@ -82,6 +97,7 @@ def test_training_continues_in_any_layout(
     assert largest_difference(checkpoint["later"], loaded["later"]) < 1e-5
 
 
+@pytest.mark.processes
 def test_padded_bucket_does_not_shift_the_parameters_after_it(tmp_path: Path) -> None:
     """Tied weights are in a separate bucket, which 61 x 32 elements do not fill."""
     tied, optim = {"tie_embeddings": True}, {"distributed_optimizer": True}
@@ -92,6 +108,7 @@ def test_padded_bucket_does_not_shift_the_parameters_after_it(tmp_path: Path) ->
         assert largest_difference(saved["later"], loaded["later"]) < 1e-5
 
 
+@pytest.mark.simulated
 def test_manifest_describes_what_was_saved(checkpoint: dict[str, Any]) -> None:
     directory = Path(checkpoint["directory"])
     manifest = json.loads((directory / "manifest.json").read_text())
@@ -113,6 +130,7 @@ def scores_of_first_model(parallel: dict[str, Any]) -> torch.Tensor:
     return actor(parallel, "ref").compute_ref_log_prob(experience(ROWS)).batch["ref_log_prob"]
 
 
+@pytest.mark.simulated
 def test_reference_alone_is_loaded_from_the_reference_of_the_checkpoint(checkpoint: dict[str, Any]) -> None:
     expected = run_ranks(scores_of_first_model, 1, {})[0]
     found = run_ranks(scores_of_reference, 2, {"pp": 2}, checkpoint["path"])[-1]
@@ -131,11 +149,13 @@ def keep_two(path: str) -> None:
     worker.save_checkpoint(path, global_step=10)
 
 
+@pytest.mark.simulated
 def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     run_ranks(keep_two, 1, str(tmp_path))
     assert sorted(found.name for found in tmp_path.iterdir()) == names_of(10, 2)
 
 
+@pytest.mark.simulated
 def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path: Path) -> None:
     for name in (".global_step_1.partial", ".global_step_3.replaced"):
         (tmp_path / name).mkdir()
@@ -197,6 +217,7 @@ def run_again(path: str) -> int:
     return worker.load_checkpoint(path)
 
 
+@pytest.mark.simulated
 def test_checkpoint_just_written_is_never_deleted(tmp_path: Path) -> None:
     assert run_ranks(run_again, 1, str(tmp_path)) == [5]
     assert sorted(found.name for found in tmp_path.iterdir()) == names_of(5, 100)
@@ -216,6 +237,7 @@ def unwritable_and_unreadable(path: str) -> list[str]:
     return messages
 
 
+@pytest.mark.simulated
 def test_path_that_one_rank_cannot_use_raises_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for cannot_write, not_there in run_ranks(unwritable_and_unreadable, 2, str(tmp_path)):
@@ -240,6 +262,7 @@ def interrupted(path: str, resume: bool) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights(worker)}
 
 
+@pytest.mark.processes
 def test_random_numbers_and_learning_rate_continue(tmp_path: Path) -> None:
     whole, resumed = (forking.run_ranks(interrupted, 2, str(tmp_path), resume)[0] for resume in (False, True))
     assert resumed["metrics"] == whole["metrics"]
@@ -265,6 +288,7 @@ def save_actor(path: str) -> None:
     worker.save_checkpoint(path)
 
 
+@pytest.mark.simulated
 def test_unsuitable_checkpoint_is_rejected_with_the_names_that_differ(tmp_path: Path) -> None:
     path = str(tmp_path)
     run_ranks(save_actor, 1, path)

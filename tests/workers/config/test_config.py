@@ -153,6 +153,7 @@ def test_a_subclass_has_a_configuration_of_its_own_type() -> None:
         RayClassWithInitArgs(Other, CriticConfig(GPT), scale=2.0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "module", ["workers.config.fit", "workers.config.model", "workers.config.roles", "workers.weights.hf.config"]
 )

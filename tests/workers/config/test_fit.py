@@ -158,7 +158,7 @@ def test_local_layers_accumulate_gradients_in_place_on_a_cpu_only() -> None:
     [{"moe_token_dispatcher_type": "allgather"}, {"moe_pad_expert_input_to_capacity": True}],
     ids=["allgather", "capacity"],
 )
-def test_experts_that_need_rows_of_one_length_are_rejected_if_ranks_have_different_rows(
+def test_experts_that_need_rows_of_one_length_are_rejected_over_dp(
     transformer: dict[str, Any],
 ) -> None:
     model = dataclasses.replace(GPT, **EXPERTS, transformer=transformer)
@@ -182,7 +182,7 @@ def test_experts_that_need_rows_of_one_length_are_rejected_if_ranks_have_differe
         ({"cp": 3, "tp": 2, "sequence_parallel": True}, {"fp8": "e4m3"}, 96),
     ],
 )
-def test_row_lengths_are_rounded_up_to_a_multiple_that_axes_and_fp8_blocks_divide(
+def test_row_lengths_are_rounded_up_to_a_multiple_of_axes_and_fp8_blocks(
     axes: dict[str, Any], transformer: dict[str, Any], multiple: int
 ) -> None:
     model = dataclasses.replace(GPT, transformer=transformer)

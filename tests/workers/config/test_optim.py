@@ -102,9 +102,7 @@ def test_the_scale_of_the_loss_is_checked_for_the_optimizer_of_sft_too() -> None
         ({"use_precision_aware_optimizer": True}, "needs Transformer Engine's FusedAdam"),
     ],
 )
-def test_a_field_that_the_installed_megatron_lacks_or_cannot_compute_is_rejected(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_a_field_that_the_installed_megatron_cannot_compute_is_rejected(fields: dict[str, Any], message: str) -> None:
     optimizer = "sgd" if "sgd_momentums" in fields else "adam"
     with pytest.raises(ConfigError) as caught:
         optimizer_config(OptimConfig(optimizer=optimizer, megatron=fields), MODEL)

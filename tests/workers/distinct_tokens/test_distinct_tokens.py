@@ -28,7 +28,7 @@ def letters(rows: list[tuple[str, str]], of: DistinctTokens) -> str:
     return "".join(whole[at] for at in of.source)
 
 
-def test_a_prompt_comes_once_for_the_rows_that_follow_each_other_and_the_last_token_predicts_nothing() -> None:
+def test_a_prompt_comes_once_for_its_rows_and_the_last_token_predicts_nothing() -> None:
     rows = [("abc", "xyz"), ("abc", "xw"), ("abc", "q"), ("de", "xyz"), ("abc", "xyz")]
     distinct = found(rows)
     assert distinct is not None

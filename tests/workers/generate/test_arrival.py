@@ -197,6 +197,7 @@ def check(found: Mapping[str, Any], faults: Mapping[str, Fault]) -> None:
             assert error.old == sorted(error.tensors)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [("dense", {"tp": 2, "pp": 2}), ("tied", {"tp": 2, "pp": 2}), ("experts", {"ep": 2, "pp": 2})],
@@ -225,6 +226,7 @@ def old_output_layer(held: Tensors, old: Tensors) -> None:
         held["embedding.word_embeddings.weight"].copy_(old["embedding.word_embeddings.weight"])
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("model", "parallel", "rollout", "special"),
     [
@@ -272,6 +274,7 @@ def correct_updates(updates: int) -> tuple[int, set[bool]]:
     return updates, changes
 
 
+@pytest.mark.simulated
 def test_correct_updates_are_accepted_also_if_they_change_nothing() -> None:
     for accepted, changes in run_ranks(correct_updates, 2, 6):
         assert accepted == 6 and changes == {True, False}

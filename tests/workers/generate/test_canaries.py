@@ -44,7 +44,7 @@ def rates(rounding: float, kind: str, prompts: int = PROMPTS) -> dict[bool | Non
 
 
 @pytest.mark.parametrize("rounding", [0.0, 0.01, 0.1])
-def test_new_old_and_half_old_weights_are_separated_if_the_change_is_larger_than_rounding(rounding: float) -> None:
+def test_new_and_old_weights_are_separated_by_changes_larger_than_rounding(rounding: float) -> None:
     assert rates(rounding, "new")[True] == 40
     assert rates(rounding, "old")[False] == rates(rounding, "half")[False] == 40
 

@@ -11,6 +11,8 @@ from mcontroller.data.protocol import DataProto
 from tests.ranks import run_ranks
 from tests.workers.roles import PROMPT, SAMPLED, actor
 
+pytestmark = pytest.mark.simulated
+
 ROWS, VOCAB = 256, 1_003
 MODEL = {
     "vocab_size": VOCAB,

@@ -84,6 +84,7 @@ def drawn_apart(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tu
     return responses.cpu(), [chunk.decoder.input_tensor for chunk in unwrap_model(worker.model)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-tp"])
 def test_all_ranks_of_a_replica_continue_with_the_tokens_of_one(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = {"tp": 2, "pp": 2, "order": order}
@@ -117,29 +118,34 @@ def greedy_reference() -> torch.Tensor:
     return run_ranks(argmax_without_cache, 1)[0]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
 def test_greedy_tokens_are_the_argmax_of_full_passes(layout: str | None) -> None:
     assert torch.equal(of_all_ranks(layout)["responses"], greedy_reference())
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_equal_those_of_one_process(layout: str) -> None:
     expected, found = of_all_ranks(None, greedy=False, n=2), of_all_ranks(layout, greedy=False, n=2)
     assert torch.equal(found["responses"], expected["responses"])
 
 
+@pytest.mark.simulated
 def test_samples_do_not_depend_on_the_order_of_the_batch() -> None:
     assert torch.equal(
         of_all_ranks(None, greedy=False, backwards=True)["responses"], of_all_ranks(None, greedy=False)["responses"]
     )
 
 
+@pytest.mark.simulated
 def test_samples_of_one_prompt_differ_and_repeat_the_prompt_next_to_each_other() -> None:
     samples = of_all_ranks(None, greedy=False, n=2)
     assert torch.equal(samples["prompts"][0::2], samples["prompts"][1::2])
     assert (samples["responses"][0::2] != samples["responses"][1::2]).any(1).float().mean() > 0.9
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
 def test_log_probs_of_samples_equal_those_of_scoring(layout: str | None) -> None:
     samples = of_all_ranks(layout, greedy=False, n=2)
@@ -168,6 +174,7 @@ def with_reordered_weights(parallel: dict[str, Any], monkeypatch: pytest.MonkeyP
     return rounds
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_reordered_weights_generate_the_same(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = forking.run_ranks(with_reordered_weights, world_size, {"tp": world_size}, monkeypatch)[-1]
@@ -207,12 +214,14 @@ def with_custom_linears() -> list[torch.Tensor]:
     return [samples.batch["rollout_log_probs"], worker.compute_log_prob(samples).batch["old_log_probs"]]
 
 
+@pytest.mark.simulated
 def test_custom_linears_generate_with_the_log_probs_that_they_score(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference_linears, "MIN_REORDERED_ELEMENTS", 1)
     sampled, scored = run_ranks(with_custom_linears, 1)[0]
     torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
 
 
+@pytest.mark.simulated
 def test_responses_end_at_the_stop_token_and_are_padded_after_it() -> None:
     samples = of_all_ranks(None, greedy=False, n=2)
     assert 0 < (samples["response_mask"].sum(1) < RESPONSE).sum() < 2 * ROWS
@@ -236,6 +245,7 @@ def generated_from_few(parallel: dict[str, Any], rows: int) -> DataProto | None:
     return worker.generate_sequences(prompts(rows, SAMPLED | {"n": 2})[partition.rows(group.rank())])
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fewer_prompts_than_ranks_are_sampled_as_in_one_process(rows: int) -> None:
     alone = run_ranks(generated_from_few, 1, {}, rows)[0]
@@ -256,6 +266,7 @@ def stops_early() -> list[int]:
     return [len(calls), int(out.batch["response_mask"].sum())]
 
 
+@pytest.mark.simulated
 def test_generation_ends_when_every_row_has_stopped() -> None:
     assert run_ranks(stops_early, 1)[0] == [1, ROWS]
 
@@ -289,6 +300,7 @@ def rejections() -> list[str]:
     return messages
 
 
+@pytest.mark.simulated
 def test_invalid_prompts_and_settings_are_rejected_with_their_name() -> None:
     right_padded, too_long, no_mask, no_stop, cold, half, outside, text, empty, nothing = run_ranks(rejections, 1)[0]
     assert "row 0 is padded on the right" in right_padded

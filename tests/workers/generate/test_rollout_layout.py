@@ -86,11 +86,12 @@ def alone(model: str, rows: int) -> list[dict[str, Any]]:
     return run_ranks(before_and_after, 1, {}, None, whole, rows, {})[0]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("ranks", "parallel", "rollout", "model", "rows", "changes"),
     [
-        (8, TP2_PP2, {}, "dense", ROWS, {}),
-        (8, TP2_PP2, {"tp": 4}, "tied", ROWS, {}),
+        (4, TP2_PP2, {}, "dense", ROWS, {}),
+        (4, TP2_PP2, {"tp": 4}, "tied", ROWS, {}),
         (8, {"cp": 2, "tp": 2}, {}, "dense", 3, {}),  # fewer samples, with and without n, than ranks
         (4, {"cp": 4, "order": "cp-tp-ep-dp-pp"}, {"tp": 2}, "dense", ROWS, {}),
         (4, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, "tied", ROWS, {}),
@@ -99,7 +100,7 @@ def alone(model: str, rows: int) -> list[dict[str, Any]]:
         (4, {"ep": 2, "pp": 2}, {"ep": 4}, "experts", 3, {"max_rows": 1}),
         (4, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "experts", ROWS, {}),
     ],
-    ids=["dp8", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "uneven", "ep4-few", "etp"],
+    ids=["dp4", "tp4", "cp2-few", "cp4-tp2", "vpp", "orders", "uneven", "ep4-few", "etp"],
 )
 def test_responses_equal_those_of_one_process_before_and_after_an_update(
     ranks: int, parallel: Axes, rollout: Axes, model: str, rows: int, changes: dict[str, Any]
@@ -121,6 +122,7 @@ def test_responses_equal_those_of_one_process_before_and_after_an_update(
     assert change.abs().max() > 0.05  # the update has an effect
 
 
+@pytest.mark.simulated
 def test_weights_are_refit_only_after_a_change_and_the_cost_is_reported() -> None:
     for outputs in run_ranks(before_and_after, 4, {"tp": 2}, {}, "dense", ROWS, {}):
         first, again, updated, updated_again = (output["metrics"] for output in outputs)
@@ -180,6 +182,7 @@ def with_custom_model(parallel: Axes, rollout: Axes | None) -> list[torch.Tensor
     return None if outputs[0] is None else [output.batch["responses"] for output in outputs]
 
 
+@pytest.mark.simulated
 def test_custom_model_generates_in_another_layout() -> None:
     expected = run_ranks(with_custom_model, 1, {}, None)[0]
     assert not torch.equal(*expected)
@@ -196,6 +199,7 @@ def rejected_custom_model() -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 def test_custom_model_without_build_rollout_model_is_rejected() -> None:
     for message in run_ranks(rejected_custom_model, 2):
         assert message.startswith("CustomModel overrides build_model, ") and "override build_rollout_model" in message
@@ -215,6 +219,7 @@ def stops_at_different_steps(max_rows: int) -> tuple[int, ...]:
     return tuple(worker.generate_sequences(rows[: 4 - dist.get_rank()]).batch["response_mask"].sum(1).tolist())
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("max_rows", [0, 1])
 def test_rank_that_is_done_still_exchanges_tokens_of_experts(max_rows: int) -> None:
     done, other = run_ranks(stops_at_different_steps, 2, max_rows)
@@ -237,6 +242,7 @@ def greedy_alone(rows: int, stops: tuple[int, ...]) -> list[list[int]]:
     return run_ranks(greedy_of, 1, {}, [rows], list(stops), 0)[0]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("parallel", "shares", "max_rows"),
     [
@@ -246,7 +252,7 @@ def greedy_alone(rows: int, stops: tuple[int, ...]) -> list[list[int]]:
     ],
     ids=["ep2", "ep4-in-passes", "over-tp-and-dp"],
 )
-def test_ranks_with_shared_experts_that_end_at_different_steps_generate_what_one_process_does(
+def test_ranks_with_shared_experts_may_end_generation_at_different_steps(
     parallel: Axes, shares: list[int], max_rows: int
 ) -> None:
     stops = tuple(response[0] for response in greedy_alone(10, (EOS,))[: shares[0]])
@@ -270,6 +276,7 @@ def padding_only_on_one_rank() -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 def test_invalid_prompt_of_one_rank_raises_on_all() -> None:
     for message in run_ranks(padding_only_on_one_rank, 4):
         assert "generate_sequences: row 0, of 0 tokens, is padding only" in message
@@ -306,6 +313,7 @@ def offloaded_and_reloaded(path: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.simulated
 def test_rollout_weights_are_offloaded_and_reloaded_and_in_no_checkpoint(tmp_path: Path) -> None:
     for rank in run_ranks(offloaded_and_reloaded, 4, str(tmp_path)):
         assert rank["same"] == [True, True, True] and not rank["updated"]
@@ -326,9 +334,7 @@ def test_rollout_weights_are_offloaded_and_reloaded_and_in_no_checkpoint(tmp_pat
         ({"tpp": 2}, "rollout.parallel.tpp", "tpp"),
     ],
 )
-def test_rollout_layout_that_does_not_divide_the_model_is_rejected_with_its_key(
-    rollout: Axes, key: str, text: str
-) -> None:
+def test_rollout_layout_that_does_not_divide_the_model_is_rejected(rollout: Axes, key: str, text: str) -> None:
     config = {"model": MODEL, "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE, "parallel": rollout}}
     with pytest.raises(ConfigError) as caught:
         load_config(ActorConfig, config)
@@ -342,7 +348,8 @@ def rejected_layout() -> tuple[str, str]:
     return str(caught.value), caught.value.key
 
 
-def test_rollout_layout_that_does_not_divide_the_ranks_is_rejected_with_the_numbers() -> None:
+@pytest.mark.simulated
+def test_rollout_layout_that_does_not_divide_the_ranks_is_rejected() -> None:
     for message, key in run_ranks(rejected_layout, 2):
         assert message.startswith("rollout.parallel: ") and "= 4 does not divide world_size 2" in message
         assert key == "rollout.parallel"

@@ -36,6 +36,7 @@ def cached_and_counted(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors), ROWS * one.cache
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (4, {"tp": 2, "pp": 2})])
 def test_counted_cache_is_that_of_megatron(
     world_size: int, parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -64,12 +65,14 @@ def limits(parallel: dict[str, int], fraction: float) -> tuple[int, int, list[st
     return limit.of(one, 100), limit.of(one, 100), records
 
 
+@pytest.mark.simulated
 def test_ranks_of_a_replica_have_the_smallest_limit_of_their_memory() -> None:
     assert [found[0] for found in run_ranks(limits, 4, {"tp": 2}, 0.5)] == [5, 5, 15, 15]
     assert [found[0] for found in run_ranks(limits, 4, {"tp": 2, "pp": 2}, 1.0)] == [10] * 4
     assert run_ranks(limits, 4, {}, 0.01)[0][0] == 1
 
 
+@pytest.mark.processes
 def test_batch_that_does_not_fit_is_reported_once_with_the_reason() -> None:
     first, second, *_ = forking.run_ranks(limits, 4, {"tp": 2}, 0.5)  # each rank's log is its process's
     [message] = first[2]
@@ -99,6 +102,7 @@ def samples_in_parts(memory_rows: int | None, max_rows: int) -> tuple[Any, list[
         return dict(worker.generate_sequences(batch).batch), passes
 
 
+@pytest.mark.simulated
 def test_samples_do_not_depend_on_the_parts_of_the_batch() -> None:
     whole, passes = run_ranks(samples_in_parts, 1, None, 0)[0]
     assert passes == [ROWS]  # the responses of a prompt share its pass

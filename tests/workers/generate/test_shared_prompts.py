@@ -75,6 +75,7 @@ def generated(shared: bool) -> tuple[Columns, int]:
     return {name: column[order] for name, column in columns.items()}, rows[0]
 
 
+@pytest.mark.simulated
 def test_responses_are_those_of_rows_that_pass_separately() -> None:
     ((shared, shared_rows),) = run_ranks(generated, 1, True)
     ((separate, separate_rows),) = run_ranks(generated, 1, False)

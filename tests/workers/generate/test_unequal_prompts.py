@@ -36,6 +36,7 @@ def sampled_and_scored(model: dict[str, Any]) -> list[Tensor]:
     return [samples.batch["rollout_log_probs"], worker.compute_log_prob(samples).batch["old_log_probs"]]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probs_of_samples_equal_those_of_scoring(model: str) -> None:
     sampled, scored = run_ranks(sampled_and_scored, 1, MODELS[model])[0]
@@ -61,6 +62,7 @@ def seen_by_core_attention(equal: bool) -> list[tuple[int, tuple[int, ...] | Non
     return seen
 
 
+@pytest.mark.simulated
 def test_prompts_are_causal_and_later_tokens_have_a_mask_for_one_query() -> None:
     width = int(prompts(ROWS, {}).batch["attention_mask"].sum(1).max())
     prompt, *later = run_ranks(seen_by_core_attention, 1, False)[0]
@@ -69,6 +71,7 @@ def test_prompts_are_causal_and_later_tokens_have_a_mask_for_one_query() -> None
     assert {queries for queries, _, _ in later} == {1}
 
 
+@pytest.mark.simulated
 def test_prompts_of_equal_length_have_no_mask() -> None:
     seen = run_ranks(seen_by_core_attention, 1, True)[0]
     assert [mask for _, mask, _ in seen] == [None] * RESPONSE
@@ -110,7 +113,7 @@ def decode(core: Core, mask: Tensor | None) -> Tensor:
     return output
 
 
-def test_single_tokens_never_reach_the_kernels_of_transformer_engine_unless_it_has_windows() -> None:
+def test_single_tokens_reach_transformer_engine_only_with_windows() -> None:
     mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
     mask[0, ..., 2] = True
     engine, windowed, other = OfTransformerEngine(), OfTransformerEngine(), Core()

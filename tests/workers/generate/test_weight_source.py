@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ranks import run_ranks
 from tests.workers.roles import actor
 from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.weight_source import PolicyWeightSource
+
+pytestmark = pytest.mark.simulated
 
 
 def listed(parallel: dict[str, int]) -> tuple[Any, list[str], dict[str, torch.Tensor]]:

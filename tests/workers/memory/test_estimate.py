@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError
-from tests.forking import run_ranks
+from tests.ranks import run_ranks
 from tests.workers.memory.counted import BF16, EXPERTS, RECOMPUTED, SHARDED, WHOLE, Layout, far_off
 from tests.workers.roles import MODEL, actor, critic
 from workers import ModelConfig, ParallelConfig
@@ -64,6 +64,7 @@ def built(parallel: dict[str, Any], model: dict[str, Any], value_head: bool) -> 
     return worker.context.pg.pp.rank(), Parameters(counted[True], counted[False])
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(("parallel", "model", "value_head"), SHAPES.values(), ids=SHAPES)
 def test_parameters_are_counted_exactly(parallel: dict[str, Any], model: dict[str, Any], value_head: bool) -> None:
     config, axes = load_config(ModelConfig, MODEL | model), ParallelConfig(**parallel)
@@ -74,6 +75,7 @@ def test_parameters_are_counted_exactly(parallel: dict[str, Any], model: dict[st
         assert estimated == real
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bytes are counted on a pretended device, or on a GPU")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_estimates_are_within_a_tenth_of_the_counted_bytes(layout: Layout) -> None:

@@ -35,25 +35,25 @@ OF_2019 = dataclasses.replace(
     position_embedding_type="learned_absolute",
 )
 
-CASES: list[tuple[str, ModelConfig, int, dict[str, Any]]] = [
-    ("tp2-pp2", SMALL_GPT, 4, {"tp": 2, "pp": 2}),
-    ("tp2-pp2-dp2", SMALL_GPT, 8, {"tp": 2, "pp": 2}),
-    ("tp4", SMALL_GPT, 4, {"tp": 4}),
-    ("pp4", SMALL_GPT, 4, {"pp": 4}),
-    ("pp2-vpp2", SMALL_GPT, 2, {"pp": 2, "vpp": 2}),
-    ("tp2-sp", SMALL_GPT, 2, {"tp": 2, "sequence_parallel": True}),
-    ("cp2", SMALL_GPT, 2, {"cp": 2}),
-    ("tp2-cp2-pp2-sp", SMALL_GPT, 8, {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True}),
-    ("experts ep2", OF_EXPERTS, 2, {"ep": 2}),
-    ("experts tp2-pp2-ep2-etp1-sp", OF_EXPERTS, 8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
-    ("experts tp2-ep2-etp2-sp", OF_EXPERTS, 4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
-    ("experts tp2-etp1-sp", OF_EXPERTS, 2, {"tp": 2, "etp": 1, "sequence_parallel": True}),
-    ("tied tp2-pp2", TIED, 4, {"tp": 2, "pp": 2}),
-    ("tied pp2-vpp2", TIED, 2, {"pp": 2, "vpp": 2}),
-    ("layer norm, biases, learned positions tp2-pp2-sp", OF_2019, 4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+CASES: list[tuple[str, ModelConfig, int, dict[str, Any], bool]] = [
+    ("logits tp2-pp2", SMALL_GPT, 4, {"tp": 2, "pp": 2}, False),
+    ("logits tp4", SMALL_GPT, 4, {"tp": 4}, False),
+    ("values pp2-vpp2", SMALL_GPT, 2, {"pp": 2, "vpp": 2}, True),
+    ("logits tp2-cp2-sp", SMALL_GPT, 4, {"tp": 2, "cp": 2, "sequence_parallel": True}, False),
+    ("logits experts ep2", OF_EXPERTS, 2, {"ep": 2}, False),
+    ("logits experts tp2-ep2-etp2-sp", OF_EXPERTS, 4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, False),
+    ("logits experts tp2-etp1-sp", OF_EXPERTS, 2, {"tp": 2, "etp": 1, "sequence_parallel": True}, False),
+    ("logits tied tp2-pp2", TIED, 4, {"tp": 2, "pp": 2}, False),
+    ("logits tied pp2-vpp2", TIED, 2, {"pp": 2, "vpp": 2}, False),
+    (
+        "logits layer norm, biases, learned positions tp2-pp2-sp",
+        OF_2019,
+        4,
+        {"tp": 2, "pp": 2, "sequence_parallel": True},
+        False,
+    ),
 ]
-
-VALUE_CASES = ("tp2-pp2-dp2", "pp2-vpp2", "tp2-sp", "tp2-cp2-pp2-sp", "experts ep2")
+"""Each kind of model and each way to divide it once; tests/workers/test_parity_matrix.py has more layouts."""
 
 
 def computed(model: ModelConfig, parallel: ParallelConfig, value_head: bool) -> tuple[Any, ...]:
@@ -73,10 +73,10 @@ def alone(model: ModelConfig, value_head: bool) -> tuple[Any, ...]:
     return _alone[key]
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("model", "ranks", "axes", "value_head"),
-    [pytest.param(*case, False, id=f"logits {name}") for name, *case in CASES]
-    + [pytest.param(*case, True, id=f"values {name}") for name, *case in CASES if name in VALUE_CASES],
+    [pytest.param(*case, id=name) for name, *case in CASES],
 )
 def test_layouts_compute_what_one_process_does(
     model: ModelConfig, ranks: int, axes: dict[str, Any], value_head: bool
@@ -94,6 +94,7 @@ def test_layouts_compute_what_one_process_does(
     assert largest_difference(after, expected_after) < 1e-5
 
 
+@pytest.mark.simulated
 def test_a_seed_determines_the_weights() -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         return Role(dataclasses.replace(SMALL_GPT, seed=seed), ParallelConfig()).weights()
@@ -103,6 +104,7 @@ def test_a_seed_determines_the_weights() -> None:
     assert largest_difference(one, other) > 0.01
 
 
+@pytest.mark.simulated
 def test_weights_have_the_standard_deviations_of_megatron() -> None:
     [weights] = run_ranks(lambda: Role(OF_EXPERTS, ParallelConfig()).weights(), 1)
     std, layers = OF_EXPERTS.init_method_std, OF_EXPERTS.num_layers
@@ -119,6 +121,7 @@ def test_weights_have_the_standard_deviations_of_megatron() -> None:
     assert weights["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].unique().tolist() == [1.0]
 
 
+@pytest.mark.simulated
 def test_each_stage_has_its_own_layers() -> None:
     def held() -> list[tuple[bool, bool, list[int]]]:
         parallel = ParallelConfig(pp=2, vpp=2)
@@ -133,6 +136,7 @@ def test_each_stage_has_its_own_layers() -> None:
     assert second_rank == [(False, False, [2]), (False, True, [4])]
 
 
+@pytest.mark.simulated
 def test_a_user_defined_provider_builds_the_chunks() -> None:
     def provided() -> tuple[list[tuple[bool, bool, int | None]], tuple[int, ...], tuple[int, ...]]:
         parallel, calls = ParallelConfig(pp=2), []
@@ -154,6 +158,7 @@ def test_a_user_defined_provider_builds_the_chunks() -> None:
     assert last == ([(False, True, None)] * 2, (40, 64), (1, 64))
 
 
+@pytest.mark.simulated
 def test_axes_that_are_not_the_contexts_are_rejected() -> None:
     def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
@@ -163,6 +168,7 @@ def test_axes_that_are_not_the_contexts_are_rejected() -> None:
     assert run_ranks(rejected, 2)[0].startswith("parallel.tp is 2, but the context's layout has tp=1")
 
 
+@pytest.mark.processes
 def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     def built_twice() -> None:
         reloaded = importlib.reload(build)  # simulated ranks of other tests have printed it in this process
@@ -176,6 +182,7 @@ def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out.count(f"model.transformer_impl=auto: layers of {chosen}") == 1
 
 
+@pytest.mark.simulated
 def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
     def rejected() -> str:
         parallel = ParallelConfig()
@@ -189,6 +196,7 @@ def test_what_megatron_cannot_build_is_a_configuration_error() -> None:
     assert "dispatcher requires TPxEP > 1" in message
 
 
+@pytest.mark.simulated
 def test_transformer_engine_is_rejected_if_it_cannot_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")

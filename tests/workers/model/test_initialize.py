@@ -14,6 +14,8 @@ from workers.config import ParallelConfig
 from workers.model import initialize
 from workers.model.build import build_model
 
+pytestmark = pytest.mark.processes
+
 
 def drawn_on(cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], int, int]:
     """The weights, the number of threads that drew them on so many CPUs, and the most tensors in memory at once."""

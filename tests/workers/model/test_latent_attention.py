@@ -21,6 +21,8 @@ from workers.model.initialize import initialize_weights
 from workers.model.local_attention import TEDotProductAttention
 from workers.model.local_modules import TENorm
 
+pytestmark = pytest.mark.simulated
+
 ROWS = 8
 
 

@@ -21,6 +21,8 @@ from workers.model.local_attention import TEDotProductAttention
 from workers.model.transformer_config import transformer_config
 from workers.model.zigzag import zigzag_join, zigzag_slice
 
+pytestmark = pytest.mark.simulated
+
 LENGTHS = (16, 8, 4, 12)
 
 

@@ -18,6 +18,8 @@ from workers.model.build import build_model
 from workers.model.local_modules import GatedMLP, TEColumnParallelGroupedLinear, TENorm, TERowParallelGroupedLinear
 from workers.model.transformer_config import transformer_config
 
+pytestmark = pytest.mark.simulated
+
 OF_EXPERTS = dataclasses.replace(SMALL_GPT, num_layers=2, num_moe_experts=4, moe_ffn_hidden_size=32)
 
 

@@ -61,6 +61,7 @@ def held(chunks: list[torch.nn.Module]) -> tuple[Held, Held]:
     return params, buffers
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("value_head", [False, True], ids=["logits", "values"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
@@ -76,6 +77,7 @@ def test_parameters_have_the_models_dtype_and_routers_sums_float32(model: str, d
     assert {at for at, _ in buffers.values()} == ({torch.float32} if model == "experts" else set()), buffers
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     "changes",
     [
@@ -92,6 +94,7 @@ def test_a_bfloat16_model_is_trained_on_a_cpu(changes: dict[str, Any]) -> None:
     assert run_ranks(trained, 1)[0] > 0
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_user_defined_model_has_the_dtype_of_its_own_config(dtype: str) -> None:
     [(params, buffers)] = run_ranks(lambda: held(own_chunk(dataclasses.replace(SMALL_GPT, dtype=dtype))), 1)
@@ -100,6 +103,7 @@ def test_a_user_defined_model_has_the_dtype_of_its_own_config(dtype: str) -> Non
     assert buffers["mask"][0] == torch.bool
 
 
+@pytest.mark.simulated
 def test_parameters_and_buffers_go_to_the_device() -> None:
     def placed() -> list[tuple[Held, Held]]:
         parallel = ParallelConfig()
@@ -114,6 +118,7 @@ def test_parameters_and_buffers_go_to_the_device() -> None:
         assert {device for _, device in (*params.values(), *buffers.values())} == {"meta"}
 
 
+@pytest.mark.simulated
 def test_parameters_stay_the_same_objects_with_megatrons_marks() -> None:
     def kept() -> tuple[bool, bool, bool]:
         chunk: Any = own_chunk(SMALL_GPT)[0]
@@ -126,6 +131,7 @@ def test_parameters_stay_the_same_objects_with_megatrons_marks() -> None:
     assert run_ranks(kept, 1) == [(True, True, True)]
 
 
+@pytest.mark.simulated
 def test_the_copy_that_generates_is_placed_as_well() -> None:
     def copied() -> tuple[Held, Held]:
         model = MODEL | {"dtype": "bfloat16", "position_embedding_type": "learned_absolute"}
@@ -136,6 +142,7 @@ def test_the_copy_that_generates_is_placed_as_well() -> None:
         assert {at for at, _ in params.values()} == {torch.bfloat16}, params
 
 
+@pytest.mark.simulated
 def test_a_config_that_contradicts_itself_is_rejected() -> None:
     def rejected() -> str:
         with pytest.raises(ConfigError) as caught:

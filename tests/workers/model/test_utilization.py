@@ -13,6 +13,8 @@ from tests.workers.roles import MODEL, actor, experience, own_shard
 from workers.model import utilization
 from workers.model.utilization import training_flops
 
+pytestmark = pytest.mark.simulated
+
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_topk": 2}
 LENGTHS = torch.tensor([9, 5, 16, 2, 7, 7, 12, 6])
 

@@ -18,8 +18,10 @@ from workers.model.local_spec import block_spec
 from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
 
+pytestmark = pytest.mark.simulated
 
-def test_values_are_unrounded_float32_and_one_for_each_token_whatever_the_models_dtype() -> None:
+
+def test_values_are_unrounded_float32_for_each_token_in_every_dtype() -> None:
     def described(dtype: str, sequence_parallel: bool) -> tuple[Any, ...]:
         parallel = ParallelConfig(tp=2, sequence_parallel=sequence_parallel)
         context = new_context(parallel)

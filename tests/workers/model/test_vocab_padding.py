@@ -16,6 +16,8 @@ from workers.model.local_spec import block_spec
 from workers.model.transformer_config import transformer_config
 from workers.weights.full_state import full_state_dict
 
+pytestmark = pytest.mark.simulated
+
 VOCABULARY = 125  # padded to 128 over tp 4: the last rank holds 29 entries and 3 of padding
 
 

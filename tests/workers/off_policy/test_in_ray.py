@@ -68,9 +68,7 @@ def run(directory: Path, steps: int, meet: Path | None = None, **trainer: Any) -
     return digest, lines.steps
 
 
-def test_generation_and_training_run_at_the_same_time_and_a_resumed_run_is_exact(
-    ray_cluster: None, tmp_path: Path
-) -> None:
+def test_generation_and_training_overlap_and_a_resumed_run_is_exact(ray_cluster: None, tmp_path: Path) -> None:
     whole, of_whole = run(tmp_path / "whole", 3, tmp_path / "meetings")
     assert sorted(path.name for path in (tmp_path / "meetings").iterdir()) == [
         *(f"generation {number}" for number in (1, 2, 3)),

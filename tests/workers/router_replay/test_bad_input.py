@@ -103,6 +103,7 @@ def rejected_columns() -> list[str]:
     return found
 
 
+@pytest.mark.simulated
 def test_experts_that_do_not_fit_are_rejected() -> None:
     messages = iter(run_ranks(rejected_columns, 1)[0])
     shape = [16, 16, LAYERS, TOPK]
@@ -130,6 +131,7 @@ def needs_of_old_log_probs() -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 def test_update_without_the_pass_of_old_log_probs_needs_no_experts() -> None:
     (message,) = run_ranks(needs_of_old_log_probs, 1)
     assert (
@@ -159,6 +161,7 @@ def silent_rollout() -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 def test_own_rollout_that_returns_no_experts_is_reported() -> None:
     assert "MegatronRollout returned no routed_experts" in run_ranks(silent_rollout, 1)[0]
 
@@ -188,6 +191,7 @@ def router_that_does_not_ask(mode: str, method: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(("mode", "method"), [("old_log_probs", "compute_log_prob"), ("rollout", "update_actor")])
 def test_router_that_does_not_ask_is_named(mode: str, method: str) -> None:
     message = run_ranks(router_that_does_not_ask, 1, mode, method)[0]

@@ -13,6 +13,8 @@ from tests.forking import run_ranks
 from tests.workers.roles import SAMPLED, prompts
 from tests.workers.router_replay.setup import EXPERTS, policy
 
+pytestmark = pytest.mark.processes
+
 
 def chosen_in_update(mode: str) -> dict[str, Any]:
     """Change the routers a little after the recording; return what was recorded, and what an update chose."""

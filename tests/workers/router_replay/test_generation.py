@@ -13,13 +13,12 @@ from tests.ranks import run_ranks
 from tests.workers.roles import PROMPT, SAMPLED, own_shard, prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, TOPK, policy
 
+pytestmark = pytest.mark.simulated
+
 N = 2
 TP2 = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "one-process": (1, {}, {}),
-    "many-experts": (1, {}, {"model": {"num_moe_experts": 200}}),
     "passes": (1, {}, {"rollout": {"max_rows": 5}}),
-    "ep2": (2, {"ep": 2}, {}),
     "tp2-pp2-ep2": (4, TP2 | {"pp": 2, "ep": 2, "etp": 1}, {}),
     "pp2-vpp2": (2, {"pp": 2, "vpp": 2}, {}),
     "copy": (4, {"cp": 2, "pp": 2}, {"rollout": {"parallel": TP2 | {"ep": 2, "etp": 1}}}),

@@ -14,6 +14,8 @@ from tests.training import device
 from tests.workers.roles import FOR_GRADIENTS, VOCAB, accumulated_gradients, largest_difference, weights
 from tests.workers.router_replay.setup import ROWS, batch_with_experts, policy
 
+pytestmark = pytest.mark.processes
+
 ONE_STEP = {
     "ppo_mini_batch_size": ROWS,
     "ppo_epochs": 1,

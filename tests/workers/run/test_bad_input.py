@@ -101,7 +101,7 @@ def test_a_file_with_the_mark_of_utf8_at_its_start_is_read(folder, capsys):
         ("ends", "SystemExit: 3"),
     ],
 )
-def test_a_bad_reward_function_is_reported_with_a_problem_before_anything_starts(folder, capsys, function, message):
+def test_a_bad_reward_function_is_reported_with_a_problem_at_the_start(folder, capsys, function, message):
     assert message in error_of(capsys, FUNCTION.format(function))
 
 
@@ -114,7 +114,7 @@ def test_a_function_that_applies_to_a_later_problem_is_accepted(folder):
     assert main(["check", "run.yaml", FUNCTION.format("for_other_problems")]) == 0
 
 
-def test_a_problem_without_the_answer_that_the_function_reads_is_reported_with_the_column_to_set(folder, capsys):
+def test_a_problem_without_its_answer_is_reported_with_the_column_to_set(folder, capsys):
     rows = [json.loads(line) for line in GOOD]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
     error = error_of(capsys, FUNCTION.format("reads_answer"))
@@ -127,7 +127,7 @@ def test_a_directory_without_a_tokenizer_is_reported_with_the_reason(tmp_path):
         HuggingFaceTokenizer(TokenizerSource(str(tmp_path), lambda: ([], [])))
 
 
-def test_chat_messages_for_a_tokenizer_without_a_chat_template_are_reported_with_its_directory(folder, capsys):
+def test_chat_messages_without_a_chat_template_are_reported_with_the_tokenizer(folder, capsys):
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models
 
@@ -140,7 +140,7 @@ def test_chat_messages_for_a_tokenizer_without_a_chat_template_are_reported_with
 
 
 @pytest.mark.processes
-def test_a_second_run_in_the_directory_of_a_living_one_is_rejected_and_writes_nothing(folder, capsys):
+def test_a_second_run_in_the_directory_of_a_living_one_writes_nothing(folder, capsys):
     (ready, started), (ended, end) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:

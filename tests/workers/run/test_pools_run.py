@@ -40,7 +40,7 @@ def metrics(run: Path, name: str) -> dict[int, float]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_a_rollout_in_a_pool_of_its_own_generates_ahead_and_a_resumed_run_is_exact(tmp_path: Path) -> None:
+def test_a_rollout_in_its_own_pool_generates_ahead_and_a_resumed_run_is_exact(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, "-c", VERBS, str(whole), str(parts)]

@@ -53,7 +53,7 @@ def shards(run: Path, step: int = 2) -> dict[str, str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_stopped_by_sigterm_a_run_on_ray_goes_on_to_the_same_weights_and_keeps_its_secrets(
+def test_stopped_by_sigterm_a_run_goes_on_to_the_same_weights_with_its_secrets(
     folder: Path,  # noqa: F811
 ) -> None:
     before = names_in_shared_folders()

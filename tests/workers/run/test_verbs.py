@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("transformers", reason="the extra hf: no transformers")
 ROOT = Path(__file__).parents[3]
 LETTERS = "0123456789+=u "

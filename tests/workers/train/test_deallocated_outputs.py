@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, weights
+
+pytestmark = pytest.mark.processes
 
 
 def trained(transformer: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:

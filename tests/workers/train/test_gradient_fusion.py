@@ -14,6 +14,8 @@ from tests.workers.roles import MODEL, actor, experience, largest_difference, ow
 from workers.actor import ActorRolloutRefWorker
 from workers.train.batches import TokenBatch
 
+pytestmark = pytest.mark.simulated
+
 MODELS = {
     "untied": {"add_qkv_bias": True},
     "tied": {"tie_embeddings": True},

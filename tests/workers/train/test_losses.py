@@ -90,11 +90,10 @@ def with_gradients(
     }
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("chunk_tokens", [64, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_whole(
-    world_size: int, chunk_tokens: int
-) -> None:
+def test_a_divided_vocabulary_has_the_log_probs_and_gradients_of_the_whole(world_size: int, chunk_tokens: int) -> None:
     expected = whole_vocabulary(0.7)
     ranks: list[dict[str, Any]] = run_ranks(divided_vocabulary, world_size, 0.7, chunk_tokens)
     for found in ranks:

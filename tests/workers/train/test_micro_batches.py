@@ -106,7 +106,7 @@ def test_packed_micro_batches_cost_the_sum_of_their_lengths(count: int) -> None:
         assert part.batch.mask.sum() == batch.lengths[part.index].sum()
 
 
-def test_packed_micro_batch_combines_long_and_short_rows_that_padding_would_separate() -> None:
+def test_packed_micro_batch_combines_rows_that_padding_would_separate() -> None:
     lengths = [30, 30, *[5] * 8]
     assert least_count(torch.tensor(lengths), 50) == 3
     assert least_count(torch.tensor(lengths), 50, packed=True) == 2

@@ -92,6 +92,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_of_the_backward_pass_is_attributed_to_its_rank_and_parameter(layout: str) -> None:
     size, parallel, rank, ending, changes = LAYOUTS[layout]

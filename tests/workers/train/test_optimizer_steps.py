@@ -18,6 +18,8 @@ from tests.workers.roles import actor, experience, largest_difference, own_shard
 from workers.actor import ActorRolloutRefWorker
 from workers.config import OptimConfig
 
+pytestmark = pytest.mark.simulated
+
 LR, DECAY, SLOW = 1e-2, 0.1, 1e-3
 OPTIM: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "eps": 1e-4, "clip_grad": 0.0, "warmup_steps": 0}
 

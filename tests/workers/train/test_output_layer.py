@@ -16,6 +16,8 @@ from tests.workers.roles import VOCAB, actor, be_a_worker, largest_difference, w
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ParallelConfig
 
+pytestmark = pytest.mark.simulated
+
 PROMPT, RESPONSE, ROWS = 6, 24, 8
 
 

@@ -12,6 +12,8 @@ from mcontroller.errors import DataError
 from tests.ranks import run_ranks
 from tests.workers.roles import RESPONSE, actor, experience, largest_difference, own_shard, weights
 
+pytestmark = pytest.mark.simulated
+
 CHOICES = (
     {"policy_loss": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
     {"policy_loss": "gmpo", "clip_ratio": 0.01},

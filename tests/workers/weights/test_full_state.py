@@ -15,6 +15,8 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
 from workers.weights.full_state import full_state_dict, load_full_state_dict
 
+pytestmark = pytest.mark.simulated
+
 OF_EXPERTS = dataclasses.replace(SMALL_GPT, num_layers=2, num_moe_experts=4, moe_ffn_hidden_size=32)
 LAYER = {
     "self_attention.linear_proj.weight": (64, 64),

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcontroller.errors import ConfigError, DataError
-from tests.forking import RankFailure, run_ranks
+from tests import forking
+from tests.ranks import run_ranks
 from tests.training import new_context
 from tests.workers.roles import VOCAB, actor
 from tests.workers.weights.test_hf import (
@@ -83,6 +84,7 @@ def of_the_user(llama: Path, tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}], ids=["one", "tp2", "pp2"])
 def test_a_user_defined_family_is_loaded_run_and_exported(
     axes: dict[str, Any], llama: Path, of_the_user: Path, tmp_path: Path
@@ -157,6 +159,7 @@ def exported_by_its_worker(out: Path) -> None:
     worker.export_hf(str(out))
 
 
+@pytest.mark.simulated
 def test_a_worker_streams_and_exports_in_its_own_family(tmp_path: Path) -> None:
     run_ranks(exported_by_its_worker, 2, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "renamed"
@@ -180,9 +183,11 @@ def exported_fused(out: Path) -> None:
     export_hf(build_model(model, parallel, context), context, out, model)
 
 
+@pytest.mark.processes
 def test_a_family_that_fuses_gate_and_up_is_rejected_and_not_written_wrong(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"DataError: .*linear_fc1\.weight consists of 2 tensors"):
-        run_ranks(exported_fused, 2, tmp_path / "out", timeout_s=30)
+    """Each rank registers the family in its own process."""
+    with pytest.raises(forking.RankFailure, match=r"DataError: .*linear_fc1\.weight consists of 2 tensors"):
+        forking.run_ranks(exported_fused, 2, tmp_path / "out", timeout_s=30)
 
 
 def loaded_as_what_it_is_built_like(path: Path) -> str:
@@ -196,6 +201,7 @@ def loaded_as_what_it_is_built_like(path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.simulated
 def test_the_names_of_a_checkpoint_are_those_of_its_own_family(of_the_user: Path) -> None:
     [message] = run_ranks(loaded_as_what_it_is_built_like, 1, of_the_user)
     assert "missing lm_head.weight, model.embed_tokens.weight" in message

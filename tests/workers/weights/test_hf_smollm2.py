@@ -26,6 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from examples.smollm2 import prompts, shipped_gguf  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def logits_and_answer(path: Path, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     """On one of three ranks: logits of the first prompt, and the answer to it."""

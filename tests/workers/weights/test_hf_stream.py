@@ -66,7 +66,7 @@ def test_a_stream_has_one_broadcast_for_each_sender_of_a_bucket(
     assert len(of_stream(trace, "all_gather")) <= 1 or model == "experts"
 
 
-def test_the_plan_is_exchanged_once_and_the_weights_are_always_the_current_ones() -> None:
+def test_the_plan_is_exchanged_once_and_weights_are_always_current() -> None:
     once, three = CommunicationTrace(), CommunicationTrace()
     [found, *_] = run_ranks(4, streamed, "dense", {"tp": 2, "pp": 2}, 1 << 20, 1, trace=once)
     [later, *_] = run_ranks(4, streamed, "dense", {"tp": 2, "pp": 2}, 1 << 20, 3, trace=three)

@@ -41,6 +41,7 @@ def trained(parallel: dict[str, Any], optim: dict[str, Any], model: dict[str, An
     return {"metrics": metrics, "state": state, "scores": None if scores is None else scores.batch["ref_log_prob"]}
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("parallel", "optim", "model"),
     [
@@ -85,6 +86,7 @@ def parts_by_method() -> dict[str, tuple[str, ...]]:
     return found
 
 
+@pytest.mark.simulated
 def test_a_method_brings_back_what_it_needs_and_no_more() -> None:
     assert run_ranks(parts_by_method, 1)[0] == {
         "generate_sequences": ("params",),
@@ -111,6 +113,7 @@ def parts_for_checkpoints(path: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
+@pytest.mark.simulated
 def test_checkpoints_and_exports_bring_back_neither_gradients_nor_the_rollout(tmp_path: Path) -> None:
     assert run_ranks(parts_for_checkpoints, 1, str(tmp_path)) == [
         {
@@ -132,6 +135,7 @@ def freed_by_part() -> tuple[dict[str, int], dict[str, int], int, list[int]]:
     return held, freed, again, left
 
 
+@pytest.mark.simulated
 def test_offload_returns_the_bytes_that_it_frees() -> None:
     held, freed, again, left = run_ranks(freed_by_part, 1)[0]
     assert held == freed and min(held.values()) > 0
@@ -151,6 +155,7 @@ def saved_while_away(path: str) -> bool:
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.simulated
 def test_an_offloaded_role_can_be_saved_and_loaded(tmp_path: Any) -> None:
     assert run_ranks(saved_while_away, 1, str(tmp_path)) == [True]
 
@@ -184,6 +189,7 @@ print(freed, tuple(held.shape), bool(held.any()))
 """
 
 
+@pytest.mark.processes
 def test_the_process_returns_the_memory() -> None:
     """Run in a new interpreter, whose allocator keeps nothing else; discarded parts come back as zeros."""
     child = subprocess.run([sys.executable, "-c", FREES_64_MIB], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -23,6 +23,8 @@ from workers.weights.full_state import full_state_dict, load_full_state_dict
 from workers.weights.refit import Refit, RefitReport
 from workers.weights.shards import named_buffers, named_shards
 
+pytestmark = pytest.mark.simulated
+
 MODEL = ModelConfig(
     vocab_size=61,  # padded to 62 by tp2 and to 64 by tp4
     max_sequence_length=32,

@@ -58,7 +58,7 @@ def run(config: PPOConfig, roles: dict[Role, Any] = SEPARATE, **others: Any) -> 
     return trainer, lines
 
 
-def test_a_batch_is_generated_with_the_weights_before_the_update_that_runs_beside_it() -> None:
+def test_a_batch_is_generated_with_the_weights_before_the_update_beside_it() -> None:
     versions = Versions()
     _, lines = run(off_policy(4), callbacks=[versions])
     step = ["update_actor", "transfer", "generate_sequences"]
@@ -77,7 +77,7 @@ def test_the_task_is_learned_from_responses_of_the_policy_before() -> None:
     assert lines[-1]["train/score"] > 0.9 > 0.4 > lines[1]["train/score"]
 
 
-def test_without_staleness_groups_of_their_own_equal_one_group_in_weights_and_metrics() -> None:
+def test_without_staleness_groups_of_their_own_equal_one_group() -> None:
     together = {Role.ActorRollout: WithLogProbs, Role.RefPolicy: ToyActor, Role.Critic: ToyCritic}
     one, of_one = run(dataclasses.replace(off_policy(5, max_staleness=0), rollout=None), together)
     two, of_two = run(off_policy(5, max_staleness=0))
@@ -136,7 +136,7 @@ def test_validation_generates_with_the_newest_weights_between_the_batches() -> N
     assert trainer.actor.workers[0].table.equal(without.actor.workers[0].table)
 
 
-def test_an_error_of_the_generation_in_flight_is_raised_by_the_step_that_needs_it() -> None:
+def test_an_error_of_the_generation_in_flight_is_raised_where_it_is_needed() -> None:
     class Failing(SeparateActor):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
         def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -237,7 +237,7 @@ def test_a_worker_class_without_policy_versions_is_reported() -> None:
         run(off_policy(1), {**SEPARATE, Role.Rollout: Unversioned})
 
 
-def test_importance_weights_are_those_of_the_policy_that_is_trained_over_the_one_that_generated() -> None:
+def test_importance_weights_are_the_trained_policy_over_the_generating_one() -> None:
     class Weights(Callback):
         def batch_ready(self, trainer: Any, batch: DataProto) -> None:
             policy = ToyActor._log_probs(trainer.actor.workers[0].table, batch)

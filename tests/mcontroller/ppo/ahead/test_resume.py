@@ -191,7 +191,7 @@ def test_a_run_that_resumes_with_another_batch_size_repeats_no_row(tmp_path: Pat
     assert last.train_batches.position(last.drawn_batches - staleness) == 144
 
 
-def test_a_step_is_saved_without_the_batch_in_flight_if_that_could_not_be_generated(
+def test_a_step_is_saved_without_a_batch_in_flight_that_failed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Twice):

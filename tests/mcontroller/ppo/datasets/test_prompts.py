@@ -95,7 +95,7 @@ def test_demonstrations_teach_the_answer_and_the_end_alone():
         Demonstrations(prompts, 1)[0]
 
 
-def test_the_tokenizer_of_hugging_face_without_a_chat_template_is_rejected_for_chat_messages(tmp_path):
+def test_a_tokenizer_without_a_chat_template_is_rejected_for_chat_messages(tmp_path):
     pytest.importorskip("transformers", reason="the extra hf: no transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -100,7 +100,7 @@ def test_closing_ends_a_function_that_hangs():
 
 
 @PROCESSES
-def test_async_functions_run_at_the_same_time_and_are_cancelled_at_the_deadline():
+def test_async_functions_run_together_and_are_cancelled_at_the_deadline():
     each = rewards(timeout_s=4.0, failed_score=None, slow="slow")
     each(batch(["a"]))
     started = time.monotonic()

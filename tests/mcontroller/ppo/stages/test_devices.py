@@ -72,7 +72,7 @@ def test_nothing_moves_if_no_gpu_is_shared(offload, arguments):
     assert moves == [] and "timing_s/offload" not in metrics
 
 
-def test_groups_that_leave_free_their_communicators_and_the_called_group_keeps_its_own():
+def test_groups_that_leave_free_communicators_and_the_called_group_keeps_its():
     moves, _, _ = calls_of_a_step("auto", communicators=True)
     assert moves[:2] == [
         "critic offloads with communicators, keeps for None",
@@ -100,7 +100,7 @@ def test_pools_share_bundles_if_they_are_parts_of_one_pool():
     assert pool.shares_bundles(pool) and not pool.shares_bundles(other)
 
 
-def test_groups_start_with_the_axes_that_the_configuration_accepts_across_nodes():
+def test_groups_start_with_the_axes_that_are_accepted_across_nodes():
     received = []
 
     def start(pool, init, name_prefix, axes_across_nodes=()):

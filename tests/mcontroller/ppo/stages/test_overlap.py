@@ -154,7 +154,7 @@ def test_the_scoring_stages_of_groups_on_different_pools_run_at_the_same_time():
     assert longest <= ends < longest + 0.1
 
 
-def test_groups_of_one_process_pool_on_cpus_overlap_and_groups_that_share_gpus_do_not():
+def test_groups_of_one_pool_overlap_on_cpus_and_not_on_shared_gpus():
     for use_gpu in (False, True):
         clock = Clock()
         pools = dict.fromkeys(ROLES, "pool") | {Role.RewardModel: "other"}
@@ -203,7 +203,7 @@ def trained(sequential: bool) -> tuple[torch.Tensor, torch.Tensor, list[dict[str
     return tables[0], tables[1], logged
 
 
-def test_a_run_with_stages_at_the_same_time_equals_the_sequential_one_to_the_bit():
+def test_a_run_with_overlapping_stages_equals_the_sequential_one_to_the_bit():
     overlapped, sequential = trained(False), trained(True)
     assert torch.equal(overlapped[0], sequential[0]) and torch.equal(overlapped[1], sequential[1])
     assert overlapped[2] == sequential[2] and len(overlapped[2]) == 6
@@ -221,7 +221,7 @@ class LaterFailingCritic(ToyCritic):
         raise ValueError("no value")
 
 
-def test_the_first_failure_is_raised_and_the_stages_that_run_or_wait_are_cancelled(caplog):
+def test_the_first_failure_is_raised_and_all_other_stages_are_cancelled(caplog):
     clock = Clock()
     pools = dict.fromkeys(ROLES, "pool") | {Role.RewardModel: "other"}
     roles = {**ROLES, Role.RewardModel: FailingModel, Role.Critic: LaterFailingCritic}

@@ -27,7 +27,7 @@ class Scorer(Worker):
         raise ValueError("no scores")
 
 
-def test_the_first_error_is_raised_while_another_stage_runs_and_its_group_stays_usable(
+def test_the_first_error_is_raised_and_the_group_of_a_running_stage_is_usable(
     ray_cluster: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "go on"

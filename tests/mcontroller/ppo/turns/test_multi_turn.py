@@ -157,7 +157,7 @@ def test_all_turns_together_are_at_most_as_long_as_a_response():
     assert batch.batch["truncated"].tolist() == [True, False]
 
 
-def test_a_turn_that_another_response_leaves_no_room_for_goes_on_in_the_next_call():
+def test_a_turn_without_room_beside_another_goes_on_in_the_next_call():
     """A prompt of the full length after a long first turn leaves 2 tokens to a call; the other response needs 4."""
     wide = [11, 12, 13, 14]
     script = [
@@ -180,7 +180,7 @@ def test_a_turn_that_another_response_leaves_no_room_for_goes_on_in_the_next_cal
     assert found.batch["truncated"].tolist() == [False, False]
 
 
-def test_the_environment_can_end_a_response_and_reply_at_the_stop_token_of_responses():
+def test_the_environment_can_end_a_response_and_reply_at_its_stop_token():
     class Once:
         stop_token_ids = (EOS,)
 

@@ -88,6 +88,7 @@ def folder_of(session: Path) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_workers_are_forks_of_one_parent(start: Start, session: Path) -> None:
     first, second = [finish(start("--own", OLDPWD=mark)) for mark in ("a", "b")]
     assert first["forked"]
@@ -102,12 +103,14 @@ def test_workers_are_forks_of_one_parent(start: Start, session: Path) -> None:
     assert folder_of(session).stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.processes
 def test_another_environment_has_another_parent(start: Start) -> None:
     first, second = finish(start()), finish(start(OMP_NUM_THREADS="1"))
     assert first["parent"] != second["parent"]
     assert second["threads"] == 1
 
 
+@pytest.mark.processes
 def test_a_worker_ends_with_the_process_that_asked_for_it(start: Start) -> None:
     process = start("--sleep")
     assert process.stdout is not None
@@ -117,6 +120,7 @@ def test_a_worker_ends_with_the_process_that_asked_for_it(start: Start) -> None:
     wait_until(lambda: not running(worker["pid"]))
 
 
+@pytest.mark.processes
 def test_what_a_worker_has_forked_ends_with_it(start: Start) -> None:
     process = start("--fork")
     assert process.stdout is not None
@@ -152,6 +156,7 @@ def test_a_link_in_the_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
         client.open_folder([f"--temp-dir={tmp_path}", "--session-name=session_1"])
 
 
+@pytest.mark.processes
 def test_a_killed_worker_reports_its_signal(start: Start) -> None:
     process = start("--sleep")
     assert process.stdout is not None
@@ -161,6 +166,7 @@ def test_a_killed_worker_reports_its_signal(start: Start) -> None:
     assert status_in(worker["record"], worker["pid"]) == -signal.SIGKILL
 
 
+@pytest.mark.processes
 def test_a_worker_starts_by_itself_if_the_parent_is_not_safe_to_fork(start: Start, session: Path) -> None:
     [*notes] = [path.with_suffix(".unsafe") for path in folder_of(session).glob("*.sock")]
     for note in notes:
@@ -172,6 +178,7 @@ def test_a_worker_starts_by_itself_if_the_parent_is_not_safe_to_fork(start: Star
     assert not worker["forked"]
 
 
+@pytest.mark.processes
 def test_a_worker_starts_by_itself_if_the_parent_cannot_import_its_libraries(
     start: Start, session: Path, tmp_path: Path
 ) -> None:
@@ -182,6 +189,7 @@ def test_a_worker_starts_by_itself_if_the_parent_cannot_import_its_libraries(
     assert note.read_text() == "no tensordict"
 
 
+@pytest.mark.processes
 def test_another_parent_is_started_if_the_first_was_killed(start: Start) -> None:
     first = finish(start())
     os.kill(first["parent"], signal.SIGKILL)
@@ -191,6 +199,7 @@ def test_another_parent_is_started_if_the_first_was_killed(start: Start) -> None
     assert second["parent"] != first["parent"]
 
 
+@pytest.mark.processes
 def test_a_parent_ends_with_the_raylet(start: Start) -> None:
     other = subprocess.Popen(["sleep", "600"])
     worker = finish(start(RAY_RAYLET_PID=str(other.pid)))

@@ -95,7 +95,7 @@ def test_an_unknown_engine_is_rejected_before_a_process_starts() -> None:
     assert caught.value.key == "rollout.engine"
 
 
-def test_a_missing_vllm_is_reported_before_a_process_starts_and_only_to_those_who_generate(
+def test_a_missing_vllm_is_reported_at_the_start_to_those_who_generate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     find = importlib.util.find_spec

@@ -18,7 +18,7 @@ def pool(ray_cluster: None) -> Iterator[RayResourcePool]:
         yield pool
 
 
-def test_weights_arrive_over_every_transport_and_a_lost_target_leaves_the_source_usable(
+def test_weights_arrive_over_every_transport_and_the_source_survives_a_target(
     pool: RayResourcePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_transfer, "TARGET_GRACE", 0.5)

@@ -68,7 +68,7 @@ def test_a_rollout_group_generates_what_the_actor_generates_in_the_same_layout(
     assert [batch["policy_version"].tolist() for batch in (*before, *after)] == [[0] * 8] * 2 + [[1] * 8] * 2
 
 
-def test_a_target_of_a_smaller_dtype_gets_converted_weights_and_half_of_the_bytes() -> None:
+def test_a_target_of_a_smaller_dtype_gets_converted_weights_in_half_the_bytes() -> None:
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"dtype": "bfloat16", "seed": 7})
     with WeightTransfer(actor, rollout, bucket_bytes=4096) as transfer:
         report = transfer.run()
