@@ -263,7 +263,7 @@ class Hub:
                         self._open(rank, self._unopened.pop(rank))
                     self._changed(rank, established)
                 self._wake_others()
-            elif descriptor == self._wake:
+            elif descriptor == self._wake and self._poller is None:  # else it is for the thread that polls
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
 

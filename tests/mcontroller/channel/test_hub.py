@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import threading
+import time
 
 import zmq
 
@@ -48,6 +50,22 @@ def test_threads_that_wait_for_different_calls_each_get_their_answer() -> None:
     for thread in threads:
         thread.join(SECONDS)
     assert sorted(got) == list(range(20))
+
+
+def test_a_thread_does_not_take_the_news_of_the_one_that_polls() -> None:
+    hub = Controller([start_endpoint(ChannelKeys.generate())]).hub
+    ready = threading.Event()
+    polling = threading.Thread(target=hub.wait, args=(ready.is_set, SECONDS))
+    polling.start()
+    while hub._poller is None:
+        time.sleep(0.001)
+    with hub._turn:  # the other thread may have seen its news or not: it can go on only after this
+        ready.set()
+        hub._wake_others()
+        hub._receive_all()
+        assert select.select([hub._wake], [], [], 0)[0] == [hub._wake]
+    polling.join(SECONDS)
+    assert not polling.is_alive()
 
 
 def test_a_wait_without_seconds_delivers_what_has_arrived_and_returns() -> None:
