@@ -206,8 +206,8 @@ def _complete_order(layout: ParallelLayout) -> str:
 def _share_groups() -> None:
     """Use the groups also as Megatron's second set of groups, which it takes from gloo on a GPU.
 
-    Only a collective on tensors of the host would need gloo there, and neither optimizers nor checkpoints make one. But
-    ``get_megatron_optimizer`` asks for the second set unless it is told not to.
+    ``get_megatron_optimizer`` asks for the second set unless it is told not to. Only collectives on tensors of the host
+    need gloo, and neither the steps of an optimizer nor distributed checkpoints make one.
     """
     for name, group in vars(mpu).items():
         if name.endswith("_GLOO") and group is None:

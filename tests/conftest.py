@@ -36,13 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Tests that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
     before ranks are simulated: a process that has computed gradients cannot fork ranks that do.
 
-    On CI a failed test with a mark runs a second time, since processes may be late on a shared machine. The
-    summary lists it as RERUN with its first failure, which is a defect to fix like any other.
+    On CI a failed test that starts processes runs a second time, since they may be late on a shared machine. The summary
+    lists it as RERUN with its first failure, which is a defect to fix like any other.
     """
     for item in items:
         if needs_ray(item):
             item.add_marker("processes")
-        if os.environ.get("CI") and marks_of(item):
+        if os.environ.get("CI") and "processes" in marks_of(item):
             item.add_marker(pytest.mark.flaky(reruns=1))
     built_for_cuda = torch.version.cuda is not None
     items.sort(key=lambda item: (needs_ray(item), built_for_cuda and not forks(item)))
