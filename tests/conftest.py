@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Tests that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
     before ranks are simulated: a process that has computed gradients cannot fork ranks that do.
 
-    On CI a failed test that starts processes runs a second time, since they may be late on a shared machine. The summary
+    On CI a failed test that starts processes runs a second time: they may be late on a shared machine. The summary
     lists it as RERUN with its first failure, which is a defect to fix like any other.
     """
     for item in items:
