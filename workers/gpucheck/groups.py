@@ -33,7 +33,6 @@ from workers.gpucheck.large import full_rows
 from workers.gpucheck.policy import TOKENS, actor_config, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, measured, skipped
 from workers.gpucheck.session import Session
-from workers.weights.transfer.errors import TransferError
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 __all__ = ["colocated", "engines", "group", "local_ray", "nccl"]
@@ -189,7 +188,7 @@ def _of_lost_peer(
     try:
         transfer.run()
         error = "none"
-    except TransferError as raised:
+    except MControllerError as raised:  # of the transfer, or of the dead rank, whichever is noticed first
         error = str(raised).partition("\n")[0][:200]
     seconds = time.monotonic() - started
     try:
