@@ -339,7 +339,7 @@ def asked() -> list[bool]:
 
 
 def test_every_call_through_a_group_runs_in_the_context_of_its_worker() -> None:
-    assert run_ranks(asked, 1) == [[True] * 8]
+    assert run_ranks(asked, 1) == [[True] * 6]
 
 
 def without_descriptions_of_checkpoints() -> bool:
