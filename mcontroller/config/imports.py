@@ -13,7 +13,7 @@ from typing import Any
 from mcontroller.config.suggestions import close_names
 from mcontroller.errors import ConfigError
 
-__all__ = ["absolute_path_of", "import_module", "import_object"]
+__all__ = ["absolute_path_of", "import_class", "import_module", "import_object"]
 
 
 def import_object(path: str, key: str) -> Any:
@@ -36,6 +36,16 @@ def import_object(path: str, key: str) -> Any:
             f"{key} is {path!r}, and {module_path} has no {name!r}{close_names(name, public)}", key=key, value=path
         )
     return getattr(module, name)
+
+
+def import_class(path: str, key: str) -> type:
+    """Return a class of a module; the arguments and errors are those of ``import_object``."""
+    found = import_object(path, key)
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"{key} is {path!r}, which is a {type(found).__name__}; expected a class", key=key, value=path
+        )
+    return found
 
 
 def import_module(path: str, key: str) -> ModuleType:
