@@ -239,6 +239,10 @@ class WorkerGroup(Generic[W_co]):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
 
+    def offers(self, method: str) -> bool:
+        """Return whether the worker class registers a method of this name: those that are optional for a worker."""
+        return method in self._methods
+
     def _no_method(self, method: str) -> str:
         if hasattr(self.worker_cls, method):
             return (

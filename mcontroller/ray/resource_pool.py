@@ -11,8 +11,7 @@ from typing import Self
 import ray
 
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.closing import close_all
-from mcontroller.errors import ConfigError, ResourceError
+from mcontroller.errors import ConfigError, ResourceError, close_all
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 from parallel_state.axes import is_count
 
