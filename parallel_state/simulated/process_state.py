@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from parallel_state.patches.import_hook import ImportHook
 from parallel_state.rank_state import Attributes, RankState, StatePart, StateValue, distributed_parts
 
 __all__ = ["ProcessState", "has_megatron"]
@@ -101,7 +100,7 @@ class ProcessState:
     @contextlib.contextmanager
     def watched_imports(self) -> Iterator[None]:
         """Return a context manager in which a module is added at the end of its import, with its first values."""
-        watch = ImportWatch(self._is_swapped, self._add)
+        watch = ImportHook(self._is_swapped, self._add)
         sys.meta_path.insert(0, watch)
         try:
             yield
@@ -144,44 +143,6 @@ class FirstValues(Attributes):
     def fresh(self) -> dict[str, Any]:
         """Return copies of the first values by name."""
         return {name: self._copied(value) for name, value in self._first.items()}
-
-
-class ImportWatch(importlib.abc.MetaPathFinder):
-    """Finds modules as the other finders do, and reports those that were loaded.
-
-    Args:
-        wanted: Whether a module is reported, by its name.
-        loaded: Called with a module right after its code has run.
-    """
-
-    def __init__(self, wanted: Callable[[str], bool], loaded: Callable[[ModuleType], None]) -> None:
-        self._wanted, self._loaded = wanted, loaded
-        self._finding: set[str] = set()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that another finder finds, with a loader that reports the module."""
-        if fullname in self._finding or not self._wanted(fullname):
-            return None
-        self._finding.add(fullname)
-        try:
-            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((each for each in found if each is not None), None)
-        finally:
-            self._finding.remove(fullname)
-        if spec is not None and spec.loader is not None:
-            self._report(spec.loader)
-        return spec
-
-    def _report(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def execute_and_report(module: ModuleType) -> None:
-            execute(module)
-            self._loaded(module)
-
-        loader.exec_module = execute_and_report
 
 
 def has_megatron() -> bool:
