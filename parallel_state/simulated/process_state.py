@@ -46,7 +46,7 @@ class ProcessState:
     def __init__(self, functions: Mapping[Any, tuple[str, ...]], modules: tuple[str, ...] = ()) -> None:
         self._packages = (*_MODULES, *modules)
         self._known: set[str] = set()
-        self._environment = Environment()
+        self._environment = StateValue(lambda: dict(_variables()), _set_variables)
         self._replaced = {id(owner): Attributes(owner, names, _same) for owner, names in functions.items()}
         self.parts: list[StatePart] = [
             *distributed_parts(),
@@ -57,7 +57,7 @@ class ProcessState:
             StateValue(np.random.get_state, np.random.set_state),
             StateValue(torch.get_rng_state, torch.set_rng_state),
             StateValue(torch.get_default_dtype, torch.set_default_dtype),
-            Directory(),
+            StateValue(os.getcwd, _change_directory),
         ]
         if has_megatron():
             self._add_megatron()
@@ -150,54 +150,26 @@ def has_megatron() -> bool:
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
-class Environment:
-    """The environment variables."""
-
-    def fresh(self) -> dict[bytes, bytes]:
-        """Return those of this process."""
-        return self.read()
-
-    def read(self) -> dict[bytes, bytes]:
-        """Return a copy."""
-        return dict(_variables())
-
-    def write(self, value: dict[bytes, bytes]) -> None:
-        """Set and delete variables until they are ``value``."""
-        now = _variables()
-        if now == value:
-            return
-        for name in [name for name in now if name not in value]:
-            del os.environb[name]
-        for name, each in value.items():
-            if now.get(name) != each:
-                os.environb[name] = each
-
-
-class Directory:
-    """The current directory. A value is written right after another was read, which saves one system call of two."""
-
-    def __init__(self) -> None:
-        self._now = os.getcwd()
-
-    def fresh(self) -> str:
-        """Return that of this process."""
-        return self.read()
-
-    def read(self) -> str:
-        """Return it."""
-        self._now = os.getcwd()
-        return self._now
-
-    def write(self, value: str) -> None:
-        """Change to it."""
-        if value != self._now:
-            os.chdir(value)
-            self._now = value
-
-
 def _variables() -> dict[bytes, bytes]:
     variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
     return variables
+
+
+def _set_variables(value: dict[bytes, bytes]) -> None:
+    """Set and delete environment variables until they are ``value``."""
+    now = _variables()
+    if now == value:
+        return
+    for name in [name for name in now if name not in value]:
+        del os.environb[name]
+    for name, each in value.items():
+        if now.get(name) != each:
+            os.environb[name] = each
+
+
+def _change_directory(directory: str) -> None:
+    if os.getcwd() != directory:
+        os.chdir(directory)
 
 
 def _same(value: Any) -> Any:
