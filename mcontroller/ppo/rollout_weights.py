@@ -91,7 +91,7 @@ class RolloutWeights:
         Raises:
             GroupError: the generation failed.
         """
-        if self._groups is None or not self._stale:
+        if self._groups is None or not (self._stale or self._are_lost(self._groups[1])):
             return
         if self._generating is not None:
             with self._stages("generate"):
@@ -104,6 +104,10 @@ class RolloutWeights:
             self._report = self._transfer.run()
             self._metrics = self._report.metrics()
         self._stale = False
+
+    def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
+        """Whether an engine has slept since it got the weights, so that another group had the memory of its GPUs."""
+        return self._stages.devices.are_shared(rollout) and not rollout.has_weights()
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the last transfer cost, once."""

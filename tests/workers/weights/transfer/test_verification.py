@@ -11,12 +11,12 @@ from torch import Tensor
 from mcontroller.errors import CallRejected
 from tests.workers.roles import experience
 from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
-from workers.weights.not_arrived import WeightsNotArrived
 from workers.weights.transfer.in_process import TRANSPORT
 from workers.weights.transfer.plan import Parcel
 from workers.weights.transfer.transport import Transport
 from workers.weights.transfer.transports import TRANSPORTS
 from workers.weights.transfer.weight_transfer import WeightTransfer
+from workers.weights.verification import WeightsNotArrived
 
 Base: Any = TRANSPORT.receiver
 
