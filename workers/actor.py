@@ -100,7 +100,6 @@ class ActorRolloutRefWorker(TransferringWorker):
         self.serves_engine = serves_engine(self.roles, by_name, config)
         self.reference: list[nn.Module] = []
         self.reference_copies: list[dict[str, Tensor]] = []
-        self.rollout_version: int | None = None
         self.router_replay = RouterReplay("none", None)
         self._rollout_context: MegatronContext | None = None
         self._policy_weights: PolicyWeights | None = None
@@ -497,16 +496,10 @@ class ActorRolloutRefWorker(TransferringWorker):
         return parts
 
     def parts_for(self, method: str) -> tuple[str, ...] | None:
-        """Return the parts that ``method`` needs.
-
-        A rollout without a copy generates with the weights of the policy. A worker without a model has only a rollout.
-        """
-        needed = super().parts_for(method)
-        if needed and self.serves_engine:
-            return ("rollout",)
+        """Return the parts that ``method`` needs; a rollout without a copy generates with the weights of the policy."""
         if method == "generate_sequences" and self.rollout is not None and not self.rollout.holds_weights:
             return ("params",)
-        return needed
+        return super().parts_for(method)
 
     def process_groups(self) -> list[ProcessGroup]:
         """Return the process groups of training and of the rollout's own layout."""

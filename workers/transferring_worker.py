@@ -24,8 +24,8 @@ from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.model import CheckpointTensors
 from workers.weights.hf.names import hf_shards, model_family
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
-from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
-from workers.weights.transfer.plan import Holdings, ServedEngine
+from workers.weights.transfer.endpoint import RankPlan, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
@@ -134,6 +134,21 @@ class TransferringWorker(TrainedWorker):
         """Continue to sample from a ``sampling_state``."""
         self.sampled_batches = state["sampled_batches"]
 
+    def parts_for(self, method: str) -> tuple[str, ...] | None:
+        """Return the parts that ``method`` needs.
+
+        Raises:
+            ConfigError: it needs a model, and this worker only serves an engine.
+        """
+        needed = super().parts_for(method)
+        if not self.serves_engine or not needed or "rollout" in needed:
+            return needed
+        if method in ("receive_weights", "weight_fingerprints"):
+            return ("rollout",)
+        with before_changes():
+            text = f"{method} needs a model, and a worker that only serves an engine has none"
+            raise ConfigError(text, key="role", value="rollout")
+
     def check_weights_complete(self, method: str) -> None:
         """Raise DataError if a transfer to this worker has begun and was not completed."""
         if self._incomplete:
@@ -150,7 +165,7 @@ class TransferringWorker(TrainedWorker):
         return generated.with_tensors({"policy_version": column})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_weights(self, hf_names: bool = False) -> Holdings:
+    def describe_weights(self, hf_names: bool = False) -> RankWeights:
         """Return which parts of the model this rank has, and where it runs.
 
         Args:
@@ -169,7 +184,7 @@ class TransferringWorker(TrainedWorker):
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self.config.rollout.vllm.bucket_bytes)
         described = tuple(shard.described() for shard in shards)
         unknown = () if hf_names else tuple(unknown_positions(shards))
-        return Holdings(described, unknown, _node()[0], os.getpid(), gpu, verify, visible_gpus(), engine)
+        return RankWeights(described, unknown, _node()[0], os.getpid(), gpu, verify, visible_gpus(), engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(
@@ -214,10 +229,10 @@ class TransferringWorker(TrainedWorker):
         return not self._incomplete and (not self.serves_engine or self.rollout_version == self.weights_version)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def listen_for_weights(self, opening: Opening) -> Any:
+    def listen_for_weights(self, plan: RankPlan) -> Any:
         """Open this rank's side of a transfer, and return what other ranks need to reach it."""
-        endpoint = TransferEndpoint(opening, self._shards(opening.hf_names and opening.sends), self.device, _node()[1])
-        self._endpoints[opening.transfer] = endpoint
+        endpoint = TransferEndpoint(plan, self._shards(plan.hf_names and plan.sends), self.device, _node()[1])
+        self._endpoints[plan.transfer] = endpoint
         return endpoint.listen()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -15,7 +15,7 @@ from mcontroller.dispatch.registration import register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
 from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
-from workers.weights.resharding import Memory, Wanted, tensor_in
+from workers.weights.resharding import BucketMemory, Wanted, tensor_in
 from workers.weights.resharding_plan import TensorInBucket
 from workers.weights.verification import WeightsNotArrived
 
@@ -55,7 +55,7 @@ class HalfOld:
     def __init__(self, weights: PolicyWeights, old: dict[str, torch.Tensor]) -> None:
         self._weights, self._old = weights, old
 
-    def buckets(self, memory: Memory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         filled = torch.empty(0)
 
         def remembered(nbytes: int) -> torch.Tensor:

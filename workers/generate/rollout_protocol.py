@@ -14,7 +14,7 @@ from workers.generate.sampling import Sampling
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
 from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.resharding import InBuckets, Memory, Wanted, tensors_in
+from workers.weights.resharding import BucketMemory, InBuckets, Wanted, tensors_in
 from workers.weights.resharding_plan import TensorInBucket
 from workers.weights.shards import model_shards
 
@@ -118,7 +118,7 @@ class PolicyWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return tensors_in(self._whole.buckets, self._device)
 
-    def buckets(self, memory: Memory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over buckets of tensors, in memory of the caller's (a collective); see ``WholeTensors.buckets``."""
         return self._whole.buckets(memory, wanted)
 

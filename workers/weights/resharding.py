@@ -32,8 +32,8 @@ from workers.weights.resharding_plan import (
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
 
 __all__ = [
+    "BucketMemory",
     "InBuckets",
-    "Memory",
     "Resharding",
     "ReshardingReport",
     "Wanted",
@@ -43,7 +43,7 @@ __all__ = [
     "tensors_in",
 ]
 
-Memory = Callable[[int], Tensor]
+BucketMemory = Callable[[int], Tensor]
 """From a number of bytes to memory of at least as many, uint8 ``[bytes]``."""
 
 Wanted = Literal["all", "none", "first"]
@@ -52,7 +52,7 @@ Wanted = Literal["all", "none", "first"]
 class InBuckets(Protocol):
     """Whole tensors that arrive in buckets."""
 
-    def buckets(self, memory: Memory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``WholeTensors.buckets``."""
         ...
 
@@ -162,7 +162,7 @@ class WholeTensors:
         self._buckets: tuple[tuple[Move, ...], ...] = ()
 
     @torch.no_grad()
-    def buckets(self, memory: Memory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets that this rank wants: the places of tensors in the memory that it was filled into.
 
         Args:
@@ -206,7 +206,7 @@ class WholeTensors:
 def filled_bucket(
     tensors: Mapping[int, LocalTensor],
     moves: Iterable[tuple[Move, Tensor]],
-    memory: Memory,
+    memory: BucketMemory,
     device: torch.device,
 ) -> list[TensorInBucket]:
     """Put the tensors of a bucket together, and return their places in the memory.
@@ -233,7 +233,7 @@ def filled_bucket(
 
 
 def tensors_in(
-    buckets: Callable[[Memory], Iterator[list[TensorInBucket]]], device: torch.device
+    buckets: Callable[[BucketMemory], Iterator[list[TensorInBucket]]], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the names and tensors of all buckets, in memory of the device."""
     filled = torch.empty(0, dtype=torch.uint8)

@@ -112,10 +112,6 @@ class ReshardingPlan:
     buckets: tuple[tuple[Move, ...], ...]
     least_bytes: int
 
-    def sent_by(self, rank: int) -> int:
-        """Return the bytes that one rank sends to others."""
-        return sum(move.nbytes for move in chain.from_iterable(self.buckets) if move.source_rank == rank)
-
 
 def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tuple[Span, ...]:
     """Return the indices of the whole that one rank has.
@@ -180,10 +176,9 @@ def plan_moves(
     for rank, local in enumerate(targets):
         for slot, target in enumerate(local):
             for span in target.along(dims[target.name]):
-                for move in _into(rank, slot, span, parts[target.name], sent, distance):
+                for move in _into(rank, slot, span, target.name, parts[target.name], sent, distance):
                     moves[rank].append(move)
                     sent[move.source_rank] += move.nbytes if move.source_rank != rank else 0
-            _check_filled(target, rank, dims[target.name], parts[target.name])
     return moves
 
 
@@ -298,6 +293,7 @@ def _into(
     rank: int,
     slot: int,
     span: Span,
+    name: str,
     parts: Sequence[_Part],
     sent: Sequence[int],
     distance: Callable[[int, int], int],
@@ -308,6 +304,8 @@ def _into(
         first, last = max(reached, part.start), min(span.stop, part.stop)
         if first >= last:
             continue
+        if part.start > reached:
+            break
         nearest = min(part.holders, key=lambda holder: (distance(holder, rank), sent[holder], holder))
         sender = rank if rank in part.holders else nearest
         its_slot, offset = part.holders[sender]
@@ -324,6 +322,12 @@ def _into(
             target_start=span.offset + first - span.start,
         )
         reached = last
+    if reached < span.stop:
+        raise DataError(
+            f"{name}: rank {rank} needs indices {span.start} to {span.stop} of dim {parts[0].dim}; no rank of the "
+            f"source has index {reached}",
+            name=name,
+        )
 
 
 def interleaved(moves: Sequence[Sequence[Move]]) -> list[Move]:
@@ -406,17 +410,3 @@ def _check_same_model(sources: Sequence[Sequence[LocalTensor]], targets: Sequenc
             unexpected=unexpected,
             differing=differing,
         )
-
-
-def _check_filled(target: LocalTensor, rank: int, dim: int, parts: Sequence[_Part]) -> None:
-    for span in target.along(dim):
-        reached = span.start
-        for part in parts:
-            if part.start <= reached:
-                reached = max(reached, part.stop)
-        if reached < span.stop:
-            raise DataError(
-                f"{target.name}: rank {rank} needs indices {span.start} to {span.stop} of dim {dim}; no rank of the "
-                f"source has index {reached}",
-                name=target.name,
-            )

@@ -186,7 +186,7 @@ def exported_fused(out: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_family_that_fuses_gate_and_up_is_written_as_both_one_after_the_other(tmp_path: Path) -> None:
+def test_a_family_that_fuses_gate_and_up_gets_one_after_the_other(tmp_path: Path) -> None:
     """Each rank registers the family in its own process."""
     forking.run_ranks(exported_fused, 2, tmp_path, timeout_s=30)
     fused, both = weights_at(tmp_path / "fused"), weights_at(tmp_path / "llama")

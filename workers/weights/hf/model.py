@@ -22,7 +22,7 @@ from workers.weights.hf.config import ModelDescription, family_at, family_of, hf
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
 from workers.weights.hf.names import OUTPUT_LAYER, hf_shards, model_family, names_of
-from workers.weights.resharding import Memory, Wanted, WholeTensors, tensor_in, tensors_in
+from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
 from workers.weights.resharding_plan import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
 
@@ -114,7 +114,7 @@ class CheckpointTensors:
         self._files, self._bucket_bytes = WeightFiles(Path(path)), bucket_bytes
         self._names = sorted(name for name in self._files.names if not name.endswith(_DERIVED))
 
-    def buckets(self, memory: Memory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``WholeTensors.buckets``."""
         bucket: dict[str, torch.Tensor] = {}
         for name, tensor in self._tensors() if wanted != "none" else ():
@@ -134,7 +134,7 @@ class CheckpointTensors:
         return ((name, self._files.read(name, None, 0, 0)) for name in self._names)
 
 
-def _filled(tensors: Mapping[str, torch.Tensor], memory: Memory) -> list[TensorInBucket]:
+def _filled(tensors: Mapping[str, torch.Tensor], memory: BucketMemory) -> list[TensorInBucket]:
     described = [WeightShard(name, tensor, tuple(tensor.shape)).described() for name, tensor in tensors.items()]
     places, nbytes = places_in_bucket(described)
     room = memory(nbytes)

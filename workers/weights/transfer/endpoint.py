@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from mcontroller.errors import MControllerError
-from workers.weights.resharding import Memory, Wanted, filled_bucket
+from workers.weights.resharding import BucketMemory, Wanted, filled_bucket
 from workers.weights.resharding_plan import LocalTensor, Move, TensorInBucket
 from workers.weights.shards import WeightShard
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import Parcel, is_large
+from workers.weights.transfer.plan import PeerSlices, is_large
 from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
 from workers.weights.transfer.transports import TRANSPORTS
 
-__all__ = ["Opening", "TransferEndpoint", "TransferOutcome"]
+__all__ = ["RankPlan", "TransferEndpoint", "TransferOutcome"]
 
 
-class Opening(NamedTuple):
+class RankPlan(NamedTuple):
     """What a rank is called with to open its side of a transfer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Opening(NamedTuple):
     sends: bool
     rank: int
     size: int
-    buckets: tuple[tuple[Parcel, ...], ...]
+    buckets: tuple[tuple[PeerSlices, ...], ...]
     timeout: float
     direct: tuple[Move, ...] = ()
     hf_names: bool = False
@@ -51,8 +51,8 @@ class Opening(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes that the rank sends or receives."""
-        parcels = sum(parcel.nbytes for bucket in self.buckets for parcel in bucket)
-        return parcels + sum(move.nbytes for move in self.direct)
+        in_buckets = sum(slices.nbytes for bucket in self.buckets for slices in bucket)
+        return in_buckets + sum(move.nbytes for move in self.direct)
 
 
 class TransferOutcome(NamedTuple):
@@ -79,7 +79,7 @@ class TransferEndpoint:
     """One rank's side of a transfer.
 
     Args:
-        opening: the rank's part of the plan.
+        plan: the rank's part of the plan.
         shards: this rank's tensors, in the order of their slots; none if it serves an engine.
         device: of the tensors.
         address: of this node, for other nodes.
@@ -88,23 +88,23 @@ class TransferEndpoint:
         ConfigError: there is no such transport.
     """
 
-    def __init__(self, opening: Opening, shards: Sequence[WeightShard], device: torch.device, address: str) -> None:
-        self._opening, self._shards, self._device = opening, shards, device
-        self._deadline = Deadline(opening.timeout)
-        transport = TRANSPORTS.get_or_raise(opening.transport)
+    def __init__(self, plan: RankPlan, shards: Sequence[WeightShard], device: torch.device, address: str) -> None:
+        self._plan, self._shards, self._device = plan, shards, device
+        self._deadline = Deadline(plan.timeout)
+        transport = TRANSPORTS.get_or_raise(plan.transport)
         self._uses_in_place = transport.uses_in_place
         traffic = RankTraffic(
-            opening.transfer,
-            opening.rank,
-            opening.size,
+            plan.transfer,
+            plan.rank,
+            plan.size,
             address,
-            opening.buckets,
+            plan.buckets,
             device,
-            opening.timeout,
-            opening.direct,
+            plan.timeout,
+            plan.direct,
             self._in_place,
         )
-        self._end: Sender | Receiver = (transport.sender if opening.sends else transport.receiver)(traffic)
+        self._end: Sender | Receiver = (transport.sender if plan.sends else transport.receiver)(traffic)
 
     def listen(self) -> Any:
         """Return what other ranks need to reach this one."""
@@ -112,7 +112,7 @@ class TransferEndpoint:
 
     def connect(self, addresses: Mapping[int, Any]) -> TransferOutcome:
         """Connect to the ranks that this one sends to or receives from; ``addresses`` are by rank."""
-        return self._run(lambda: self._end.connect(addresses, self._deadline), self._opening.timeout)
+        return self._run(lambda: self._end.connect(addresses, self._deadline), self._plan.timeout)
 
     @torch.no_grad()
     def send(self, timeout: float, version: int) -> TransferOutcome:
@@ -129,12 +129,12 @@ class TransferEndpoint:
         return self._run(update, timeout)
 
     @torch.no_grad()
-    def buckets(self, memory: Memory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets of whole tensors that arrive for the engine of this rank."""
         self._end.start()
-        for index, bucket in enumerate(self._opening.buckets):
-            slots = sorted({move.target_slot for parcel in bucket for move in parcel.moves})
-            tensors = {slot: self._opening.whole[slot] for slot in slots}
+        for index, bucket in enumerate(self._plan.buckets):
+            slots = sorted({move.target_slot for slices in bucket for move in slices.moves})
+            tensors = {slot: self._plan.whole[slot] for slot in slots}
             yield filled_bucket(tensors, self._arriving(index), memory, self._device)
         self._end.flush(self._deadline)
 
@@ -154,15 +154,15 @@ class TransferEndpoint:
             self.close()
             raise
         seconds = time.perf_counter() - started
-        return TransferOutcome(self._opening.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
+        return TransferOutcome(self._plan.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self) -> None:
         sender: Any = self._end
         sender.start()
-        for index, bucket in enumerate(self._opening.buckets):
+        for index, bucket in enumerate(self._plan.buckets):
             buffer = sender.buffer(index, self._deadline)
-            for parcel in bucket:
-                self._fill(buffer[parcel.start : parcel.start + parcel.nbytes], parcel.moves)
+            for slices in bucket:
+                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves)
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()
             sender.send(index, self._deadline)
@@ -172,7 +172,7 @@ class TransferEndpoint:
         for shard in self._shards:
             shard.padding().zero_()
         self._end.start()
-        for index in range(len(self._opening.buckets)):
+        for index in range(len(self._plan.buckets)):
             for move, values in self._arriving(index):
                 if self._in_place(move) is None:
                     tensor = self._slice(move)
@@ -184,14 +184,14 @@ class TransferEndpoint:
     def _arriving(self, index: int) -> Iterator[tuple[Move, Tensor]]:
         """The slices of a bucket and their values, flat, each valid until the next one."""
         receiver: Any = self._end
-        for parcel, data in receiver.receive(index, self._deadline):
-            yield from zip(parcel.moves, _parts(data, parcel.moves), strict=True)
+        for slices, data in receiver.receive(index, self._deadline):
+            yield from zip(slices.moves, _parts(data, slices.moves), strict=True)
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
     def _in_place(self, move: Move) -> Tensor | None:
         """Return the memory of a slice, uint8 ``[bytes]``, if it is large, contiguous and of the dtype that travels."""
-        if not self._uses_in_place or not is_large(move) or self._opening.whole:
+        if not self._uses_in_place or not is_large(move) or self._plan.whole:
             return None
         tensor = self._slice(move)  # now: weights that were offloaded have new memory
         suits = tensor.is_contiguous() and tensor.dtype == getattr(torch, move.dtype)
@@ -199,7 +199,7 @@ class TransferEndpoint:
 
     def _slice(self, move: Move) -> Tensor:
         """Return the slice of this rank's tensor that a move sends, or fills."""
-        sends = self._opening.sends
+        sends = self._plan.sends
         slot, start = (move.source_slot, move.source_start) if sends else (move.target_slot, move.target_start)
         return self._shards[slot].param.data.narrow(move.dim, start, move.length)
 
@@ -212,7 +212,7 @@ class TransferEndpoint:
 
 
 def _parts(data: Tensor, moves: Sequence[Move]) -> tuple[Tensor, ...]:
-    """Divide the bytes of a parcel into those of its moves, which have one dtype."""
+    """Divide the bytes of slices into those of each, which have one dtype."""
     dtype = getattr(torch, moves[0].dtype)
     typed = data.view(dtype)
     ends = list(itertools.accumulate(move.nbytes // dtype.itemsize for move in moves))

@@ -25,11 +25,11 @@ from workers.weights.resharding_plan import (
 )
 
 __all__ = [
-    "Holdings",
-    "Parcel",
-    "Piece",
+    "PeerSlices",
+    "RankWeights",
     "ServedEngine",
     "TransferPlan",
+    "WeightMessage",
     "explanation",
     "is_large",
     "plan_transfer",
@@ -49,7 +49,7 @@ class ServedEngine(NamedTuple):
     bucket_bytes: int
 
 
-class Holdings(NamedTuple):
+class RankWeights(NamedTuple):
     """What a rank has, and where it runs.
 
     Attributes:
@@ -84,12 +84,12 @@ def is_large(move: Move) -> bool:
     return move.nbytes >= MESSAGE_BYTES
 
 
-class Parcel(NamedTuple):
+class PeerSlices(NamedTuple):
     """The part of a bucket that one rank sends to another.
 
     Attributes:
         peer: the other rank.
-        start: the first byte in the bucket of the rank that the parcel belongs to.
+        start: the first byte in the bucket of the rank that has them.
         nbytes: its length.
         moves: its slices, one after the other.
     """
@@ -99,9 +99,9 @@ class Parcel(NamedTuple):
     nbytes: int
     moves: tuple[Move, ...]
 
-    def messages(self) -> list[Piece]:
-        """Divide the parcel into messages; both ranks divide it in the same way."""
-        messages: list[Piece] = []
+    def messages(self) -> list[WeightMessage]:
+        """Divide the slices into messages; both ranks divide them in the same way."""
+        messages: list[WeightMessage] = []
         start = 0
         for move in self.moves:
             large = move if is_large(move) else None
@@ -109,16 +109,16 @@ class Parcel(NamedTuple):
                 last = messages[-1]
                 messages[-1] = last._replace(nbytes=last.nbytes + move.nbytes)
             else:
-                messages.append(Piece(start, move.nbytes, large))
+                messages.append(WeightMessage(start, move.nbytes, large))
             start += move.nbytes
         return messages
 
 
-class Piece(NamedTuple):
-    """A part of a parcel that travels as one message.
+class WeightMessage(NamedTuple):
+    """A part of the slices that travels as one message.
 
     Attributes:
-        start: the first byte in the parcel.
+        start: the first byte in the bytes of the slices.
         nbytes: its length.
         move: its only slice if that is large; None for small slices, one after the other.
     """
@@ -149,16 +149,16 @@ class TransferPlan:
     direct: tuple[Move, ...] = ()
 
     @cached_property
-    def by_rank(self) -> tuple[tuple[tuple[Parcel, ...], ...], ...]:
-        """By rank, the buckets that it sends (a rank of the source) or receives (of the target), as parcels."""
-        ranks: list[list[tuple[Parcel, ...]]] = [[] for _ in range(self.source_size + self.target_size)]
+    def by_rank(self) -> tuple[tuple[tuple[PeerSlices, ...], ...], ...]:
+        """By rank, the buckets that it sends (a rank of the source) or receives (of the target)."""
+        ranks: list[list[tuple[PeerSlices, ...]]] = [[] for _ in range(self.source_size + self.target_size)]
         for bucket in self.buckets:
             moves: dict[int, dict[int, list[Move]]] = defaultdict(lambda: defaultdict(list))
             for move in bucket:
                 moves[move.source_rank][move.target_rank].append(move)
                 moves[move.target_rank][move.source_rank].append(move)
             for rank, by_peer in moves.items():
-                ranks[rank].append(_parcels(by_peer))
+                ranks[rank].append(_by_peer(by_peer))
         return tuple(tuple(buckets) for buckets in ranks)
 
     @cached_property
@@ -188,7 +188,7 @@ class TransferPlan:
 
 
 def plan_transfer(
-    sources: Sequence[Holdings], targets: Sequence[Holdings], bucket_bytes: int, *, direct: bool = False
+    sources: Sequence[RankWeights], targets: Sequence[RankWeights], bucket_bytes: int, *, direct: bool = False
 ) -> TransferPlan:
     """Return the moves that fill every rank of the target group from the ranks of the source group.
 
@@ -233,7 +233,7 @@ def plan_transfer(
     )
 
 
-def _of_engines(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> tuple[tuple[LocalTensor, ...], ...]:
+def _of_engines(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> tuple[tuple[LocalTensor, ...], ...]:
     """By rank of the target, all tensors of the source in the smaller one of both dtypes; none without an engine."""
     whole = whole_tensors([each.tensors for each in sources])
 
@@ -244,13 +244,13 @@ def _of_engines(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> tup
     return tuple(() if each.engine is None else of(each.engine) for each in targets)
 
 
-def _distance(one: Holdings, other: Holdings) -> int:
+def _distance(one: RankWeights, other: RankWeights) -> int:
     if one.node != other.node:
         return 2
     return int(one.device != other.device)
 
 
-def _needs_no_bucket(move: Move, everyone: Sequence[Holdings]) -> bool:
+def _needs_no_bucket(move: Move, everyone: Sequence[RankWeights]) -> bool:
     """Whether both ranks have the slice in contiguous memory, in the same dtype."""
     source = everyone[move.source_rank].tensors[move.source_slot]
     target = everyone[move.target_rank].tensors[move.target_slot]
@@ -270,13 +270,13 @@ def _on_the_way(source: LocalTensor, target: LocalTensor | None) -> LocalTensor:
     return source._replace(dtype=target.dtype, itemsize=target.itemsize)
 
 
-def _parcels(by_peer: dict[int, list[Move]]) -> tuple[Parcel, ...]:
-    parcels, start = [], 0
+def _by_peer(by_peer: dict[int, list[Move]]) -> tuple[PeerSlices, ...]:
+    of_peers, start = [], 0
     for peer, moves in sorted(by_peer.items()):
         nbytes = sum(move.nbytes for move in moves)
-        parcels.append(Parcel(peer, start, nbytes, tuple(moves)))
+        of_peers.append(PeerSlices(peer, start, nbytes, tuple(moves)))
         start += nbytes
-    return tuple(parcels)
+    return tuple(of_peers)
 
 
 def explanation(plan: TransferPlan, transport: str, bucket_bytes: int, source: str, target: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from mcontroller.dispatch.future import Future
 from mcontroller.errors import GroupError
 from mcontroller.group import WorkerGroup
-from workers.weights.transfer.endpoint import Opening, TransferOutcome
+from workers.weights.transfer.endpoint import RankPlan, TransferOutcome
 from workers.weights.transfer.errors import TransferError
 from workers.weights.transfer.plan import TransferPlan, explanation, plan_transfer
 from workers.weights.transfer.transports import TRANSPORTS, choose_transport
@@ -178,8 +178,8 @@ class WeightTransfer:
     def _connect(self) -> None:
         sources = self.plan.source_size
         size = sources + self.plan.target_size
-        openings = [
-            Opening(
+        plans = [
+            RankPlan(
                 self._id,
                 self.transport,
                 rank < sources,
@@ -194,8 +194,8 @@ class WeightTransfer:
             for rank in range(size)
         ]
         addresses = [
-            *self.source.listen_for_weights(openings[:sources]),
-            *self.target.listen_for_weights(openings[sources:]),
+            *self.source.listen_for_weights(plans[:sources]),
+            *self.target.listen_for_weights(plans[sources:]),
         ]
         known = {rank: address for rank, address in enumerate(addresses) if address is not None}
         self._both("connect_weights", "connect_weights", self._id, known)

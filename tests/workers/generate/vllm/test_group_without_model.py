@@ -85,6 +85,8 @@ def test_every_engine_gets_the_actors_weights_and_no_rank_has_a_model(
     actors, rollout = group("actor", ranks, here, model), engine_group(to_ranks, there, model, tp)
     with pytest.raises(CallRejected, match="the engine has no weights: run a WeightTransfer to this group first"):
         rollout.generate_sequences(prompts(4, SAMPLED))
+    with pytest.raises(CallRejected, match="save_checkpoint needs a model, and a worker that only serves an engine"):
+        rollout.save_checkpoint(str(tmp_path / "checkpoint"))
     with WeightTransfer(actors, rollout) as transfer:
         assert transfer.run().metrics()["weights/verify_seconds"] > 0
         actors.update_actor(experience(8))

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from workers.weights.resharding_plan import LocalTensor, spans_of
-from workers.weights.transfer.plan import Holdings, ServedEngine, TransferPlan, explanation, plan_transfer
+from workers.weights.transfer.plan import RankWeights, ServedEngine, TransferPlan, explanation, plan_transfer
 
 MIB = 1 << 20
 ROWS, COLUMNS = 2048, 512  # 4 MiB in float32
@@ -26,7 +26,7 @@ def held(name: str, dim: int | None, ways: int, **changes: object) -> list[Local
 
 def plan(sources: list[LocalTensor], targets: list[LocalTensor], direct: bool = True) -> TransferPlan:
     ranks = [
-        [Holdings((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
+        [RankWeights((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
     ]
     return plan_transfer(*ranks, MIB, direct=direct)
 
@@ -87,9 +87,9 @@ def test_the_explanation_says_what_travels_outside_of_the_buckets() -> None:
 def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
     (whole,) = held("w", None, 1)
     places = [("one", "A"), ("one", "B"), ("other", "C"), ("other", "D")]
-    sources = [Holdings((whole,), (), node, pid, gpu) for pid, (node, gpu) in enumerate(places)]
+    sources = [RankWeights((whole,), (), node, pid, gpu) for pid, (node, gpu) in enumerate(places)]
     targets = [
-        Holdings((whole,), (), node, 10 + pid, gpu)
+        RankWeights((whole,), (), node, 10 + pid, gpu)
         for pid, (node, gpu) in enumerate([*reversed(places), ("other", "E"), ("third", "F")])
     ]
     routes = plan_transfer(sources, targets, MIB).routes
@@ -105,9 +105,9 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
         for name in ("a", "b")
     ]
     large = held("model.layers.0.w", 0, 2)
-    sources = [Holdings((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
+    sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
     engine = ServedEngine("bfloat16", 2, MIB)
-    targets = [Holdings((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
+    targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
     found = plan_transfer(sources, targets, MIB)
     assert [[tensor.name for tensor in of_rank] for of_rank in found.targets] == [
         [],
