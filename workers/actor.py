@@ -288,7 +288,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         self.reload_for("rollout_weights")
         if self._policy_weights is None or self._policy_weights.chunks is not self.model:
             whole = hf_whole_tensors(self.model, self.context, self.config.rollout.vllm.bucket_bytes)
-            self._policy_weights = PolicyWeights(self.model, self.context, whole)
+            self._policy_weights = PolicyWeights(self.model, self.context, whole, self.device)
         return self._policy_weights
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
