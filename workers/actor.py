@@ -19,15 +19,14 @@ from mcontroller.ppo.data import MINI_BATCHES, ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
-from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles, require_role
+from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles, require_role, serves_engine
 from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
-from workers.generate.arrival import ArrivalCheck
-from workers.generate.canary_check import CanaryCheck
+from workers.generate.engine_weights import EngineWeights
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generate_batch import generate_batch
-from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
+from workers.generate.megatron_rollout import MegatronRollout, ReshardedRollout
 from workers.generate.rollout_protocol import PolicyWeights, Rollout
 from workers.model.build import build_model
 from workers.router_replay.replay import RouterReplay, check_recorded
@@ -41,6 +40,7 @@ from workers.train.micro_batches import MicroBatchSize
 from workers.train.mini_batches import responses_of_mini_batch
 from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective, weights_of
 from workers.transferring_worker import TransferringWorker
+from workers.weights.hf.model import hf_whole_tensors
 from workers.weights.mixing import float32_copies, mix_weights
 from workers.weights.offload import Sleepable, buffer_tensors, model_tensors
 
@@ -96,10 +96,10 @@ class ActorRolloutRefWorker(TransferringWorker):
         KL_ESTIMATORS.get_or_raise(config.kl_loss_type, key="kl_loss_type")
         super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
         self.config, self.share_prompts = config, config.share_prompts
+        by_name = type(self).build_rollout is ActorRolloutRefWorker.build_rollout
+        self.serves_engine = serves_engine(self.roles, by_name, config)
         self.reference: list[nn.Module] = []
         self.reference_copies: list[dict[str, Tensor]] = []
-        self.rollout: Rollout | None = None
-        self.rollout_version: int | None = None
         self.router_replay = RouterReplay("none", None)
         self._rollout_context: MegatronContext | None = None
         self._policy_weights: PolicyWeights | None = None
@@ -123,7 +123,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
         self._rollout_context = context
         copy = self.build_rollout_model(config.rollout.parallel, context)
-        return RefitRollout(MegatronRollout.of(config, copy, context, self.local_world_size), self.context)
+        return ReshardedRollout(MegatronRollout.of(config, copy, context, self.local_world_size), self.context)
 
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
         """Return this rank's chunks of the copy of the policy that generates.
@@ -204,9 +204,12 @@ class ActorRolloutRefWorker(TransferringWorker):
     def init_model(self) -> None:
         """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``.
 
-        The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it.
+        The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it. A worker that
+        only serves an engine has no model.
         """
-        if self.roles & {"actor", "rollout"}:
+        if self.serves_engine:
+            self.check_call_context()
+        elif self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
             if self.config.router_replay != "none":
@@ -219,8 +222,7 @@ class ActorRolloutRefWorker(TransferringWorker):
                 mix_weights(self.reference, self.model, 1.0, [])
         if "rollout" in self.roles:  # last: an engine may take what the models have left
             self.rollout = self.build_rollout()
-            canaries = CanaryCheck(self.config, self.context, self._response_scores)
-            self.arrival = ArrivalCheck(self.config.rollout, self.rollout, canaries)
+            self.engine_weights = EngineWeights(self.config.rollout, self.rollout)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none", changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
@@ -285,7 +287,8 @@ class ActorRolloutRefWorker(TransferringWorker):
         """
         self.reload_for("rollout_weights")
         if self._policy_weights is None or self._policy_weights.chunks is not self.model:
-            self._policy_weights = PolicyWeights(self.model, self.context)
+            whole = hf_whole_tensors(self.model, self.context, self.config.rollout.vllm.bucket_bytes)
+            self._policy_weights = PolicyWeights(self.model, self.context, whole, self.device)
         return self._policy_weights
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -525,8 +528,8 @@ class ActorRolloutRefWorker(TransferringWorker):
         metrics: Mapping[str, float] = {}
         if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
             was_offloaded = "params" in self.offloaded.parts
-            loaded, weights = self.rollout_version is not None, self.rollout_weights()
-            metrics = self.arrival.update(self.rollout, weights, self.weights_version, loaded=loaded)
+            weights = self.weights_of_checkpoint() if self.serves_engine else self.rollout_weights()
+            metrics = self.engine_weights.update(self.rollout, weights, self.weights_version)
             self.rollout_version = self.weights_version
             if was_offloaded and self.rollout.holds_weights:
                 self.offloaded.offload(self.parts(), ("params",))

@@ -478,7 +478,7 @@ class ModelWorker(MegatronWorker):
             ConfigError: the method needs parts, and no model has been built.
         """
         needed = self.parts_for(method)
-        if needed and not self.models():
+        if needed and not self.parts():
             with before_changes():
                 raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
         self.offloaded.reload((COMMUNICATORS, *needed) if needed else needed)

@@ -17,12 +17,15 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.group import WorkerGroup
 from workers.config import ActorConfig
+from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout, Rollout
 from workers.gpu_ids import gpu_id, visible_gpus
 from workers.trained_worker import TrainedWorker
-from workers.weights.fingerprints import Fingerprint, model_fingerprints
-from workers.weights.local_tensors import described_tensors
-from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
-from workers.weights.transfer.plan import Holdings
+from workers.weights.fingerprints import Fingerprint, shard_fingerprints
+from workers.weights.hf.model import CheckpointTensors
+from workers.weights.hf.names import hf_shards, model_family
+from workers.weights.shards import WeightShard, model_shards, unknown_positions
+from workers.weights.transfer.endpoint import RankPlan, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
@@ -41,7 +44,6 @@ OF_AN_ENGINE = (
     "engine",
     "vllm",
     "verify_weights",
-    "canary_prompts",
     "unverified_reason",
 )
 """Fields of RolloutConfig that only the group that generates reads."""
@@ -54,6 +56,9 @@ class TransferringWorker(TrainedWorker):
         policy_version: the version of the policy that this worker has: the number of calls that trained it, at the
             actor or, for weights that were received, at the group that sent them.
         sampled_batches: number of batches that were sampled so far, on which the seeds of the next samples depend.
+        serves_engine: whether this worker has an engine with the weights, and no model.
+        rollout: what generates; None if this worker does not.
+        rollout_version: the ``weights_version`` that the engine has; None if it has no weights.
     """
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -66,11 +71,15 @@ class TransferringWorker(TrainedWorker):
         "weight_fingerprints": ("params",),
         "accept_weights": (),
         "close_weights": (),
+        "has_weights": (),
         "sampling_state": (),
         "restore_sampling": (),
     }
 
     config: ActorConfig
+    serves_engine: bool = False
+    rollout: Rollout | None = None
+    rollout_version: int | None = None
     sampled_batches: int = 0
     _received_version: int | None = None
     _incomplete: str = ""
@@ -125,6 +134,21 @@ class TransferringWorker(TrainedWorker):
         """Continue to sample from a ``sampling_state``."""
         self.sampled_batches = state["sampled_batches"]
 
+    def parts_for(self, method: str) -> tuple[str, ...] | None:
+        """Return the parts that ``method`` needs.
+
+        Raises:
+            ConfigError: it needs a model, and this worker only serves an engine.
+        """
+        needed = super().parts_for(method)
+        if not self.serves_engine or not needed or "rollout" in needed:
+            return needed
+        if method in ("receive_weights", "weight_fingerprints"):
+            return ("rollout",)
+        with before_changes():
+            text = f"{method} needs a model, and a worker that only serves an engine has none"
+            raise ConfigError(text, key="role", value="rollout")
+
     def check_weights_complete(self, method: str) -> None:
         """Raise DataError if a transfer to this worker has begun and was not completed."""
         if self._incomplete:
@@ -141,28 +165,74 @@ class TransferringWorker(TrainedWorker):
         return generated.with_tensors({"policy_version": column})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_weights(self) -> Holdings:
-        """Return which parts of the model this rank has, and where it runs."""
-        tensors, local, unknown = described_tensors(self.model, self.context)
-        device = tensors[0].device
-        gpu = gpu_id(device) if device.type == "cuda" else "cpu"
-        verify = self.config.rollout.verify_weights != "never"
-        return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu, verify, visible_gpus())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_fingerprints(self, dtypes: Mapping[str, Sequence[str]] | None = None) -> list[Fingerprint]:
-        """Return the fingerprints of the whole tensors that this rank has a part of (a collective).
+    def describe_weights(self, hf_names: bool = False) -> RankWeights:
+        """Return which parts of the model this rank has, and where it runs.
 
         Args:
-            dtypes: see ``part_fingerprints``.
+            hf_names: whether the parts are those of a Hugging Face checkpoint.
+
+        Raises:
+            DataError: ``hf_names``, and a tensor has no counterpart in a Hugging Face checkpoint.
         """
-        return model_fingerprints(self.model, self.context, dtypes)
+        gpu = gpu_id(self.device) if self.device.type == "cuda" else "cpu"
+        verify = self.config.rollout.verify_weights != "never"
+        shards, engine = self._shards(hf_names), None
+        if self.serves_engine:
+            verify = verify and isinstance(self.rollout, ReadableRollout)
+            if getattr(self.rollout, "receives_weights", True):
+                dtype = self.config.model.dtype
+                engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self.config.rollout.vllm.bucket_bytes)
+        described = tuple(shard.described() for shard in shards)
+        unknown = () if hf_names else tuple(unknown_positions(shards))
+        return RankWeights(described, unknown, _node()[0], os.getpid(), gpu, verify, visible_gpus(), engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_fingerprints(
+        self, dtypes: Mapping[str, Sequence[str]] | None = None, hf_names: bool = False
+    ) -> list[Fingerprint]:
+        """Return the fingerprints of the parts that this rank has, or that have arrived in its engine.
+
+        Args:
+            dtypes: see ``shard_fingerprints``.
+            hf_names: see ``describe_weights``.
+        """
+        if self.serves_engine:
+            return list(self.rollout.fingerprints().fingerprints) if isinstance(self.rollout, ReadableRollout) else []
+        return shard_fingerprints(self._shards(hf_names), dtypes)
+
+    def _shards(self, hf_names: bool) -> list[WeightShard]:
+        if hf_names:
+            return hf_shards(self.model, self.context, model_family(self.model))
+        return model_shards(self.model, self.context)
+
+    def weights_of_checkpoint(self) -> PolicyWeights:
+        """Return the weights of ``model.hf_path`` for an engine that has got none from another group.
+
+        Raises:
+            DataError: there is no such path, or the engine had other weights, which it has lost.
+        """
+        path = self.config.model.hf_path
+        if path is None or self._received_version is not None:
+            with before_changes():
+                raise DataError(
+                    "the engine has no weights"
+                    + (" any more, since it has slept" if self._received_version is not None else "")
+                    + ": run a WeightTransfer to this group first"
+                    + ("" if path is not None else ", or set model.hf_path")
+                )
+        whole = CheckpointTensors(path, self.config.rollout.vllm.bucket_bytes)
+        return PolicyWeights([], self.context, whole, self.device)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def has_weights(self) -> bool:
+        """Return whether this worker can generate without another transfer: an engine that has slept cannot."""
+        return not self._incomplete and (not self.serves_engine or self.rollout_version == self.weights_version)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def listen_for_weights(self, opening: Opening) -> Any:
+    def listen_for_weights(self, plan: RankPlan) -> Any:
         """Open this rank's side of a transfer, and return what other ranks need to reach it."""
-        endpoint = TransferEndpoint(opening, self.model, self.context, _node()[1])
-        self._endpoints[opening.transfer] = endpoint
+        endpoint = TransferEndpoint(plan, self._shards(plan.hf_names and plan.sends), self.device, _node()[1])
+        self._endpoints[plan.transfer] = endpoint
         return endpoint.listen()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -183,12 +253,18 @@ class TransferringWorker(TrainedWorker):
         """Replace the weights by those of the other group. They count as complete after ``accept_weights``."""
         self._incomplete = "a transfer of weights was not completed"
         self.weights_version += 1
-        return self._endpoints[transfer].receive(timeout)
+        endpoint, rollout = self._endpoints[transfer], self.rollout
+        if not self.serves_engine or rollout is None:
+            return endpoint.receive(timeout)
+        weights = PolicyWeights([], self.context, endpoint, self.device)
+        return endpoint.receive_whole(timeout, lambda: rollout.update_weights(weights))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def accept_weights(self, version: int) -> None:
         """Mark the received weights as complete: all ranks have them, and they are those of ``version``."""
         self._received_version, self._incomplete = version, ""
+        if self.serves_engine:
+            self.rollout_version = self.weights_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_weights(self, transfer: str) -> None:

@@ -35,7 +35,7 @@ class RolloutEngine:
         build: returns the rollout of a rank, for its ``ActorRolloutRefWorker``; called on every rank when the model is
             built.
         in_worker: whether it generates with Megatron's layers in the worker's process, whose memory
-            ``mcontroller check`` estimates.
+            ``mcontroller check`` estimates. A group that only generates, with another engine, builds no model.
         records_experts: whether it returns the experts of tokens (``Generated.routed_experts``) if
             ``router_replay=rollout``, which is rejected otherwise.
         gpus_used: returns how many GPUs generate, of ranks whose data-parallel shards and nodes are given, for
