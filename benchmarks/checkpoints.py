@@ -80,7 +80,7 @@ def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, An
         add("verify", lambda manifest=manifest, checkpoint=checkpoint: verify(checkpoint, manifest))
         add(
             "load",
-            lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.training(), checkpoint, manifest),
+            lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.state, checkpoint, manifest),
         )
     written = sum(file.stat().st_size for file in checkpoint.glob(f"__{dist.get_rank()}_*"))
     return {"rounds": rounds, "written": written}

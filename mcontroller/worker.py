@@ -82,7 +82,7 @@ class Worker(PortedWorker):
 
     Example:
         >>> class Trained(Worker):
-        ...     components = {"checkpointer": Checkpointer}
+        ...     components: ClassVar = {"checkpointer": Checkpointer}
         ...     checkpointer: Checkpointer
     """
 

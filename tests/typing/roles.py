@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from mcontroller import DataProto, Dispatch, Execute, Worker, register
 
 STAGES = Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")
@@ -14,7 +17,7 @@ class Exporter:
 
 
 class Critic(Worker):
-    components = {"exporter": Exporter}
+    components: ClassVar[Mapping[str, type]] = {"exporter": Exporter}
     exporter: Exporter
 
     def __init__(self, config: dict[str, int], role: str = "critic") -> None: ...

@@ -39,7 +39,7 @@ class Manifest(TypedDict):
     scheduler_steps: int
     """Steps of the learning-rate schedule so far."""
     counters: dict[str, Any]
-    """Counters of the worker, see ``ModelWorker.training``; empty if unknown."""
+    """Counters of the worker, see ``TrainingState``; empty if unknown."""
     weights: Shapes
     """The shapes of the weights."""
     files: dict[str, FileEntry]

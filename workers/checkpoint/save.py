@@ -112,7 +112,7 @@ def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buck
         "distributed_optimizer": optimizer is not None and optimizer.config.use_distributed_optimizer,
         "optimizer_buckets": buckets,
         "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
-        "counters": training.counters,
+        "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
         "weights": weight_shapes(training, state, {part: part for part in training.models}),
         "files": {},
     }

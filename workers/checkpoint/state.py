@@ -1,8 +1,8 @@
-"""The content of a checkpoint: models, optimizer, schedule and random state, as Megatron's sharded tensors."""
+"""The state that the components of a worker share and a checkpoint contains, and its form as sharded tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel_state.agreement import all_gather_values
+from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext
 from workers.checkpoint.manifest import Shapes
 
@@ -33,23 +34,47 @@ __all__ = [
 
 @dataclass
 class TrainingState:
-    """The objects of a worker that a checkpoint saves and restores.
+    """The models of a worker on this rank, and what trains them: shared by its components, and saved in a checkpoint.
 
     Attributes:
         context: the layout of this rank.
-        models: by part ("model", "reference"), the model chunks of this rank.
+        models: by part ("model", "reference"), the model chunks of this rank; inside DistributedDataParallel if they
+            are trained. Empty until they are built.
         optimizer: of the part "model"; None if it is not trained. Saved only if it has made a step.
         scheduler: the learning-rate schedule of the optimizer.
-        counters: go into the manifest.
+        counters: go into the manifest: ``phase``, the phase of training that the optimizer belongs to; ``updates``, the
+            calls that trained the model; ``optimizer_steps``, those of this optimizer; ``ended_phases``, joined by
+            commas, those whose optimizer has made steps and was replaced.
         float32: by part, for every chunk, copies in float32 of weights by name, which a checkpoint contains instead.
+        weights_version: a number that changes whenever the weights may have changed. Not saved.
+        gradients: the ``Gradients`` that ``optim_step`` applies; None if there are none. Not saved.
     """
 
     context: MegatronContext
-    models: dict[str, Sequence[nn.Module]]
+    models: dict[str, list[Any]] = field(default_factory=dict)
     optimizer: MegatronOptimizer | None = None
     scheduler: OptimizerParamScheduler | None = None
-    counters: dict[str, int | str] = field(default_factory=dict)
-    float32: dict[str, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
+    counters: dict[str, Any] = field(default_factory=lambda: {"phase": "", "updates": 0, "optimizer_steps": 0})
+    float32: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
+    weights_version: int = 0
+    gradients: Any = None
+
+    @property
+    def model(self) -> list[Any]:
+        """The chunks of the part "model"; none before they are built."""
+        return self.models.get("model", [])
+
+    def check_context(self) -> None:
+        """Raise unless Megatron's globals are those of this worker.
+
+        Raises:
+            ParallelStateError: the caller is outside the worker's context.
+        """
+        if not self.context.is_active:
+            raise ParallelStateError(
+                "a method of a worker was called outside its Megatron context: call it through a group, or inside "
+                "`with worker.call_context(method):`"
+            )
 
 
 def layout_of(training: TrainingState) -> dict[str, Any]:

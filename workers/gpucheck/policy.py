@@ -64,7 +64,7 @@ class Policy:
         """Return log-probabilities, ``[rows, response]``, on the CPU."""
         with self.worker.call_context("compute_log_prob"):
             rows = self._rows(batch, ())
-            scores = self.worker.score(self.worker.model, rows, self._size)
+            scores = self.worker.scorer.score(self.worker.model, rows, self._size)
             assert scores is not None  # a single rank is the last stage
             return scores[0] * rows.mask
 
@@ -72,7 +72,7 @@ class Policy:
         """Make one optimizer step with each mini-batch, and return the metrics."""
         worker = self.worker
         with worker.call_context("update_actor"):
-            return worker.train(
+            return worker.trainer.train(
                 "update_actor",
                 self._rows(batch, ("old_log_probs", "advantages")),
                 loss=worker.loss,
@@ -96,7 +96,7 @@ class Policy:
         seeds = sample_seeds(hashes, Counter(), n=sampling.n, seed=sampling.seed, call=0)
         with worker.call_context("generate_sequences"):
             assert worker.rollout is not None
-            worker.rollout.update_weights(worker.rollout_weights())
+            worker.rollout.update_weights(worker.generator.rollout_weights())
             generated = worker.rollout.generate(Prompts(ids, attention, seeds.view(len(ids), sampling.n)), sampling)
         assert generated is not None
         return generated
@@ -114,7 +114,7 @@ class Policy:
             method="gpucheck",
             vocab_size=self.config.model.vocab_size,
             max_length=self.config.model.max_sequence_length,
-            multiple=self.worker.sequence_multiple,
+            multiple=self.worker.batcher.length_multiple,
             temperature=self.config.rollout.temperature,
         )
 

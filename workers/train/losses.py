@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ValueLoss", "masked_mean", "masked_sum", "value_loss"]
+from workers.train.batches import TokenBatch
+from workers.train.metrics import TOKENS
+
+__all__ = ["ValueLoss", "masked_mean", "masked_sum", "sft_loss", "value_loss"]
 
 
 class ValueLoss(NamedTuple):
@@ -34,6 +37,14 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of ``values`` weighted by ``mask``; 0 for an empty mask."""
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
+
+
+def sft_loss(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the cross entropy of the targets: see ``ModelWorker.loss``."""
+    log_probs, entropy = output
+    mask = rows.mask
+    total, count = masked_sum(-log_probs, mask), mask.sum()
+    return total, count, {"loss": total.detach(), "entropy": masked_sum(entropy.detach(), mask), TOKENS: count}
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> ValueLoss:

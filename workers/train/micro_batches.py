@@ -8,19 +8,24 @@ of similar length, and each micro-batch is as wide as its own longest row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
 
+from workers.config import ActorConfig, CriticConfig
+from workers.distinct_tokens.attention import computes_distinct_tokens
 from workers.train.batches import TokenBatch
+from workers.train.mini_batches import of_every_shard
 from workers.train.packing import packing_of
 
 __all__ = [
     "MicroBatch",
     "MicroBatchSize",
+    "MicroBatcher",
     "equal_micro_batches",
     "least_count",
     "micro_batches",
@@ -41,6 +46,11 @@ class MicroBatchSize(NamedTuple):
     rows: int
     tokens: int = 0
 
+    @classmethod
+    def of_update(cls, config: ActorConfig | CriticConfig) -> MicroBatchSize:
+        """Return the size of a training pass."""
+        return cls(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -53,6 +63,51 @@ class MicroBatch:
 
     batch: TokenBatch
     index: Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatcher:
+    """Divides the rows of a rank into micro-batches, and moves them to its device.
+
+    Attributes:
+        pg: the process groups of the layout.
+        device: of the model.
+        count_multiple: the number of micro-batches is a multiple of this (pp, under an interleaved schedule).
+        length_multiple: so are the lengths of sequences of this, for cp, sequence parallelism and fp8.
+        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.train.packing``).
+        share_prompts: whether equal prompts are computed once where possible (see ``workers.distinct_tokens``).
+    """
+
+    pg: ProcessGroupCollection
+    device: torch.device
+    count_multiple: int
+    length_multiple: int
+    packed: bool = False
+    share_prompts: bool = False
+
+    def divide(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
+        """Divide the rows at ``index`` into micro-batches, as many on every data-parallel rank (a collective).
+
+        Args:
+            rows: the rows of this rank.
+            index: those to divide, int64.
+            most: the largest number of rows that any data-parallel rank divides.
+            size: rows or tokens of a micro-batch.
+        """
+        multiple = self.length_multiple if self.packed else width_multiple(self.length_multiple, self.device)
+        every = self.of_every_shard
+        return micro_batches(rows, index, most, size, self.count_multiple, multiple, every, packed=self.packed)
+
+    def on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
+        """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
+        if self.share_prompts and not self.packed and computes_distinct_tokens(model):
+            batches = [batch.with_distinct_tokens(self.length_multiple) for batch in batches]
+        cp = self.pg.cp
+        return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
+
+    def of_every_shard(self, number: int) -> list[int]:
+        """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
+        return [one for (one,) in of_every_shard([number], self.pg.dp, self.device)]
 
 
 def micro_batches(

@@ -45,7 +45,7 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:
     """Wrap the model chunks of this rank in Megatron's DistributedDataParallel.
 
-    Gradients are sums over all tokens of the mini-batch on all data-parallel ranks; ``workers.mini_batch_gradients``
+    Gradients are sums over all tokens of the mini-batch on all data-parallel ranks; ``workers.train.gradients``
     divides them by what the loss counts. Router losses are weighted accordingly.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 
@@ -56,7 +57,7 @@ class Counter:
 
 
 class Composed(Base):
-    components = {"counter": Counter}
+    components: ClassVar[Mapping[str, type]] = {"counter": Counter}
 
     def __init__(self) -> None:
         self.counter = Counter(self.rank)

@@ -57,7 +57,7 @@ def load_and_go_on(
     worker = actor(parallel, "actor_rollout_ref", optim=optim, model={"seed": 99} | (model or {}))
     step = worker.load_checkpoint(path)
     loaded = weights(worker)
-    counters = worker.training().counters
+    counters = dict(worker.state.counters)
     worker.update_actor(own_shard(experience(ROWS), worker))
     return {"step": step, "loaded": loaded, "counters": counters, "later": weights(worker)}
 

@@ -105,7 +105,7 @@ def two_experts_of_every_layer(held: Tensors, old: Tensors) -> None:
 
 def updated(worker: Any) -> Mapping[str, float]:
     with worker.call_context("generate_sequences"):
-        metrics: Mapping[str, float] = worker._current_rollout()[1]
+        metrics: Mapping[str, float] = worker.generator.current_rollout()[1]
     return metrics
 
 
@@ -150,14 +150,14 @@ def outcomes(
         engine.fault = None if isinstance(fault, str) else fault
         try:
             errors[name] = updated(worker)
-            worker.rollout_version -= 1
+            worker.generator.version -= 1
         except CanariesNotFollowed as error:
             errors[name] = error
     engine.fault, engine.keeps_cache = None, False
     if isinstance(engine, CachingEngine):
         engine.cache.clear()
     metrics.append(updated(worker))
-    return {"errors": errors, "metrics": metrics, "update": worker.weights_version}
+    return {"errors": errors, "metrics": metrics, "update": worker.state.weights_version}
 
 
 EVERY_ENGINE: dict[str, Fault | str] = {"old": all_old, "half": half_of_the_changed}

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from workers.checkpoint.state import random_state, set_random_state
+from workers.checkpoint.state import TrainingState, random_state, set_random_state
 from workers.train.batches import TokenBatch
 from workers.train.forward import loss_of_own_targets
 from workers.train.metrics import LOSS_COUNT
+from workers.train.micro_batches import MicroBatcher
 from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import guarded_step
 from workers.train.pipeline import Forward, Loss, run_for_gradients
@@ -53,14 +51,12 @@ class Gradients:
 
     Args:
         method: the name of the called method, for error messages.
-        model: this rank's chunks, inside DistributedDataParallel; their earlier gradients are cleared.
-        optimizer: of the model.
+        state: the model and its optimizer; earlier gradients are cleared.
+        batcher: moves micro-batches to the device.
         batches: the micro-batches of this rank.
-        on_device: moves micro-batches to the device.
         forward: ``ModelWorker.forward_step``.
         loss: see ``ModelWorker.loss``.
         routers: the router losses of the update.
-        pg: the process groups of the layout.
         samples: the rows of the mini-batch on all data-parallel ranks.
 
     Attributes:
@@ -72,34 +68,34 @@ class Gradients:
     def __init__(
         self,
         method: str,
-        model: Sequence[Any],
-        optimizer: MegatronOptimizer,
+        state: TrainingState,
+        batcher: MicroBatcher,
         batches: Sequence[TokenBatch],
-        on_device: Callable[[Sequence[TokenBatch]], list[TokenBatch]],
         forward: Forward,
         loss: Loss,
         routers: RouterLosses,
-        pg: ProcessGroupCollection,
         samples: int,
     ) -> None:
+        pg = self._pg = batcher.pg
         own_loss = functools.partial(loss_of_own_targets, loss, pg)
-        self._compute = functools.partial(run_for_gradients, model, forward=forward, loss=own_loss, pg=pg)
-        self._method, self._model, self._pg, self.routers, self.samples = method, model, pg, routers, samples
-        self._batches = on_device(batches)
+        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=own_loss, pg=pg)
+        self._method, self._state, self.routers, self.samples = method, state, routers, samples
+        self._batches = batcher.on_device(state.model, batches)
         self._random = random_state()
         routers.begin(batches)
-        self.reports, count = self._computed(optimizer)
+        self.reports, count = self._computed()
         if routers.begin_again(count):
             set_random_state(self._random)
-            self.reports, count = self._computed(optimizer)
-        for chunk in model:
+            self.reports, count = self._computed()
+        for chunk in state.model:
             chunk.scale_gradients(1.0 / count.float())
 
-    def _computed(self, optimizer: MegatronOptimizer) -> tuple[list[dict[str, Tensor]], Tensor]:
+    def _computed(self) -> tuple[list[dict[str, Tensor]], Tensor]:
         """Return the reports of the loss, and what it counts on all ranks of the model, or 1 if that is nothing."""
-        for chunk in self._model:
+        assert self._state.optimizer is not None
+        for chunk in self._state.model:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        self._state.optimizer.zero_grad()
         reports: list[dict[str, Tensor]] = self._compute(self._batches)
         count = torch.zeros((), dtype=torch.float64, device=self._batches[0].tokens.device)
         for report in reports:
@@ -110,41 +106,30 @@ class Gradients:
             dist.all_reduce(count, group=self._pg.dp_cp)
         return reports, torch.where(count == 0, 1.0, count)
 
-    def apply(
-        self,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        *,
-        advance: int,
-        steps: int,
-        skips_nonfinite: bool,
-        device: torch.device,
-        rank: str,
-    ) -> AppliedStep:
+    def apply(self, *, advance: int, skips_nonfinite: bool) -> AppliedStep:
         """Make one optimizer step, or skip it.
 
         Args:
-            optimizer: that of the model.
-            scheduler: of the learning rate.
-            advance: by how much the schedule advances if the step is made.
-            steps: number of steps that the optimizer made before.
+            advance: by how much the learning-rate schedule advances if the step is made.
             skips_nonfinite: whether gradients that are not finite skip the step.
-            device: of collectives.
-            rank: the coordinates of this rank, for error messages.
 
         Raises:
             NonFiniteGradient: a gradient is NaN or Inf, and such steps are not skipped.
         """
+        state, optimizer, scheduler = self._state, self._state.optimizer, self._state.scheduler
+        assert optimizer is not None and scheduler is not None
         lr = float(scheduler.get_lr({}))
         step = guarded_step(optimizer)
-        if step.overflow and not all_finite(self.reports, device):
+        if step.overflow and not all_finite(self.reports, self._batches[0].tokens.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         self.routers.end(step.made)
         if step.made:
             scheduler.step(advance)
+            state.counters["optimizer_steps"] += 1
             return AppliedStep(lr, step.grad_norm)
         if not step.overflow and not skips_nonfinite:
             set_random_state(self._random)
-            found = first_nonfinite_gradient(self._model, self._batches, self._compute, self._pg)
+            found = first_nonfinite_gradient(state.model, self._batches, self._compute, self._pg)
+            steps, rank = state.counters["optimizer_steps"], str(state.context.rank_info())
             raise_nonfinite(self._method, steps, step.grad_norm, self.reports, found, rank)
         return AppliedStep(lr, None)

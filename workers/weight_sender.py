@@ -1,4 +1,4 @@
-"""The base class of workers whose weights are sent to another group, or received from one."""
+"""The weights of a worker that are sent to another group, or received from one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -15,18 +15,16 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
-from mcontroller.group import WorkerGroup
-from workers.config import ActorConfig
+from workers.checkpoint.state import TrainingState
+from workers.config import ActorConfig, RolloutConfig
 from workers.gpu_ids import gpu_id, visible_gpus
-from workers.trained_worker import TrainedWorker
 from workers.weights.fingerprints import Fingerprint, model_fingerprints
 from workers.weights.local_tensors import described_tensors
 from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import Holdings
 from workers.weights.transfer.transports import TRANSPORTS
-from workers.weights.transfer.weight_transfer import WeightTransfer
 
-__all__ = ["TransferringWorker"]
+__all__ = ["WeightSender", "check_transfer"]
 
 MAY_DIFFER = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
@@ -47,83 +45,48 @@ OF_AN_ENGINE = (
 """Fields of RolloutConfig that only the group that generates reads."""
 
 
-class TransferringWorker(TrainedWorker):
-    """A worker that sends its weights to another group, or receives them; ``WeightTransfer`` calls these methods.
+def check_transfer(source: ActorConfig, target: ActorConfig, transport: str) -> None:
+    """Check that weights can go from groups of one configuration to groups of another, before any process starts.
 
-    Attributes:
-        policy_version: the version of the policy that this worker has: the number of calls that trained it, at the
-            actor or, for weights that were received, at the group that sent them.
-        sampled_batches: number of batches that were sampled so far, on which the seeds of the next samples depend.
+    Raises:
+        ConfigError: the models differ in more than dtype, seed and training; the settings of generation differ;
+            only one of them has ``router_replay=rollout``; or there is no such transport.
+    """
+    if transport != "auto":
+        TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
+    _check_equal("model", source.model, target.model, MAY_DIFFER)
+    _check_equal("rollout", source.rollout, target.rollout, OF_AN_ENGINE)
+    modes = source.router_replay, target.router_replay
+    if "rollout" in modes and modes[0] != modes[1]:
+        raise ConfigError(
+            f"actor_rollout_ref.router_replay is {modes[0]!r}, and rollout.router_replay {modes[1]!r}: the actor "
+            "replays what the rollout records; set both to the same value",
+            key="rollout.router_replay",
+            value=target.router_replay,
+        )
+
+
+class WeightSender:
+    """Sends the weights of a worker to another group, or receives them; ``WeightTransfer`` calls these methods.
+
+    Args:
+        state: the model.
+        config: whether received weights are verified.
     """
 
-    parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TrainedWorker.parts_needed,
-        "describe_weights": (),
-        "listen_for_weights": (),
-        "connect_weights": (),
-        "send_weights": ("params",),
-        "receive_weights": ("params",),
-        "weight_fingerprints": ("params",),
-        "accept_weights": (),
-        "close_weights": (),
-        "sampling_state": (),
-        "restore_sampling": (),
-    }
-
-    config: ActorConfig
-    sampled_batches: int = 0
-    _received_version: int | None = None
-    _incomplete: str = ""
-
-    @classmethod
-    def transfer_weights(
-        cls, source: WorkerGroup[Any], target: WorkerGroup[Any], *, transport: str = "auto", timeout: float = 600.0
-    ) -> WeightTransfer:
-        """Return a transfer of weights between two groups of such workers; see ``WeightTransfer``."""
-        return WeightTransfer(source, target, transport=transport, timeout=timeout)
-
-    @classmethod
-    def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
-        """Check that weights can go from groups of one configuration to groups of another, before any process starts.
-
-        Raises:
-            ConfigError: the models differ in more than dtype, seed and training; the settings of generation differ;
-                only one of them has ``router_replay=rollout``; or there is no such transport.
-        """
-        if transport != "auto":
-            TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
-        _check_equal("model", source.model, target.model, MAY_DIFFER)
-        _check_equal("rollout", source.rollout, target.rollout, OF_AN_ENGINE)
-        modes = source.router_replay, target.router_replay
-        if "rollout" in modes and modes[0] != modes[1]:
-            raise ConfigError(
-                f"actor_rollout_ref.router_replay is {modes[0]!r}, and rollout.router_replay {modes[1]!r}: the actor "
-                "replays what the rollout records; set both to the same value",
-                key="rollout.router_replay",
-                value=target.router_replay,
-            )
+    def __init__(self, state: TrainingState, config: RolloutConfig) -> None:
+        self.state, self.config = state, config
+        self._endpoints: dict[str, TransferEndpoint] = {}
+        self._received_version: int | None = None
+        self._incomplete = ""
 
     @property
     def policy_version(self) -> int:
-        """The version of the policy that this worker has."""
-        return self.updates if self._received_version is None else self._received_version
+        """The version of the policy that this worker has: the number of calls that trained it.
 
-    @property
-    def _endpoints(self) -> dict[str, TransferEndpoint]:
-        return self.__dict__.setdefault("_weight_endpoints", {})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sampling_state(self) -> dict[str, int]:
-        """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.
-
-        The checkpoint of an actor that generates has it; the trainer saves that of a group that only generates.
+        Those calls were made on this worker or, for weights that were received, on the group that sent them.
         """
-        return {"sampled_batches": self.sampled_batches}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def restore_sampling(self, state: Mapping[str, int]) -> None:
-        """Continue to sample from a ``sampling_state``."""
-        self.sampled_batches = state["sampled_batches"]
+        return self.state.counters["updates"] if self._received_version is None else self._received_version
 
     def check_weights_complete(self, method: str) -> None:
         """Raise DataError if a transfer to this worker has begun and was not completed."""
@@ -143,10 +106,10 @@ class TransferringWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def describe_weights(self) -> Holdings:
         """Return which parts of the model this rank has, and where it runs."""
-        tensors, local, unknown = described_tensors(self.model, self.context)
+        tensors, local, unknown = described_tensors(self.state.model, self.state.context)
         device = tensors[0].device
         gpu = gpu_id(device) if device.type == "cuda" else "cpu"
-        verify = self.config.rollout.verify_weights != "never"
+        verify = self.config.verify_weights != "never"
         return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu, verify, visible_gpus())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -156,12 +119,12 @@ class TransferringWorker(TrainedWorker):
         Args:
             dtypes: see ``part_fingerprints``.
         """
-        return model_fingerprints(self.model, self.context, dtypes)
+        return model_fingerprints(self.state.model, self.state.context, dtypes)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def listen_for_weights(self, opening: Opening) -> Any:
         """Open this rank's side of a transfer, and return what other ranks need to reach it."""
-        endpoint = TransferEndpoint(opening, self.model, self.context, _node()[1])
+        endpoint = TransferEndpoint(opening, self.state.model, self.state.context, _node()[1])
         self._endpoints[opening.transfer] = endpoint
         return endpoint.listen()
 
@@ -182,7 +145,7 @@ class TransferringWorker(TrainedWorker):
     def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
         """Replace the weights by those of the other group. They count as complete after ``accept_weights``."""
         self._incomplete = "a transfer of weights was not completed"
-        self.weights_version += 1
+        self.state.weights_version += 1
         return self._endpoints[transfer].receive(timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
