@@ -29,9 +29,8 @@ from rich.table import Table
 
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, own_shard
-from workers.checkpoint.load import load_checkpoint
-from workers.checkpoint.manifest import read_manifest
-from workers.checkpoint.verify import verify
+from workers.checkpoint.directories import read_manifest
+from workers.checkpoint.load import load_checkpoint, verify
 
 PARALLEL = {"tp": 2, "pp": 2}
 WORLD_SIZE, ROWS, ROUNDS = 8, 16, 3

@@ -28,7 +28,7 @@ PAYLOAD = (
     "mcontroller.partition.",
     "mcontroller.ray.values.references.",
     "mcontroller.ray.values.wire.",
-    "workers.distinct_tokens.",
+    "workers.distinct_tokens",
     "workers.train.batches.",
     "workers.train.micro_batches.",
 )

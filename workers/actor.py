@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
-from mcontroller.ppo.data import MINI_BATCHES, ROUTED_EXPERTS
+from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
@@ -28,16 +27,15 @@ from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.router_replay.replay import RouterReplay
 from workers.router_replay.routers import ModelRouters
+from workers.router_replay.rows import RowExperts
 from workers.train.batch_checks import temperature_of
 from workers.train.batches import TokenBatch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
-from workers.train.losses import sft_loss
+from workers.train.losses import MISMATCH, columns_of_update, policy_metrics, policy_objective, sft_loss, weights_of
 from workers.train.metrics import Rule, reported
-from workers.train.micro_batches import MicroBatchSize
-from workers.train.mini_batches import mini_batches_of_batch, responses_of_mini_batch
-from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective, weights_of
+from workers.train.mini_batches import division_of, mini_batches_of_batch
 from workers.train.trainer import Trainer
-from workers.weight_sender import WeightSender, check_transfer
+from workers.weight_sender import WeightSender, check_same_policy
 from workers.weights.mixing import mix_weights
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
@@ -75,7 +73,7 @@ class ActorRolloutRefWorker(ModelWorker):
     sender: WeightSender
 
     transfer_weights = staticmethod(WeightTransfer)
-    check_transfer = staticmethod(check_transfer)
+    check_transfer = staticmethod(check_same_policy)
     mini_batches = staticmethod(mini_batches_of_batch)
 
     config_class = ActorConfig
@@ -340,7 +338,6 @@ class ActorRolloutRefWorker(ModelWorker):
             NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
         require_role(self.roles, "actor", "update_actor")
-        config = self.config
         rows, rules = self._update(data, "update_actor")
         self.trainer.use_phase("ppo")
         metrics = self.trainer.train(
@@ -348,11 +345,8 @@ class ActorRolloutRefWorker(ModelWorker):
             rows,
             loss=self.loss,
             rules=rules,
-            mini_batch_size=responses_of_mini_batch(config, data, "update_actor"),
-            micro_batch_size=MicroBatchSize.of_update(config),
-            epochs=config.ppo_epochs,
-            shuffle_seed=config.seed if config.shuffle else None,
-            mini_batches=tensor_columns(data).get(MINI_BATCHES),
+            micro_batch_size=self.config.update_size,
+            division=division_of(self.config, data, "update_actor"),
         )
         return reported("actor", metrics)
 
@@ -380,7 +374,7 @@ class ActorRolloutRefWorker(ModelWorker):
             rows,
             loss=self.loss,
             rules=rules,
-            micro_batch_size=MicroBatchSize.of_update(self.config),
+            micro_batch_size=self.config.update_size,
         )
         return reported("actor", metrics)
 
@@ -412,7 +406,7 @@ class ActorRolloutRefWorker(ModelWorker):
             loss=sft_loss,
             count=super().loss_count,
             rules={"loss": Rule.TOKEN_MEAN, "entropy": Rule.TOKEN_MEAN},
-            micro_batch_size=MicroBatchSize.of_update(self.config),
+            micro_batch_size=self.config.update_size,
         )
         return reported("sft", metrics)
 
@@ -439,24 +433,21 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _rows(self, data: DataProto, method: str, columns: Sequence[str] = (), *, replay: bool = False) -> TokenBatch:
         """Return the rows of a batch; if ``replay``, with the experts that ``router_replay`` makes routers choose."""
-        router_replay, experts = self.router_replay, None
-        if replay and router_replay.replays(method, data.tensors()):
-            experts = functools.partial(router_replay.replayed, method)
+        replayed = replay and self.router_replay.replays(method, data.tensors())
+
+        def experts(batch: Mapping[str, Tensor], rows: TokenBatch) -> RowExperts:
+            return self.router_replay.replayed(batch, rows.lengths, rows.tokens.size(1), method)
+
         rollout = self.config.rollout
         temperature = temperature_of(data.meta_info, rollout.temperature, method)
         longest = rollout.response_length
         return self.reader.responses(
-            data, method, columns, temperature=temperature, max_response=longest, experts=experts
+            data, method, columns, temperature=temperature, max_response=longest, experts=experts if replayed else None
         )
 
     def _scores(self, rows: TokenBatch, model: Sequence[nn.Module]) -> Tensor | None:
         """Return log-probabilities and entropies ``[2, rows, response]``; None off the last stage."""
-        config = self.config
-        size = MicroBatchSize(
-            config.log_prob_micro_batch_size or config.ppo_micro_batch_size,
-            config.log_prob_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
-        )
-        scores = self.scorer.score(model, rows, size)
+        scores = self.scorer.score(model, rows, self.config.scoring_size)
         return None if scores is None else scores * rows.mask
 
     def _update(self, data: DataProto, method: str) -> tuple[TokenBatch, dict[str, Rule]]:

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ppo.data import MINI_BATCHES
 from workers.config import CriticConfig
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
-from workers.train.batches import TokenBatch, tensor_columns
+from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values, takes_distinct_tokens
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
-from workers.train.micro_batches import MicroBatchSize
-from workers.train.mini_batches import mini_batches_of_batch, responses_of_mini_batch
+from workers.train.mini_batches import division_of, mini_batches_of_batch
 from workers.train.trainer import Trainer
 
 __all__ = ["CriticWorker"]
@@ -107,13 +105,8 @@ class CriticWorker(ModelWorker):
         Raises:
             DataError: a column is missing or of a wrong shape.
         """
-        config = self.config
-        size = MicroBatchSize(
-            config.forward_micro_batch_size or config.ppo_micro_batch_size,
-            config.forward_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
-        )
         rows = self.reader.responses(data, "compute_values")
-        values = self.scorer.score(self.model, rows, size)
+        values = self.scorer.score(self.model, rows, self.config.scoring_size)
         return None if values is None else DataProto.from_dict({"values": values * rows.mask})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
@@ -133,17 +126,13 @@ class CriticWorker(ModelWorker):
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
             NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
-        config = self.config
         metrics = self.trainer.train(
             "update_critic",
             self.reader.responses(data, "update_critic", ("values", "returns")),
             loss=self.loss,
             rules=self.metrics(),
-            mini_batch_size=responses_of_mini_batch(config, data, "update_critic"),
-            micro_batch_size=MicroBatchSize.of_update(config),
-            epochs=config.ppo_epochs,
-            shuffle_seed=config.seed if config.shuffle else None,
-            mini_batches=tensor_columns(data).get(MINI_BATCHES),
+            micro_batch_size=self.config.update_size,
+            division=division_of(self.config, data, "update_critic"),
         )
         return reported("critic", metrics)
 
@@ -167,6 +156,6 @@ class CriticWorker(ModelWorker):
             self.reader.responses(data, "forward_backward", ("values", "returns")),
             loss=self.loss,
             rules=self.metrics(),
-            micro_batch_size=MicroBatchSize.of_update(self.config),
+            micro_batch_size=self.config.update_size,
         )
         return reported("critic", metrics)

@@ -19,7 +19,7 @@ from mcontroller.worker import Worker
 from parallel_state import DistGlobalInfo, DistRankInfo
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
-from workers.distinct_gpus import check_distinct_gpus
+from workers.gpu_ids import check_distinct_gpus
 from workers.model.gpu_defaults import connection_variables, set_max_connections
 
 __all__ = ["MegatronWorker"]

@@ -7,6 +7,7 @@ To change what is computed, override ``build_model``, ``build_optimizer``, ``par
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from workers.checkpoint.background_saves import BackgroundSaves
+from mcontroller.errors import ConfigError
 from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.state import TrainingState
+from workers.checkpoint.writer import BackgroundSaves
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
-from workers.config.constructor import check_constructor
 from workers.config.fit import length_multiple_of
 from workers.megatron_worker import MegatronWorker
 from workers.memory.offloader import Offloader
@@ -36,6 +36,7 @@ from workers.train.optimizer import (
     standard_parameter_groups,
 )
 from workers.train.scorer import Scorer
+from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
 
 __all__ = ["ModelWorker"]
@@ -94,7 +95,23 @@ class ModelWorker(MegatronWorker):
         Raises:
             ConfigError: an argument is missing, unknown, or of another type.
         """
-        check_constructor(cls, cls.config_class, args, kwargs)
+        signature = inspect.signature(cls.__init__)
+        try:
+            bound = signature.bind(None, *args, **kwargs).arguments
+        except TypeError as error:
+            names = ", ".join(list(signature.parameters)[1:])
+            raise ConfigError(f"{cls.__name__}: {error}; its arguments are {names}", key=cls.__name__) from error
+        config = bound.get("config")
+        if cls.config_class is None or "config" not in bound or isinstance(config, cls.config_class):
+            return
+        name, kind = cls.config_class.__name__, type(config).__name__
+        made = f"load_config({name}, {{...}})" if isinstance(config, Mapping) else f"{name}(...)"
+        raise ConfigError(
+            f"{cls.__name__}: config is of type {kind}; expected {name}: write config={made}, or set "
+            f"{cls.__name__}.config_class if its configuration has another type",
+            key="config",
+            value=config,
+        )
 
     def __init__(
         self,
@@ -123,11 +140,11 @@ class ModelWorker(MegatronWorker):
         self.trainer = Trainer(
             self.state,
             self.batcher,
-            saves,
             forward=forward,
             loss_count=self.loss_count,
             build_optimizer=self._checked_optimizer,
             schedule_unit=self.schedule_unit,
+            after_update=saves.finish_if_written,
         )
         self.offloader = Offloader(self.state, self.parts_needed)
         self.checkpointer = Checkpointer(self.state, model, self.trainer, saves)

@@ -13,7 +13,6 @@ from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values
-from workers.train.micro_batches import MicroBatchSize
 
 __all__ = ["RewardModelWorker"]
 
@@ -68,8 +67,7 @@ class RewardModelWorker(ModelWorker):
         """
         rows = self.reader.responses(data, "compute_rm_score")
         rows.predictors = (rows.predictors + 1).clamp(max=rows.tokens.size(1) - 1)
-        size = MicroBatchSize(self.config.micro_batch_size, self.config.max_tokens_per_micro_batch)
-        scores = self.scorer.score(self.model, rows, size)
+        scores = self.scorer.score(self.model, rows, self.config.scoring_size)
         return None if scores is None else DataProto.from_dict({"rm_scores": scores * _last(rows.mask)})
 
 

@@ -15,16 +15,16 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
-from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, RolloutConfig
 from workers.gpu_ids import gpu_id, visible_gpus
+from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, model_fingerprints
 from workers.weights.local_tensors import described_tensors
 from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import Holdings
 from workers.weights.transfer.transports import TRANSPORTS
 
-__all__ = ["WeightSender", "check_transfer"]
+__all__ = ["WeightSender", "check_same_policy"]
 
 MAY_DIFFER = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
@@ -45,7 +45,7 @@ OF_AN_ENGINE = (
 """Fields of RolloutConfig that only the group that generates reads."""
 
 
-def check_transfer(source: ActorConfig, target: ActorConfig, transport: str) -> None:
+def check_same_policy(source: ActorConfig, target: ActorConfig, transport: str) -> None:
     """Check that weights can go from groups of one configuration to groups of another, before any process starts.
 
     Raises:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError, before_changes
-from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
 from workers.checkpoint.save import save_checkpoint
-from workers.checkpoint.state import TrainingState
+from workers.checkpoint.writer import BackgroundSaves
 from workers.config import ModelConfig
+from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
 from workers.weights.hf.model import export_hf
 from workers.weights.mixing import float32_copies

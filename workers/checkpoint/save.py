@@ -20,13 +20,20 @@ import torch.distributed as dist
 
 from mcontroller.errors import ConfigError, DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
-from workers.checkpoint.background_saves import BackgroundSaves
 from workers.checkpoint.checksums import FileEntry
-from workers.checkpoint.directories import checkpoint_path, commit, create_partial, delete_partial, partial_path
-from workers.checkpoint.manifest import Buckets, Manifest
+from workers.checkpoint.directories import (
+    Buckets,
+    Manifest,
+    checkpoint_path,
+    commit,
+    create_partial,
+    delete_partial,
+    partial_path,
+)
 from workers.checkpoint.optimizer_state import buckets_to_save
-from workers.checkpoint.state import TrainingState, layout_of, sharded_state, weight_shapes
-from workers.checkpoint.writer import prepare_write
+from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
+from workers.checkpoint.writer import BackgroundSaves, prepare_write
+from workers.train.state import TrainingState
 
 __all__ = ["save_checkpoint"]
 

@@ -16,7 +16,7 @@ from workers.config import ActorConfig, ModelConfig, OptimConfig, ParallelConfig
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
 from workers.train.batches import TokenBatch, response_batch
-from workers.train.micro_batches import MicroBatchSize
+from workers.train.mini_batches import Division
 
 __all__ = ["TOKENS", "Policy", "actor_config", "timed"]
 
@@ -46,7 +46,7 @@ class Policy:
     def __init__(self, config: ActorConfig, role: str = "actor_rollout") -> None:
         self.config = config
         self.worker = ActorRolloutRefWorker(config, role)
-        self._size = MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch)
+        self._size = config.update_size
         self.call("init_model")
 
     def __enter__(self) -> Self:
@@ -77,9 +77,8 @@ class Policy:
                 self._rows(batch, ("old_log_probs", "advantages")),
                 loss=worker.loss,
                 rules=worker.metrics(),
-                mini_batch_size=self.config.ppo_mini_batch_size,
                 micro_batch_size=self._size,
-                shuffle_seed=self.config.seed,
+                division=Division(size=self.config.ppo_mini_batch_size, seed=self.config.seed),
             )
 
     def generate(self, batch: Mapping[str, Tensor], **settings: Any) -> Generated:

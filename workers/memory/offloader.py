@@ -14,7 +14,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
 from parallel_state.communicators import Communicators
-from workers.checkpoint.state import TrainingState
+from workers.train.state import TrainingState
 from workers.weights.offload import (
     Offload,
     Sleepable,

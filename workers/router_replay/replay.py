@@ -11,7 +11,6 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.data import ROUTED_EXPERTS
 from workers.router_replay.routers import NOT_RECORDED, ModelRouters
 from workers.router_replay.rows import RecordedExperts, ReplayedExperts, at_columns, from_first_token
-from workers.train.batches import TokenBatch
 
 __all__ = ["RouterReplay", "check_recorded"]
 
@@ -41,13 +40,14 @@ class RouterReplay:
             return method != "compute_log_prob" and "old_log_probs" in columns
         return self.mode == "rollout"
 
-    def replayed(self, method: str, batch: Mapping[str, Tensor], rows: TokenBatch) -> ReplayedExperts:
+    def replayed(self, batch: Mapping[str, Tensor], lengths: Tensor, width: int, method: str) -> ReplayedExperts:
         """Return the experts that the routers are to choose for rows, which begin with their first token.
 
         Args:
-            method: of the actor, for error messages.
             batch: the columns ``routed_experts``, ``input_ids`` and ``attention_mask``.
-            rows: the rows of the batch.
+            lengths: int64 ``[rows]``, the tokens of each row.
+            width: tokens of a padded row.
+            method: of the actor, for error messages.
 
         Raises:
             DataError: ``routed_experts`` is missing, has another shape than the model needs or another type, or does
@@ -55,7 +55,7 @@ class RouterReplay:
         """
         routers = self._routers()
         column = self._checked(batch, method, routers)
-        own = from_first_token(column[:, :, routers.own], _first_columns(batch), rows.lengths, rows.tokens.size(1))
+        own = from_first_token(column[:, :, routers.own], _first_columns(batch), lengths, width)
         return ReplayedExperts(routers, own)
 
     def recording(self, rows: int, width: int) -> RecordedExperts:

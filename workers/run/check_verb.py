@@ -19,15 +19,15 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.roles import CONFIG_KEYS, reads_reference
 from mcontroller.ray.resource_pool import Role
 from parallel_state.topology import Topology
-from workers.config import ActorConfig
+from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.generate.engines import ROLLOUT_ENGINES
-from workers.memory.estimate import Memory
+from workers.memory.estimate import Memory, host_memory
+from workers.model.gpu_defaults import max_connections
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes
 from workers.run.resources import locality_lines, resource_lines
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
-from workers.run.role_lines import role_lines
 
 __all__ = ["add_arguments", "layout_of_role", "memory_table", "pool_size", "read_roles", "run"]
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         lines += [*locality_lines(config), *resource_lines(config)]
         pools = pool_names(config)
     reference = not isinstance(config, RunConfig) or reads_reference(config, roles_of(config))
-    lines += role_lines(roles, sizes, reference)
+    lines += _role_lines(roles, sizes, reference)
     calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
     sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools), ""]))
@@ -188,3 +188,32 @@ def _sums(calls: Sequence[CallMemory]) -> str:
     handed += nccl - max(memory.nccl for memory in totals)
     never = sum(kept.values()) + moment + nccl
     return f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never"
+
+
+def _role_lines(roles: Mapping[str, RoleConfig], sizes: Mapping[str, int], reference: bool) -> Iterator[str]:
+    """Return the lines of all roles.
+
+    Args:
+        roles: configurations by key.
+        sizes: ranks of each group, by the same keys.
+        reference: whether the run has a reference policy.
+    """
+    for key, config in roles.items():
+        yield f"{key}: collectives fail after {key}.timeout_s = {config.timeout_s:g} s"
+        value, reason = max_connections(config.parallel, None)
+        if value is not None:
+            yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"
+        trained = isinstance(config, ActorConfig | CriticConfig) and key not in ("ref", "rollout")
+        models = 2 if key == "actor_rollout_ref" and reference and "ref" not in roles else 1
+        host = host_memory(config, sizes[key], trained=trained, models=models)
+        line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"
+        line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""
+        line += f", {host.gathered / _GB:.2f} GB more to save for any layout" if host.gathered else ""
+        yield line
+        if trained and not isinstance(config, RewardConfig) and config.optim.distributed_optimizer is None:
+            layout = config.parallel.layout(sizes[key])
+            chosen = config.optim.resolved(layout.dp * layout.cp, on_gpu=True).distributed_optimizer
+            replicas = f"{layout.dp * layout.cp} ranks have the same weights"
+            yield f"{key}: optim.distributed_optimizer={str(chosen).lower()} on a GPU: {replicas}"
+        if not config.packed and key != "rollout":
+            yield f"{key}: packed=true is recommended on a GPU: no padding, and no attention plan for each width"

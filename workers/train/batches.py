@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
-from workers.distinct_tokens.tokens import DistinctTokens, distinct_tokens
+from workers.distinct_tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
     check_mask,
     check_response_length,
@@ -26,8 +26,7 @@ from workers.train.batch_checks import (
     locate_tokens,
     require_columns,
 )
-from workers.train.own_targets import OwnTargets, locate_own_targets
-from workers.train.packing import Packing
+from workers.train.packing import OwnTargets, Packing, locate_own_targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

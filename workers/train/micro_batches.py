@@ -10,21 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from workers.config import ActorConfig, CriticConfig
-from workers.distinct_tokens.attention import computes_distinct_tokens
+from workers.config.roles import MicroBatchSize
+from workers.distinct_tokens import computes_distinct_tokens
 from workers.train.batches import TokenBatch
 from workers.train.mini_batches import of_every_shard
 from workers.train.packing import packing_of
 
 __all__ = [
     "MicroBatch",
-    "MicroBatchSize",
     "MicroBatcher",
     "equal_micro_batches",
     "least_count",
@@ -35,21 +33,6 @@ __all__ = [
 ]
 
 _FEW_WIDTHS = 128
-
-
-class MicroBatchSize(NamedTuple):
-    """The most that one data-parallel rank takes at a time: ``rows``, or ``tokens`` if that is not 0.
-
-    Tokens are rows times length, padding included, or the sum of lengths if rows are packed.
-    """
-
-    rows: int
-    tokens: int = 0
-
-    @classmethod
-    def of_update(cls, config: ActorConfig | CriticConfig) -> MicroBatchSize:
-        """Return the size of a training pass."""
-        return cls(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from workers.checkpoint.state import TrainingState
+from workers.config.roles import MicroBatchSize
 from workers.train.batches import TokenBatch
 from workers.train.forward import sum_over_context
-from workers.train.micro_batches import MicroBatcher, MicroBatchSize
+from workers.train.micro_batches import MicroBatcher
 from workers.train.pipeline import Forward, run_for_scores
+from workers.train.state import TrainingState
 
 __all__ = ["Scorer"]
 

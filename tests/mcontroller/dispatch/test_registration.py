@@ -96,7 +96,7 @@ def test_registrations_lists_inherited_methods_and_no_others() -> None:
     assert registration_of(Base, "unregistered") is None
 
 
-def test_registered_methods_of_components_are_methods_of_the_group_and_the_worker() -> None:
+def test_registered_methods_of_components_are_those_of_group_and_worker() -> None:
     group: Any = LocalWorkerGroup(Composed, 2)
     assert group.add(3) == [3, 4]
     assert group.workers[1].add(number=1) == group.workers[1].counter.number == 5

@@ -29,8 +29,7 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
-from workers.checkpoint.directories import checkpoint_path, commit, create_partial, find_checkpoint
-from workers.checkpoint.manifest import read_manifest
+from workers.checkpoint.directories import checkpoint_path, commit, create_partial, find_checkpoint, read_manifest
 
 ROWS = 16
 SAVED_IN = {"tp": 2, "pp": 2}  # over 8 ranks: dp 2
