@@ -280,7 +280,8 @@ class ModelWorker(MegatronWorker):
             asynchronous: return when the state is copied; a separate process of each worker writes it. The directory
                 appears at the end of an update after it is written, or at the latest with the next save, load,
                 ``wait_for_checkpoint`` or shutdown of the group.
-            reshardable: whether any layout can load a distributed optimizer too; see ``workers.checkpoint.save``.
+            reshardable: whether any layout can load a distributed optimizer too; see ``save_checkpoint`` of
+                ``workers.checkpoint.checkpointer``.
 
         Raises:
             ConfigError: ``max_to_keep`` is less than 1.

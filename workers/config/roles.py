@@ -15,7 +15,6 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import check_kl_loss
 from mcontroller.ppo.losses.aggregation import AGGREGATIONS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
-from workers.config.choices import ROUTER_REPLAY
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
 from workers.config.optim import OptimConfig, check_ddp, check_loss_scale
@@ -341,7 +340,7 @@ def _check_buffers(config: ActorConfig) -> None:
 def _check_router_replay(config: ActorConfig) -> None:
     """Raise ConfigError if there are no routers, or none whose choice can be recorded."""
     mode, model = config.router_replay, config.model
-    check_one_of("router_replay", mode, ROUTER_REPLAY)
+    check_one_of("router_replay", mode, ("none", "old_log_probs", "rollout"))
     if mode == "none":
         return
     if model.num_moe_experts is None:

@@ -8,7 +8,7 @@ of similar length, and each micro-batch is as wide as its own longest row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,6 @@ __all__ = [
     "MicroBatcher",
     "equal_micro_batches",
     "least_count",
-    "micro_batches",
     "packed_equal_micro_batches",
     "token_micro_batches",
     "width_multiple",
@@ -77,9 +76,16 @@ class MicroBatcher:
             most: the largest number of rows that any data-parallel rank divides.
             size: rows or tokens of a micro-batch.
         """
-        multiple = self.length_multiple if self.packed else width_multiple(self.length_multiple, self.device)
-        every = self.of_every_shard
-        return micro_batches(rows, index, most, size, self.count_multiple, multiple, every, packed=self.packed)
+        multiple, count_multiple = self.length_multiple, self.count_multiple
+        if not size.tokens and not self.packed:
+            return equal_micro_batches(rows, index, most, size.rows, count_multiple)
+        if not size.tokens:
+            return packed_equal_micro_batches(rows, index, most, size.rows, count_multiple, length_multiple=multiple)
+        if not self.packed:
+            multiple = width_multiple(multiple, self.device)
+        least = least_count(rows.lengths[index], size.tokens, multiple, rows.tokens.size(1), packed=self.packed)
+        count = -(-max(self.of_every_shard(least)) // count_multiple) * count_multiple
+        return token_micro_batches(rows, index, count, size.tokens, length_multiple=multiple, packed=self.packed)
 
     def on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
         """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
@@ -91,38 +97,6 @@ class MicroBatcher:
     def of_every_shard(self, number: int) -> list[int]:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
         return [one for (one,) in of_every_shard([number], self.pg.dp, self.device)]
-
-
-def micro_batches(
-    rows: TokenBatch,
-    index: Tensor,
-    most: int,
-    size: MicroBatchSize,
-    multiple: int,
-    length_multiple: int,
-    of_every_shard: Callable[[int], Sequence[int]],
-    *,
-    packed: bool,
-) -> list[MicroBatch]:
-    """Divide rows into micro-batches, as many on every data-parallel rank (a collective).
-
-    Args:
-        rows: the rows of this rank.
-        index: those to divide.
-        most: the largest number of rows that any data-parallel rank divides.
-        size: rows or tokens of a micro-batch.
-        multiple: the number of micro-batches is a multiple of this.
-        length_multiple: so are the lengths of sequences of this, as far as the batch is as wide.
-        of_every_shard: returns the number of every data-parallel rank.
-        packed: whether the rows of a micro-batch are one sequence.
-    """
-    if not size.tokens and not packed:
-        return equal_micro_batches(rows, index, most, size.rows, multiple)
-    if not size.tokens:
-        return packed_equal_micro_batches(rows, index, most, size.rows, multiple, length_multiple=length_multiple)
-    least = least_count(rows.lengths[index], size.tokens, length_multiple, rows.tokens.size(1), packed=packed)
-    count = -(-max(of_every_shard(least)) // multiple) * multiple
-    return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=packed)
 
 
 def width_multiple(length_multiple: int, device: torch.device) -> int:
