@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-port test-vllm lint types bench against-trl clean
+.PHONY: demo test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -50,20 +50,6 @@ test-slurm: $(STAMP)
 # The manifests against KubeRay's own schemas, which are downloaded: ARGS="--folder FOLDER" reads them from a folder.
 test-manifests: $(STAMP)
 	$(BIN)/python -m tests.launch.kuberay_schemas $(ARGS)
-
-# Workers of verl 0.4.1 under `mcontroller port`, and its public entries next to ours, in an environment of its own. verl is
-# installed without its dependencies; its wheel has a top-level package `tests`, which would hide this project's folder.
-PORT := .venv-port
-test-port: $(PORT)/.installed
-	$(PORT)/bin/python -m pytest tests/port $(ARGS)
-
-$(PORT)/.installed: pyproject.toml constraints.txt constraints-port.txt
-	test -x $(PORT)/bin/python || $(PYTHON) -m venv $(PORT)
-	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
-	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable ".[cpu,hf,test]"
-	$(PORT)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement constraints-port.txt
-	rm -rf $(PORT)/verl-tests && mv $(PORT)/lib/python*/site-packages/tests $(PORT)/verl-tests
-	touch $@
 
 # GRPO next to TRL's, in an environment of its own: ARGS=--learning compares the accuracy over steps in place of speed.
 TRL := .venv-trl

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mcontroller.dispatch.modes import Plan as Plan
     from mcontroller.dispatch.modes import RowRule as RowRule
     from mcontroller.dispatch.modes import plan as plan
+    from mcontroller.dispatch.modes import register_dispatch_mode as register_dispatch_mode
     from mcontroller.dispatch.registration import MAGIC_ATTR as MAGIC_ATTR
     from mcontroller.dispatch.registration import register as register
     from mcontroller.errors import BrokenPackageError as BrokenPackageError
@@ -57,23 +58,14 @@ if TYPE_CHECKING:
     from mcontroller.errors import before_changes as before_changes
     from mcontroller.group import WorkerGroup as WorkerGroup
     from mcontroller.local.group import LocalWorkerGroup as LocalWorkerGroup
-    from mcontroller.mode_functions import DISPATCH_MODE_FN_REGISTRY as DISPATCH_MODE_FN_REGISTRY
-    from mcontroller.mode_functions import collect_all_to_all as collect_all_to_all
-    from mcontroller.mode_functions import get_predefined_dispatch_fn as get_predefined_dispatch_fn
-    from mcontroller.mode_functions import get_predefined_execute_fn as get_predefined_execute_fn
-    from mcontroller.mode_functions import register_dispatch_mode as register_dispatch_mode
-    from mcontroller.mode_functions import update_dispatch_mode as update_dispatch_mode
     from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs
     from mcontroller.ray.class_with_init import create_colocated_worker_cls as create_colocated_worker_cls
     from mcontroller.ray.class_with_init import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
-    from mcontroller.ray.class_with_init import create_colocated_worker_raw_cls as create_colocated_worker_raw_cls
     from mcontroller.ray.process import sibling as sibling
     from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
     from mcontroller.ray.resource_pool import ResourcePool as ResourcePool
     from mcontroller.ray.resource_pool import ResourcePoolManager as ResourcePoolManager
     from mcontroller.ray.resource_pool import Role as Role
-    from mcontroller.ray.resource_pool import extract_pg_from_exist as extract_pg_from_exist
-    from mcontroller.ray.resource_pool import merge_resource_pool as merge_resource_pool
     from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup
     from mcontroller.ray.worker_group import RayWorkerGroup as RayWorkerGroup
     from mcontroller.worker import ClassWithInitArgs as ClassWithInitArgs

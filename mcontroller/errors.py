@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from parallel_state.errors import (
@@ -37,6 +37,7 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
     "before_changes",
+    "close_all",
     "is_before_changes",
 ]
 
@@ -202,3 +203,27 @@ def before_changes() -> Iterator[None]:
 def is_before_changes(error: BaseException) -> bool:
     """Return whether an error left a block of ``before_changes``."""
     return getattr(error, _BEFORE_CHANGES, False)
+
+
+def close_all(what: str, closings: Iterable[tuple[str, Callable[[], object]]]) -> None:
+    """Call every function, and raise the errors of all of them together.
+
+    Args:
+        what: what is ended, for the message.
+        closings: the name of each part, and the function that ends it.
+
+    Raises:
+        ShutdownError: several functions raised. The error of only one is raised as it is.
+    """
+    errors: dict[str, Exception] = {}
+    for name, close in closings:
+        try:
+            close()
+        except Exception as error:
+            errors[name] = error
+    if len(errors) == 1:
+        raise next(iter(errors.values()))
+    if errors:
+        lines = (f"{name}: {type(error).__name__}: {error}" for name, error in errors.items())
+        text = f"{len(errors)} parts of {what} could not be ended as they should; all others have ended:\n"
+        raise ShutdownError(text + "\n".join(lines), errors=errors) from next(iter(errors.values()))

@@ -18,9 +18,10 @@ from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.partition import Padding
-from mcontroller.porting.group_names import PortedGroup
 from mcontroller.transport import Executor
 from mcontroller.worker import W_co
+from parallel_state.axes import DENSE_AXES
+from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
@@ -95,7 +96,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             DispatchError: the method is not callable through a group, or the mode does not fit ``ranks``.
             TopologyError: the mode names an axis that the group's topology does not have.
         """
-        spec = self.registration.dispatch_mode.current()
+        spec = self.registration.dispatch_mode
         if spec.in_worker_only:
             raise DispatchError(
                 f"{self.group.name}.{self.name} is registered as {spec}: the rollout engine calls it on the worker "
@@ -175,7 +176,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
 
 
-class WorkerGroup(PortedGroup, Generic[W_co]):
+class WorkerGroup(Generic[W_co]):
     """The ranks of one role, behind an executor; every registered method of the worker class is a method of it.
 
     The type parameter is the worker class. With ``mcontroller.mypy_plugin``, mypy knows the registered methods.
@@ -238,6 +239,10 @@ class WorkerGroup(PortedGroup, Generic[W_co]):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
 
+    def offers(self, method: str) -> bool:
+        """Return whether the worker class registers a method of this name: those that are optional for a worker."""
+        return method in self._methods
+
     def _no_method(self, method: str) -> str:
         if hasattr(self.worker_cls, method):
             return (
@@ -299,6 +304,37 @@ class WorkerGroup(PortedGroup, Generic[W_co]):
         self._topology = topology
         self.executor.set_coordinates([topology.coordinates(rank) for rank in range(topology.world_size)])
         return topology
+
+    @overload
+    def get_megatron_rank_info(self, rank: int) -> DistRankInfo: ...
+    @overload
+    def get_megatron_rank_info(self, rank: None = None) -> list[DistRankInfo]: ...
+    def get_megatron_rank_info(self, rank: int | None = None) -> DistRankInfo | list[DistRankInfo]:
+        """Return the coordinates of a rank, or of every rank by rank, from the collected topology.
+
+        Raises:
+            TopologyError: the workers report no coordinates, or there is no such rank.
+        """
+        topology = self._megatron_topology()
+        if rank is None:
+            return [topology.rank_info(each) for each in range(self.world_size)]
+        return topology.rank_info(rank)
+
+    def get_megatron_global_info(self) -> DistGlobalInfo:
+        """Return the size of each axis, from the collected topology.
+
+        Raises:
+            TopologyError: the workers report no coordinates.
+        """
+        return self._megatron_topology().global_info()
+
+    def _megatron_topology(self) -> Topology:
+        if not all(axis in self.topology.sizes for axis in DENSE_AXES):
+            raise TopologyError(
+                f"group {self.name} has no axis {', '.join(DENSE_AXES)}: its workers report no coordinates",
+                role=self.name,
+            )
+        return self.topology
 
     def deadline(self, timeout: float | None) -> float | None:
         """Return the deadline of a call in seconds: its own if it has one, else the group's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcontroller.errors import ConfigError
@@ -18,9 +18,7 @@ from parallel_state.topology import Topology
 
 __all__ = [
     "LOCAL_AXES",
-    "CrossingAxis",
     "Locality",
-    "ScatteredNode",
     "check_axes",
     "locality",
     "log_findings",
@@ -34,79 +32,44 @@ LOCAL_AXES = ("tp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True, slots=True)
-class CrossingAxis:
-    """An axis with groups of ranks on several nodes.
-
-    Attributes:
-        axis: the axis.
-        groups: its groups that span nodes; the ranks of each in the order of the axis.
-        group_count: the number of all its groups.
-        needed_nodes: the least number of nodes on which the largest of these groups has room.
-    """
-
-    axis: str
-    groups: tuple[tuple[int, ...], ...]
-    group_count: int
-    needed_nodes: int
-
-    def text(self, nodes: Sequence[str]) -> str:
-        """Return the finding as a sentence with the first group, and what to change.
-
-        Args:
-            nodes: the node of every rank.
-        """
-        first = self.groups[0]
-        where = ", ".join(dict.fromkeys(nodes[rank] for rank in first))
-        example = f"such as ranks {runs_text(first)} on {where}"
-        fix = (
-            f"put {self.axis} before the other axes in the layout's order, or choose sizes that divide the ranks of a "
-            "node"
-            if self.needed_nodes == 1
-            else f"a node has fewer ranks than the size of the axis, {len(first)}: choose a smaller one"
-        )
-        return f"axis {self.axis} crosses nodes in {len(self.groups)} of {self.group_count} groups, {example}; {fix}"
-
-
-@dataclass(frozen=True, slots=True)
-class ScatteredNode:
-    """A node whose ranks do not follow each other, as a merged pool can have.
-
-    Attributes:
-        node: the node.
-        ranks: its ranks.
-    """
-
-    node: str
-    ranks: tuple[int, ...]
-
-    def text(self) -> str:
-        """Return the finding as a sentence, and what to change."""
-        return (
-            f"ranks {runs_text(self.ranks)} of node {self.node} do not follow each other; order the bundles of the "
-            "pool by node, such as by merging the parts of one node first"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Locality:
     """What ``locality`` finds. False if it finds nothing.
 
     Attributes:
-        nodes: the node of every rank.
-        crossing: the axes that cross nodes, in the order of ``LOCAL_AXES``.
-        scattered: the nodes whose ranks do not follow each other.
+        topology: the coordinates of the ranks, with their nodes.
+        crossing: the groups of ranks of an axis that span nodes, by axis in the order of ``LOCAL_AXES``; the ranks of
+            each group in the order of the axis.
+        scattered: the ranks of each node whose ranks do not follow each other, as a merged pool can have.
     """
 
-    nodes: tuple[str, ...]
-    crossing: tuple[CrossingAxis, ...]
-    scattered: tuple[ScatteredNode, ...]
+    topology: Topology
+    crossing: Mapping[str, Sequence[tuple[int, ...]]]
+    scattered: Mapping[str, Sequence[int]]
 
     def __bool__(self) -> bool:
         return bool(self.crossing or self.scattered)
 
     def lines(self) -> list[str]:
-        """Return one sentence for each finding."""
-        return [*(each.text(self.nodes) for each in self.crossing), *(each.text() for each in self.scattered)]
+        """Return one sentence for each finding, with what to change."""
+        crossing = [self._crossing_text(axis, groups) for axis, groups in self.crossing.items()]
+        scattered = [
+            f"ranks {runs_text(ranks)} of node {node} do not follow each other; order the bundles of the pool by node, "
+            "such as by merging the parts of one node first"
+            for node, ranks in self.scattered.items()
+        ]
+        return crossing + scattered
+
+    def _crossing_text(self, axis: str, groups: Sequence[tuple[int, ...]]) -> str:
+        nodes, size = self.topology.nodes or (), self.topology.sizes[axis]
+        on = ", ".join(dict.fromkeys(nodes[rank] for rank in groups[0]))
+        fix = (
+            f"put {axis} before the other axes in the layout's order, or choose sizes that divide the ranks of a node"
+            if size <= max(nodes.count(node) for node in set(nodes))
+            else f"a node has fewer ranks than the size of the axis, {size}: choose a smaller one"
+        )
+        count = self.topology.world_size // size
+        first = f"such as ranks {runs_text(groups[0])} on {on}"
+        return f"axis {axis} crosses nodes in {len(groups)} of {count} groups, {first}; {fix}"
 
 
 def locality(topology: Topology, allowed: Collection[str] = ()) -> Locality:
@@ -124,12 +87,12 @@ def locality(topology: Topology, allowed: Collection[str] = ()) -> Locality:
     check_axes(allowed)
     nodes = topology.nodes
     if nodes is None:
-        return Locality((), (), ())
+        return Locality(topology, {}, {})
     axes = [axis for axis in LOCAL_AXES if axis in topology.sizes and axis not in allowed]
     if topology.sizes.get("ep", 1) == 1:
         axes = [axis for axis in axes if axis != "etp" or topology.sizes["etp"] != topology.sizes["tp"]]
-    crossing = filter(None, (_crossing(topology, axis, nodes) for axis in axes))
-    return Locality(tuple(nodes), tuple(crossing), () if RANK_AXIS in allowed else _scattered(nodes))
+    crossing = {axis: spanning for axis in axes if (spanning := _spanning(topology, axis, nodes))}
+    return Locality(topology, crossing, {} if RANK_AXIS in allowed else _scattered(nodes))
 
 
 def log_findings(found: Locality, group: str) -> None:
@@ -162,13 +125,9 @@ def nodes_of(world_size: int, ranks_per_node: int) -> list[str]:
     return [f"node{rank // ranks_per_node}" for rank in range(world_size)]
 
 
-def _crossing(topology: Topology, axis: str, nodes: Sequence[str]) -> CrossingAxis | None:
-    groups = _groups(topology, axis)
-    spanning = tuple(group for group in groups if len({nodes[rank] for rank in group}) > 1)
-    if not spanning:
-        return None
-    room = max(nodes.count(node) for node in set(nodes))
-    return CrossingAxis(axis, spanning, len(groups), -(-topology.sizes[axis] // room))
+def _spanning(topology: Topology, axis: str, nodes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of an axis that span nodes."""
+    return tuple(group for group in _groups(topology, axis) if len({nodes[rank] for rank in group}) > 1)
 
 
 def _groups(topology: Topology, axis: str) -> list[tuple[int, ...]]:
@@ -182,10 +141,8 @@ def _groups(topology: Topology, axis: str) -> list[tuple[int, ...]]:
     return [tuple(sorted(group, key=lambda rank: index[rank])) for group in groups.values()]
 
 
-def _scattered(nodes: Sequence[str]) -> tuple[ScatteredNode, ...]:
+def _scattered(nodes: Sequence[str]) -> dict[str, tuple[int, ...]]:
     ranks_on: dict[str, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         ranks_on[node].append(rank)
-    return tuple(
-        ScatteredNode(node, tuple(ranks)) for node, ranks in ranks_on.items() if ranks[-1] - ranks[0] >= len(ranks)
-    )
+    return {node: tuple(ranks) for node, ranks in ranks_on.items() if ranks[-1] - ranks[0] >= len(ranks)}

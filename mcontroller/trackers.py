@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
+from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
-from mcontroller.errors import ConfigError
 
 __all__ = [
     "TRACKERS",
@@ -114,8 +112,8 @@ class TensorBoardTracker:
     """Tracker that writes TensorBoard events under ``tensorboard/``. Needs the extra ``tensorboard``."""
 
     def __init__(self, run: Run) -> None:
-        _import_extra("tensorboard", "tensorboard")
-        writer = _import_extra("torch.utils.tensorboard", "tensorboard")
+        import_extra("tensorboard", "tensorboard", "trackers")
+        writer = import_extra("torch.utils.tensorboard", "tensorboard", "trackers")
         after = None if run.resumed_at is None else run.resumed_at + 1
         self._writer = writer.SummaryWriter(str(run.directory / "tensorboard"), purge_step=after)
 
@@ -165,7 +163,7 @@ class WandbTracker:
     """Tracker of Weights & Biases. Needs the extra ``wandb``."""
 
     def __init__(self, run: Run) -> None:
-        wandb = _import_extra("wandb", "wandb")
+        wandb = import_extra("wandb", "wandb", "trackers")
         self._wandb = wandb
         self._run = wandb.init(
             project=run.project,
@@ -195,8 +193,8 @@ class TrackioTracker:
     """Tracker of Trackio, in its local database. Needs the extra ``trackio``."""
 
     def __init__(self, run: Run) -> None:
-        self._trackio = _import_extra("trackio", "trackio")
-        self._pandas = _import_extra("pandas", "trackio")
+        self._trackio = import_extra("trackio", "trackio", "trackers")
+        self._pandas = import_extra("pandas", "trackio", "trackers")
         resume = "never" if run.resumed_at is None else "allow"
         self._trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
 
@@ -221,7 +219,7 @@ class MlflowTracker:
     _ID = "mlflow_run_id"
 
     def __init__(self, run: Run) -> None:
-        self._mlflow = _import_extra("mlflow", "mlflow")
+        self._mlflow = import_extra("mlflow", "mlflow", "trackers")
         self._mlflow.set_experiment(run.project)
         if run.resumed_at is not None and (run.directory / self._ID).is_file():
             self._mlflow.start_run(run_id=(run.directory / self._ID).read_text(encoding="utf-8"))
@@ -260,17 +258,6 @@ def _table(samples: Samples) -> tuple[list[str], list[list[Any]]]:
     """Return the names of the columns, and the rows."""
     columns = list(samples[0])
     return columns, [[sample.get(name) for name in columns] for sample in samples]
-
-
-def _import_extra(module: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        raise ConfigError(
-            f"tracker {extra!r} needs the module {missing.name!r}: pip install 'mcontroller[{extra}]'",
-            key="trackers",
-            value=extra,
-        ) from missing
 
 
 def _remove_later_steps(path: Path, step: int) -> None:

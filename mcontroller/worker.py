@@ -14,7 +14,6 @@ from typing_extensions import TypeVar  # with defaults, which typing has from Py
 from mcontroller.dispatch.modes import Dispatch, Execute
 from mcontroller.dispatch.registration import register, registration_of
 from mcontroller.errors import ConfigError
-from mcontroller.porting.worker_names import PortedWorker
 
 __all__ = ["ClassWithInitArgs", "RankEnvironment", "Worker"]
 
@@ -72,7 +71,7 @@ class RankEnvironment:
         return cls(**{name: value if name == "master_addr" else int(value) for name, value in known.items()})  # type: ignore[arg-type]
 
 
-class Worker(PortedWorker):
+class Worker:
     """The base class of workers: one object per rank. Subclasses need not call ``super().__init__()``.
 
     Attributes:
@@ -103,6 +102,9 @@ class Worker(PortedWorker):
                 if registration_of(component, name) is not None:
                     return getattr(getattr(self, attribute), name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __init__(self) -> None:
+        super().__init__()
 
     @property
     def rank(self) -> int:
@@ -165,17 +167,6 @@ class Worker(PortedWorker):
             kwargs: keyword arguments of the constructor.
         """
         return {}
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``func(worker, *args, **kwargs)`` on every rank, with the rows of DataProtos split over the ranks.
-
-        Args:
-            func: a function that returns a DataProto; those of all ranks are concatenated.
-            args: its positional arguments after the worker.
-            kwargs: its keyword arguments.
-        """
-        return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

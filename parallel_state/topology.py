@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parallel_state.axes import (
+    DENSE_AXES,
     EXPERT_AXES,
     RANK_AXIS,
     FrozenMap,
@@ -38,6 +39,8 @@ from parallel_state.infos import (
 from parallel_state.layout import ParallelLayout
 
 __all__ = ["Topology"]
+
+_MEGATRON_AXES = (*DENSE_AXES, *EXPERT_AXES)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
@@ -205,6 +208,21 @@ class Topology:
             )
         return {axis: column[rank] for axis, column in self.columns.items()}
 
+    def rank_info(self, rank: int) -> DistRankInfo:
+        """Return the coordinates of ``rank`` as a Megatron worker reports them.
+
+        Raises:
+            TopologyError: There is no such rank.
+        """
+        indices = self.coordinates(rank)
+        known = {f"{axis}_rank": index for axis, index in indices.items() if axis in _MEGATRON_AXES}
+        return DistRankInfo(**known, extra=_user_defined(indices))
+
+    def global_info(self) -> DistGlobalInfo:
+        """Return the size of every axis as a Megatron worker reports them."""
+        known = {f"{axis}_size": size for axis, size in self.sizes.items() if axis in _MEGATRON_AXES}
+        return DistGlobalInfo(**known, vpp_size=self.vpp, extra=_user_defined(self.sizes))
+
     def select(self, **coordinates: int) -> tuple[int, ...]:
         """Return the ranks with these coordinates, in rank order.
 
@@ -306,6 +324,10 @@ class Topology:
                 f"{', '.join(self.dense_axes)} or {', '.join(self.expert_axes)}",
                 axes=tuple(axes),
             )
+
+
+def _user_defined(values: Mapping[str, int]) -> dict[str, int]:
+    return {axis: value for axis, value in values.items() if axis not in _MEGATRON_AXES}
 
 
 def _label(rank: int, nodes: Sequence[str] | None, names: Sequence[str] | None) -> str:

@@ -41,6 +41,9 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: floa
         RankFailure: The traceback of the first rank that failed; all other ranks are killed first.
     """
     assert not dist.is_initialized(), "a process that has initialized torch.distributed cannot be forked into ranks"
+    ray = sys.modules.get("ray")
+    # A fork while gRPC's threads poll may leave them with no thread that polls: the next call of Ray then never ends.
+    assert ray is None or not ray.is_initialized(), "a process that is connected to Ray cannot be forked into ranks"
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="ranks") as store:

@@ -5,31 +5,28 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from mcontroller.cli.entry_points import VERBS, entry_points
+import mcontroller
 from mcontroller.errors import MControllerError
 
-__all__ = ["Verb", "main"]
+__all__ = ["CONFIGS", "VERBS", "entry_points", "main"]
 
 PROGRAM = "mcontroller"
+DISTRIBUTION = "mcontroller"
+VERBS = "mcontroller.verbs"
+"""Group of the verbs: name -> module."""
+CONFIGS = "mcontroller.configs"
+"""Group of the configurations: key in the configuration of a run -> dataclass."""
 USAGE_ERROR = 2
-
-
-class Verb(Protocol):
-    """The functions of a verb's module."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the arguments of the verb."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the verb and return the exit status."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,14 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{PROGRAM}: there is no verb {name!r}; {hint}\n")
         return USAGE_ERROR
     try:
-        verb: Verb = verbs[name].load()
+        verb: Any = verbs[name].load()
         parser = argparse.ArgumentParser(
             prog=f"{PROGRAM} {name}",
-            description=getattr(verb, "__doc__", None),
+            description=verb.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         verb.add_arguments(parser)
-        return verb.run(parser.parse_args(rest))
+        status: int = verb.run(parser.parse_args(rest))
+        return status
     except MControllerError as error:
         sys.stderr.write(f"{PROGRAM} {name}: {type(error).__name__}: {error}\n")
         return 1
@@ -92,3 +90,30 @@ def _find_spec(module: str) -> ModuleSpec | None:
             return None
         spec = PathFinder.find_spec(name, list(locations))
     return spec
+
+
+def entry_points(group: str, checkout: Path | None = None) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name, sorted.
+
+    In a checkout, those of this project are read from its ``pyproject.toml``: it may be on PYTHONPATH without being
+    installed, and the metadata of an editable install do not change when the file does.
+
+    Args:
+        group: the name of the group.
+        checkout: the directory that contains the package ``mcontroller``; by default that of the imported one.
+    """
+    root = checkout or Path(mcontroller.__file__).resolve().parent.parent
+    project = root / "pyproject.toml"
+    installed = list(importlib.metadata.entry_points(group=group))
+    if project.is_file() and (own := _declared(project, group)) is not None:
+        installed = [entry for entry in installed if entry.dist is None or entry.dist.name != DISTRIBUTION] + own
+    return {entry.name: entry for entry in sorted(installed, key=lambda entry: entry.name)}
+
+
+def _declared(project: Path, group: str) -> list[EntryPoint] | None:
+    """Return the entry points that ``pyproject.toml`` declares; None if it is that of another project."""
+    declared = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+    if declared.get("name") != DISTRIBUTION:
+        return None
+    entries = declared.get("entry-points", {}).get(group, {})
+    return [EntryPoint(name, value, group) for name, value in entries.items()]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from mcontroller.cli.classes import load_class
+from mcontroller.config.imports import import_class
 from mcontroller.dispatch.registration import Registration, owner_of, registrations, written_parameters
 from mcontroller.group import Future_co, GroupMethod
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the worker or the group is not an importable class.
     """
-    text = typed_group(load_class(arguments.worker, "worker"), arguments.group)
+    text = typed_group(import_class(arguments.worker, "worker"), arguments.group)
     if arguments.output is None:
         sys.stdout.write(text)
     else:
@@ -78,7 +78,7 @@ def typed_group(worker_cls: type, group: str | None = None) -> str:
         ConfigError: the group is not an importable class.
     """
     default = MEGATRON_GROUP if hasattr(worker_cls, "get_megatron_rank_info") else PLAIN_GROUP
-    base = load_class(group or default, "group")
+    base = import_class(group or default, "group")
     names = _Names(base, worker_cls)
     head = f"class {worker_cls.__name__}Group({names.of(base)}[{names.of(worker_cls)}]):"
     methods = [

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["check_above", "check_at_least", "check_between", "check_finite", "check_known_keys", "check_one_of"]
+__all__ = [
+    "check_above",
+    "check_at_least",
+    "check_between",
+    "check_finite",
+    "check_known_keys",
+    "check_one_of",
+    "close_names",
+]
 
 
 def check_finite(key: str, value: float) -> None:
@@ -55,3 +64,9 @@ def check_known_keys(name: str, given: Iterable[str], known: Iterable[str]) -> N
             key=name,
             value=unknown,
         )
+
+
+def close_names(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean a or b?"`` for the names in ``known`` that are similar; empty if there are none."""
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

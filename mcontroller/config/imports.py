@@ -1,4 +1,4 @@
-"""Import of functions and modules that a configuration names."""
+"""Import of functions and modules that a configuration names, and of optional packages that it needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mcontroller.config.suggestions import close_names
+from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError
 
-__all__ = ["absolute_path_of", "import_module", "import_object"]
+__all__ = ["absolute_path_of", "import_class", "import_extra", "import_module", "import_object"]
 
 
 def import_object(path: str, key: str) -> Any:
@@ -38,6 +38,16 @@ def import_object(path: str, key: str) -> Any:
     return getattr(module, name)
 
 
+def import_class(path: str, key: str) -> type:
+    """Return a class of a module; the arguments and errors are those of ``import_object``."""
+    found = import_object(path, key)
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"{key} is {path!r}, which is a {type(found).__name__}; expected a class", key=key, value=path
+        )
+    return found
+
+
 def import_module(path: str, key: str) -> ModuleType:
     """Return a module.
 
@@ -54,6 +64,25 @@ def import_module(path: str, key: str) -> ModuleType:
         raise ConfigError(
             f"{key} is {path!r}, which cannot be imported: {type(error).__name__}: {error}", key=key, value=path
         ) from error
+
+
+def import_extra(module: str, extra: str, key: str) -> ModuleType:
+    """Return a module of an optional package.
+
+    Args:
+        module: its dotted name.
+        extra: the extra of this project that installs it.
+        key: the configuration key that needs it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            f"{key} needs the module {missing.name!r}: pip install 'mcontroller[{extra}]'", key=key, value=extra
+        ) from missing
 
 
 def absolute_path_of(path: str) -> str:

@@ -8,18 +8,17 @@ plan is computed once for each mode and topology.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, get_args
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
-from mcontroller.dispatch.names import NamedMembers
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
 from parallel_state.topology import Topology
 
-__all__ = ["Dispatch", "DispatchSpec", "Execute", "ExecuteMode", "Plan", "RowRule", "plan"]
+__all__ = ["Dispatch", "DispatchSpec", "Execute", "ExecuteMode", "Plan", "RowRule", "plan", "register_dispatch_mode"]
 
 RANK = RANK_AXIS
 """The pseudo-axis with one index per rank, in rank order; every topology has it."""
@@ -101,15 +100,6 @@ class DispatchSpec(Generic[A_co, R_co]):
         named = {*self.axes, *self.by, *(axis for axis, _ in self.collect)}
         return not named <= {RANK} and not self.rank_zero_only
 
-    @property
-    def value(self) -> int:
-        """The position of this mode among the members of ``Dispatch``, as an enum would number them; -1 without one."""
-        return Dispatch.names().index(self.name) if self.name in Dispatch.members else -1
-
-    def current(self) -> DispatchSpec[Any, Any]:
-        """Return the mode that now has this name: this one, unless ``update_dispatch_mode`` has replaced it."""
-        return Dispatch.members.get(self.name, self)
-
     def __str__(self) -> str:
         return self.name
 
@@ -117,12 +107,8 @@ class DispatchSpec(Generic[A_co, R_co]):
 def mode_of_functions(
     name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> DispatchSpec[Any, Any]:
-    """Return a mode that splits and collects with user-defined functions; see ``mcontroller.mode_functions``."""
+    """Return a mode that splits and collects with user-defined functions; see ``register_dispatch_mode``."""
     return DispatchSpec(name, "entries", (RANK,), by=(RANK,), functions=(dispatch_fn, collect_fn))
-
-
-def _undefined(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise DispatchError(f"mode {name} has a name but no functions: set them with update_dispatch_mode", mode=name)
 
 
 Whole = Literal["whole"]
@@ -138,13 +124,39 @@ _CP_DP_PP = ("cp", "dp", "pp")
 _LAST_STAGE = (("tp", 0), ("cp", 0), ("pp", -1))
 
 
-class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
+class _Modes(type):
+    """The metaclass of ``Dispatch``: look up its modes by name and iterate over them, as over an enum."""
+
+    members: dict[str, DispatchSpec[Any, Any]]
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        cls.members = {key: value for key, value in namespace.items() if isinstance(value, DispatchSpec)}
+
+    def __getitem__(cls, name: str) -> DispatchSpec[Any, Any]:
+        if name not in cls.members:
+            raise DispatchError(
+                f"Dispatch has no {name!r}; it has {', '.join(cls.members)}. Add one with Dispatch.register({name!r}, "
+                "mode)",
+                name=name,
+            )
+        return cls.members[name]
+
+    def __iter__(cls) -> Iterator[DispatchSpec[Any, Any]]:
+        return iter(cls.members.values())
+
+    if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
+
+        def __getattr__(cls, name):
+            raise AttributeError(f"Dispatch has no {name!r}; it has {', '.join(cls.members)}")
+
+
+class Dispatch(metaclass=_Modes):
     """The dispatch modes, each a ``DispatchSpec``: ``Dispatch.MEGATRON_COMPUTE_PROTO``, ``Dispatch["DP_COMPUTE"]``.
 
     ``Dispatch.over`` returns a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it.
+    A type checker does not know an added mode as an attribute: use the value that ``register`` returns.
     """
-
-    members: ClassVar[dict[str, DispatchSpec[Any, Any]]]
 
     RANK_ZERO: ClassVar[DispatchSpec[Whole, Value]] = DispatchSpec(
         "RANK_ZERO", "whole", result="value", rank_zero_only=True
@@ -183,10 +195,31 @@ class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
     )
 
     @staticmethod
-    def new_member(name: str, member: DispatchSpec[Any, Any] | None) -> DispatchSpec[Any, Any]:
-        """Return ``member`` under a new name; without one, a mode whose functions ``update_dispatch_mode`` must set."""
-        undefined = partial(_undefined, name)
-        return mode_of_functions(name, undefined, undefined) if member is None else replace(member, name=name)
+    def register(name: str, mode: DispatchSpec[Any, Any]) -> DispatchSpec[Any, Any]:
+        """Add a mode as ``Dispatch.<name>`` and return it.
+
+        Raises:
+            DispatchError: the name is taken or is not an identifier.
+        """
+        if not name.isidentifier() or hasattr(Dispatch, name):
+            raise DispatchError(
+                f"Dispatch cannot use the name {name!r}: it must be a new identifier, not one of "
+                f"{', '.join(Dispatch.members)}",
+                name=name,
+            )
+        Dispatch.members[name] = replace(mode, name=name)
+        setattr(Dispatch, name, Dispatch.members[name])
+        return Dispatch.members[name]
+
+    @staticmethod
+    def remove(name: str) -> None:
+        """Remove a mode that was registered.
+
+        Raises:
+            DispatchError: there is no mode of this name.
+        """
+        del Dispatch.members[Dispatch[name].name]
+        delattr(Dispatch, name)
 
     @staticmethod
     def over(
@@ -237,6 +270,24 @@ class Dispatch(metaclass=NamedMembers, of=DispatchSpec):
         return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
 
 
+def register_dispatch_mode(
+    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> DispatchSpec[Any, Any]:
+    """Add ``Dispatch.<name>``, a mode that splits and collects with these functions, and return it.
+
+    Args:
+        dispatch_mode_name: the name.
+        dispatch_fn: ``dispatch_fn(worker_group, *args, **kwargs)`` returns ``(args, kwargs)``, each value a list with
+            one entry per rank.
+        collect_fn: ``collect_fn(worker_group, outputs)`` returns the caller's result from the list of the outputs of
+            all ranks.
+
+    Raises:
+        DispatchError: the name is taken or is not an identifier.
+    """
+    return Dispatch.register(dispatch_mode_name, mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn))
+
+
 def _reject_misspelled(mode: str, axes: Iterable[object], extra: Collection[str]) -> None:
     known = (*DENSE_AXES, *EXPERT_AXES, RANK)
     for axis in axes:
@@ -265,27 +316,15 @@ class ExecuteMode(Generic[ZeroOnly_co]):
     name: str
     rank_zero_only: ZeroOnly_co = False  # type: ignore[assignment]  # a default cannot be typed for each ZeroOnly_co
 
-    @property
-    def value(self) -> int:
-        """The position of this mode among the members of ``Execute``; -1 without one."""
-        return Execute.names().index(self.name) if self.name in Execute.members else -1
 
-
-class Execute(metaclass=NamedMembers, of=ExecuteMode):
+class Execute:
     """The execute modes by name: ``ALL`` runs the dispatch mode as it is.
 
     ``RANK_ZERO`` sends the arguments as they are to rank 0 alone and returns its value, whatever the dispatch mode.
     """
 
-    members: ClassVar[dict[str, ExecuteMode[bool]]]
-
     ALL: ClassVar[ExecuteMode[Literal[False]]] = ExecuteMode("ALL", False)
     RANK_ZERO: ClassVar[ExecuteMode[Literal[True]]] = ExecuteMode("RANK_ZERO", True)
-
-    @staticmethod
-    def new_member(name: str, member: ExecuteMode[bool] | None) -> ExecuteMode[bool]:
-        """Return ``member`` under a new name; without one, a mode that runs as ``ALL`` does."""
-        return ExecuteMode(name, False) if member is None else replace(member, name=name)
 
 
 @dataclass(frozen=True)

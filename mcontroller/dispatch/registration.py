@@ -232,6 +232,6 @@ def _as_execute_mode(mode: Any) -> ExecuteMode[bool]:
     if isinstance(mode, ExecuteMode):
         return mode
     raise DispatchError(
-        f"execute_mode is {mode!r}; expected {' or '.join(f'Execute.{each.name}' for each in Execute)}",
+        f"execute_mode is {mode!r}; expected Execute.ALL or Execute.RANK_ZERO",
         execute_mode=mode,
     )

@@ -1,5 +1,4 @@
 """Check every node of a cluster, or this machine, before a run: the verb ``doctor``.
 
-``facts`` reads what a node has, ``agent`` runs on each node, ``nodes`` starts the agents through Ray, and
-``node_checks`` and ``cluster_checks`` judge the facts without any I/O.
+``facts`` reads what a node has, ``nodes`` runs an agent on each node, and ``checks`` judges the facts without any I/O.
 """

@@ -15,21 +15,37 @@ import importlib.util
 import json
 import logging
 import os
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mcontroller.doctor.examine import examine
-from mcontroller.doctor.findings import Finding, exit_status, table
-from mcontroller.doctor.nodes import LocalNode, Node, ray_nodes
+from mcontroller.doctor.checks import (
+    check_addresses,
+    check_clock,
+    check_connection,
+    check_gpucheck,
+    check_node,
+    check_shared_directory,
+    check_versions,
+    connections_to_try,
+)
+from mcontroller.doctor.facts import NodeFacts
+from mcontroller.doctor.findings import Finding, Verdict, exit_status, table
+from mcontroller.doctor.nodes import Node, ask_all, local_node, ray_nodes
+from mcontroller.errors import ResourceError
 
-__all__ = ["UNREACHABLE", "add_arguments", "run"]
+__all__ = ["UNREACHABLE", "add_arguments", "examine", "run"]
 
 UNREACHABLE = 2
 """Exit status if the cluster of ``--address`` cannot be reached."""
 
 _ANSWER_TIMEOUT_S = 300.0
+_CONNECT_TIMEOUT_S = 5.0
+_GPUCHECK_TIMEOUT_S = 280.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             place = arguments.address or f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
             sys.stderr.write(f"doctor: no Ray cluster answers at {place}: {reason}\n")
             return UNREACHABLE
-    findings = _of_cluster(arguments) if connected else _examined([LocalNode()], arguments)
+    findings = _of_cluster(arguments) if connected else _examined([local_node()], arguments)
     head = "the Ray cluster" if connected else "this machine; no Ray cluster runs here, so nodes are not compared"
     sys.stdout.write(f"{head}\n{table(findings)}\n")
     if arguments.json is not None:
@@ -97,3 +113,77 @@ def _examined(nodes: Sequence[Node], arguments: argparse.Namespace) -> list[Find
             gpucheck=not arguments.no_gpucheck,
         )
     )
+
+
+def examine(nodes: Sequence[Node], *, checkpoints: str | None, ranks: int | None, gpucheck: bool) -> Iterator[Finding]:
+    """Yield the findings of all nodes; a node that does not answer is one of them, and is left out of the others.
+
+    Args:
+        nodes: the nodes of the cluster, or this machine.
+        checkpoints: the directory of checkpoints; None to leave it out.
+        ranks: ranks of a run on each node; None for one for each GPU.
+        gpucheck: whether to run the smallest part of gpucheck on nodes with GPUs.
+    """
+    answering: list[Node] = []
+    facts: list[NodeFacts] = []
+    for node, answer in ask_all(nodes, "facts", checkpoints):
+        if isinstance(answer, ResourceError):
+            advice = "look at the raylet's log on the node; the node needs mcontroller on its PYTHONPATH"
+            yield Finding("agent", node.address, Verdict.FAILURE, answer.message, advice)
+        else:
+            answering.append(node)
+            facts.append(answer)
+            yield from check_node(answer, ranks)
+    if len(answering) > 1:
+        yield from check_versions(facts)
+        yield from check_addresses(facts)
+        yield from _connections(answering)
+        yield from _clocks(answering)
+        if checkpoints is not None:
+            yield _shared(answering, checkpoints)
+    if gpucheck:
+        with_gpus = [node for node, each in zip(answering, facts, strict=True) if each.driver_gpus or each.torch_gpus]
+        for node, answer in ask_all(with_gpus, "gpucheck", _GPUCHECK_TIMEOUT_S):
+            status, output = (1, answer.message) if isinstance(answer, ResourceError) else answer
+            yield check_gpucheck(node.address, status, output)
+
+
+def _connections(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """Connect the nodes with each other, each to all addresses of the other."""
+    listening = [answer for _, answer in ask_all(nodes, "listen")]
+    for source, target in connections_to_try(len(nodes)):
+        if isinstance(listening[target], ResourceError):
+            yield check_connection(nodes[source].address, nodes[target].address, 0, listening[target].message)
+            continue
+        addresses, port = listening[target]
+        for address in addresses:
+            try:
+                error = nodes[source].ask("connect", address, port, _CONNECT_TIMEOUT_S)
+            except ResourceError as raised:
+                error = raised.message
+            yield check_connection(nodes[source].address, address, port, error)
+
+
+def _clocks(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """Compare the clock of every node with this one: the answer that came fastest, of five."""
+    for node in nodes:
+        measured = []
+        for _ in range(5):
+            before = time.time()
+            there = node.ask("now")
+            after = time.time()
+            measured.append(((after - before) / 2, there - statistics.fmean((before, after))))
+        uncertainty, skew = min(measured)
+        yield check_clock(node.address, skew, uncertainty)
+
+
+def _shared(nodes: Sequence[Node], checkpoints: str) -> Finding:
+    """Write a file in the directory of checkpoints on one node, and look for it on all."""
+    path = str(Path(checkpoints) / f".doctor-{uuid.uuid4().hex}")
+    try:
+        nodes[0].ask("write", path)
+    except ResourceError as error:
+        return Finding("shared checkpoints", nodes[0].address, Verdict.FAILURE, error.message, "make it writable")
+    seen = {node.address: bool(node.ask("sees", path)) for node in nodes}
+    nodes[0].ask("remove", path)
+    return check_shared_directory(checkpoints, seen)

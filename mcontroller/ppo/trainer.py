@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from mcontroller.closing import close_all
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.referenced import ReferencedBatch
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, close_all
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
 from mcontroller.ppo.ahead.checks import check_generates_alone
@@ -56,8 +55,7 @@ from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
 from mcontroller.ppo.selection.overlong import penalized, truncated_rows
 from mcontroller.ppo.selection.trained_rows import trained_on
 from mcontroller.ppo.stages.devices import SharedDevices
-from mcontroller.ppo.stages.overlap import OverlappingStages, StageCall
-from mcontroller.ppo.stages.stages import Stages
+from mcontroller.ppo.stages.stages import OverlappingStages, StageCall, Stages
 from mcontroller.ppo.stages.token_balance import TokenBalance
 from mcontroller.ppo.summary import (
     experience_metrics,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, ParamSpec, Self
+from typing import Any, ParamSpec, Self
 
 from ray.actor import ActorClass
 
@@ -17,7 +17,6 @@ __all__ = [
     "check_class_with_init",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
-    "create_colocated_worker_raw_cls",
 ]
 
 P = ParamSpec("P")
@@ -48,7 +47,6 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
     def __init__(self, cls: Callable[P, W_co], *args: P.args, **kwargs: P.kwargs) -> None:
         super().__init__(_plain(cls), *args, **kwargs)
         self.options: dict[str, Any] = {}
-        self.fused = issubclass(self.cls, Roles)
 
     @property
     def default_name(self) -> str:
@@ -57,7 +55,7 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
 
     def roles_of(self, name: str) -> Mapping[str, RayClassWithInitArgs[Any]]:
         """Return the classes that a group called ``name`` has in each of its processes, by role."""
-        return self.cls.class_dict if issubclass(self.cls, Roles) else {name: self}
+        return {name: self}
 
     def update_options(self, options: dict[str, Any]) -> Self:
         """Add Ray actor options for the processes (``runtime_env``, ``resources``, ...), and return this object.
@@ -75,14 +73,6 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
             )
         self.options.update(options)
         return self
-
-    def set_additional_resource(self, additional_resource: dict[str, Any]) -> None:
-        """Add Ray actor options, as ``update_options`` does; the name that ported code uses.
-
-        Raises:
-            ConfigError: as ``update_options``.
-        """
-        self.update_options(additional_resource)
 
 
 def check_class_with_init(init: Any) -> None:
@@ -108,13 +98,7 @@ def _plain(cls: Any) -> Any:
 
 
 class Roles:
-    """The worker class of a group with several roles. It has no methods; the worker class of each role has.
-
-    Attributes:
-        class_dict: the roles that a group of this class has, if ``create_colocated_worker_raw_cls`` has made it.
-    """
-
-    class_dict: ClassVar[Mapping[str, RayClassWithInitArgs[Any]]] = {}
+    """The worker class of a group with several roles. It has no methods; the worker class of each role has."""
 
 
 class Colocated(RayClassWithInitArgs[Roles]):
@@ -168,11 +152,3 @@ def create_colocated_worker_cls_fused(class_dict: Mapping[str, RayClassWithInitA
         >>> group.actor.update_actor(batch)
     """
     return Colocated(class_dict, fused=True)
-
-
-def create_colocated_worker_raw_cls(class_dict: Mapping[str, RayClassWithInitArgs[Any]]) -> type[Roles]:
-    """Return one class whose groups have every role of ``class_dict``; wrap it in ``RayClassWithInitArgs``.
-
-    ``create_colocated_worker_cls_fused`` returns it wrapped, and merges the options of the roles.
-    """
-    return type("_".join(["FusedWorker", *class_dict]), (Roles,), {"class_dict": dict(class_dict)})

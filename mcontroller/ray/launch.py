@@ -231,7 +231,6 @@ def _identities(
         neighbors = ranks_of_node[bundle.group.id]
         local_rank = neighbors.index(rank)
         ray_names = {"RAY_LOCAL_RANK": str(local_rank), "RAY_LOCAL_WORLD_SIZE": str(len(neighbors))}
-        group_names = {"WG_PREFIX": name, "WG_BACKEND": "ray"}  # which ported workers read
         # Without GPUs the list is empty: Ray keeps the value of the node, or of the runtime_env, for such actors.
         gpus = [gpu for other in neighbors if (gpu := lease.bundles[other].gpu) is not None]
         device = local_rank if gpus else None
@@ -239,7 +238,7 @@ def _identities(
         if gpus and (pool.isolate_gpus or any(gpu.startswith("MIG-") for gpu in gpus)):
             gpus, device = gpus[local_rank : local_rank + 1], 0
             environment = RankEnvironment(rank, pool.world_size)
-        env = {**environment.variables(), **ray_names, **group_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        env = {**environment.variables(), **ray_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         yield Identity(name, rank, env, device, infos[rank].threads, cuda)
 
 

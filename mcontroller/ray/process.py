@@ -242,8 +242,6 @@ class WorkerProcess:
                 raise self._error_of(role, "__init__", error) from None
             self._roles[role] = worker
             _siblings[role] = worker
-            if len(packed) > 1:
-                worker.fused_worker_dict = _siblings
 
     def finish(self) -> None:
         """Call ``before_shutdown`` of the workers of every role."""

@@ -9,11 +9,9 @@ from enum import Enum, auto
 from typing import Self
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.closing import close_all
-from mcontroller.errors import ConfigError, ResourceError
+from mcontroller.errors import ConfigError, ResourceError, close_all
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 from parallel_state.axes import is_count
 
@@ -23,8 +21,6 @@ __all__ = [
     "ResourcePoolManager",
     "Role",
     "SlotLease",
-    "extract_pg_from_exist",
-    "merge_resource_pool",
 ]
 
 _unnamed = itertools.count()
@@ -62,22 +58,9 @@ class ResourcePool:
             raise ResourceError(text, process_on_nodes=self._store)
 
     @property
-    def store(self) -> list[int]:
-        """The number of processes on each node: as declared, and in rank order once the pool is reserved."""
-        return self._store
-
-    @property
     def world_size(self) -> int:
         """Number of processes of a group in the pool."""
         return sum(self._store)
-
-    def local_world_size_list(self) -> list[int]:
-        """Return, for every rank, the number of processes on its node."""
-        return [count for count in self._store for _ in range(count)]
-
-    def local_rank_list(self) -> list[int]:
-        """Return, for every rank, its index on its node."""
-        return [local for count in self._store for local in range(count)]
 
 
 class RayResourcePool(ResourcePool):
@@ -186,11 +169,6 @@ class RayResourcePool(ResourcePool):
             ResourceError: as ``reserve`` does.
         """
         return [bundle for reservation in self._beside for bundle in reservation.bundles()]
-
-    def get_placement_groups(self) -> list[PlacementGroup]:
-        """Reserve the pool and return its placement groups, one for each node, in rank order."""
-        bundles = self.reserve().bundles()
-        return list({bundle.group.id: bundle.group for bundle in bundles}.values())
 
     def shutdown(self) -> None:
         """Return the bundles to the cluster. Ends every process that still runs in them; a second call does nothing."""
@@ -388,42 +366,6 @@ def _check_disjoint(parts: Sequence[_Part], names: Sequence[str]) -> None:
             raise ResourceError(
                 f"pools {', '.join(names)} share bundles: only pools without common bundles can be merged", pools=names
             )
-
-
-def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """Return one pool with the bundles of both; see ``RayResourcePool.merge``."""
-    return rp1.merge(rp2)
-
-
-def extract_pg_from_exist(
-    resource_pools: Mapping[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
-) -> list[PlacementGroup]:
-    """Return a placement group of existing pools for each node of ``resource_pool``, in its order.
-
-    Each placement group serves at most one node; the largest serves the largest.
-
-    Args:
-        resource_pools: existing pools by role.
-        src_role_names: the roles whose pools may be used.
-        resource_pool: the pool that needs placement groups.
-
-    Raises:
-        ResourceError: the placement groups are too few or too small.
-    """
-    sources = [pool for role, pool in resource_pools.items() if role in src_role_names]
-    groups = [group for pool in sources for group in pool.get_placement_groups()]
-    groups.sort(key=lambda group: group.bundle_count, reverse=True)
-    wanted = sorted(enumerate(resource_pool.store), key=lambda node: node[1], reverse=True)
-    counts = [group.bundle_count for group in groups]
-    if len(counts) < len(wanted) or any(count < asked for count, (_, asked) in zip(counts, wanted, strict=False)):
-        raise ResourceError(
-            f"nodes of {resource_pool.store} processes are asked of {', '.join(src_role_names)}, "
-            f"whose placement groups have {counts} bundles",
-            asked=list(resource_pool.store),
-            exists=counts,
-        )
-    chosen = {node: group for (node, _), group in zip(wanted, groups, strict=False)}
-    return [chosen[node] for node in sorted(chosen)]
 
 
 class Role(Enum):

@@ -8,7 +8,6 @@ from typing import Any, Self
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.locality import check_axes, locality, log_findings
-from mcontroller.porting.group_names import PortedRayGroup, check_bin_pack
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
@@ -21,7 +20,7 @@ from parallel_state.topology import Topology
 __all__ = ["MegatronRayWorkerGroup", "RayWorkerGroup"]
 
 
-class RayWorkerGroup(PortedRayGroup, WorkerGroup[W_co]):
+class RayWorkerGroup(WorkerGroup[W_co]):
     """The workers of one role: one process in every bundle of a pool.
 
     The constructor starts the processes. ``shutdown``, a ``with`` block, or dropping the group ends them and frees
@@ -38,11 +37,10 @@ class RayWorkerGroup(PortedRayGroup, WorkerGroup[W_co]):
         topology: the coordinates of the ranks, for workers that do not report their own.
         axes_across_nodes: axes of Megatron workers (tp, cp, ep, etp) that may cross nodes without a warning at the
             start; ``"rank"`` accepts ranks of a node that do not follow each other.
-        bin_pack: True, for ported code: a pool always keeps the bundles of a node on one node.
 
     Raises:
-        ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, ``bin_pack`` is not
-            True, or ``axes_across_nodes`` has another name.
+        ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, or
+            ``axes_across_nodes`` has another name.
         ResourceError: the pool has no free slot, or the cluster is too small.
         WorkerError: a worker's constructor raised.
         WorkerDied: a process ended during the start.
@@ -50,7 +48,6 @@ class RayWorkerGroup(PortedRayGroup, WorkerGroup[W_co]):
     """
 
     resource_pool: RayResourcePool | None
-    ray_cls_with_init: RayClassWithInitArgs[Any] | None = None
     axes_across_nodes: Collection[str] = ()
 
     def __init__(
@@ -64,9 +61,7 @@ class RayWorkerGroup(PortedRayGroup, WorkerGroup[W_co]):
         start_timeout: float | None = 600.0,
         topology: Topology | None = None,
         axes_across_nodes: Collection[str] = (),
-        bin_pack: bool = True,
     ) -> None:
-        check_bin_pack(bin_pack)
         check_class_with_init(ray_cls_with_init)
         check_axes(axes_across_nodes)
         self.axes_across_nodes = axes_across_nodes
@@ -80,7 +75,6 @@ class RayWorkerGroup(PortedRayGroup, WorkerGroup[W_co]):
             classes = {role: each.cls for role, each in roles.items()}
             self._join(processes, name, init.cls, classes, timeout, topology)
             self.resource_pool = resource_pool
-            self.ray_cls_with_init = init
             if init.fused:
                 self.fuse(roles)
         except BaseException:
@@ -219,23 +213,3 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
             found = locality(self.collect_topology(), self.axes_across_nodes)
             if not reported:
                 log_findings(found, self.name)
-
-    @property
-    def tp_size(self) -> int:
-        """Size of the tensor-parallel axis."""
-        return self.topology.size("tp")
-
-    @property
-    def pp_size(self) -> int:
-        """Size of the pipeline-parallel axis."""
-        return self.topology.size("pp")
-
-    @property
-    def dp_size(self) -> int:
-        """Size of the data-parallel axis."""
-        return self.topology.size("dp")
-
-    @property
-    def cp_size(self) -> int:
-        """Size of the context-parallel axis."""
-        return self.topology.size("cp")

@@ -1,9 +1,9 @@
 """Run Megatron-Core on a CPU with gloo; do nothing on a machine with a GPU.
 
 Megatron is written for CUDA. Six modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
-``gloo`` the collectives that gloo lacks or gets wrong, ``products`` slow products of matrices, ``literals`` the string
-``"cuda"`` in Megatron's sources, ``megatron`` a few of Megatron-Core's functions, and ``training`` those of
-``megatron.training``. ``install`` applies all six, before Megatron is imported.
+``gloo`` the collectives that gloo lacks or gets wrong, ``products`` slow products of matrices (``aten::mm``),
+``literals`` the string ``"cuda"`` in Megatron's sources, ``megatron`` a few of Megatron-Core's functions, and
+``training`` those of ``megatron.training``. ``install`` applies all six, before Megatron is imported.
 """
 
 from __future__ import annotations

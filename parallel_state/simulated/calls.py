@@ -1,7 +1,8 @@
-"""One rank's part in a collective or a transfer: its group, its tensors, and the line of the program that made it."""
+"""What a rank can wait for: its part in a collective or a transfer, or keys of the store."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from parallel_state.hangs.lines import SourceLine, call_text, group_label, group_text
 
-__all__ = ["Call", "SharedGroup", "shape_text"]
+__all__ = ["Call", "KeyWait", "SharedGroup", "shape_text"]
 
 
 @dataclass(eq=False, slots=True)
@@ -103,3 +104,21 @@ class Call:
                    if self.options.get(name) is not None]  # fmt: skip
         tensors = [shape_text(tensor) for tensor in self.inputs or self.outputs]
         return call_text(self.operation, tensors, details, str(self.group), self.number, self.peer)
+
+
+class KeyWait:
+    """A rank that waits for keys of the store.
+
+    Attributes:
+        keys: The keys.
+        line: The line of the program that waits.
+        done: Whether all of them are set.
+    """
+
+    def __init__(self, keys: Sequence[str], line: SourceLine) -> None:
+        self.keys = tuple(keys)
+        self.line = line
+        self.done = False
+
+    def __str__(self) -> str:
+        return f"store.wait({list(self.keys)})"

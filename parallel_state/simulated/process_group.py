@@ -1,4 +1,4 @@
-"""The process group of a simulated rank: torch.distributed calls its methods, which announce the call."""
+"""The process group and the store of a simulated rank, whose methods torch.distributed calls."""
 
 # torch calls these methods with more forms of arguments than its type stubs have, and by older names.
 # mypy: disable-error-code="override,assignment"
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from parallel_state.hangs.lines import calling_line
 from parallel_state.simulated.calls import Call, SharedGroup
 from parallel_state.simulated.collectives import reduction_name
 
-__all__ = ["Announcements", "SimulatedGroup", "SimulatedWork"]
+__all__ = ["Announcements", "SimulatedGroup", "SimulatedStore", "SimulatedWork"]
 
 _Tensors = Sequence[torch.Tensor]
 
@@ -294,3 +294,61 @@ class SimulatedGroup(dist.ProcessGroup):
 
 def _sized(tensors: _Tensors) -> tuple[Any, Any]:
     return tuple(each.dtype for each in tensors), tuple(each.shape for each in tensors)
+
+
+class SimulatedStore(dist.Store):
+    """The key-value store of the ranks, for their rendezvous; a key that is not set lets other ranks run until it is.
+
+    Args:
+        values: The values by key, which all ranks share.
+        wait_for_keys: Lets other ranks run until all keys are set.
+        keys_changed: Lets ranks go on whose keys are set.
+    """
+
+    def __init__(
+        self, values: dict[str, bytes], wait_for_keys: Callable[[Sequence[str]], None], keys_changed: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._values, self._wait_for_keys, self._keys_changed = values, wait_for_keys, keys_changed
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._keys_changed()
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key; wait until it is set."""
+        self._wait_for_keys([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return it."""
+        total = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(total))
+        return total
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """Set a key if it has the expected value, and return its value."""
+        wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
+        if self._values.get(key, b"") == wanted:
+            self.set(key, desired)
+        return self._values.get(key, wanted)
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all keys are set; there is no timeout."""
+        self._wait_for_keys(keys)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, and return whether it was set."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return len(self._values)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Do nothing: there is no timeout."""

@@ -7,22 +7,19 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from parallel_state.simulated.calls import Call, KeyWait
 from parallel_state.simulated.errors import RankStopped, SimulationError, UnsupportedError
 
-__all__ = ["RankThread", "Scheduler", "Waiting"]
+__all__ = ["RankThread", "Scheduler"]
+
+Waiting = Call | KeyWait
 
 _STACK_BYTES = 16 << 20  # of address space; torch's backward pass needs more than Python's
 _IDLE_POLLS = 1000  # of ranks that poll while no call completes, until that is a deadlock
 _SIGNAL_SECONDS = 0.5  # between two checks for signals that another thread received
 _STOP_SECONDS = 5.0  # for the running rank to come to a call after KeyboardInterrupt
-
-
-class Waiting(Protocol):
-    """What a rank waits for: a call, or keys of the store."""
-
-    done: bool
 
 
 class RankThread:

@@ -13,9 +13,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.errors import ParallelStateError
 from parallel_state.hangs.lines import calling_line
+from parallel_state.hangs.report import Position, cause_of, describe_ranks, stories
 from parallel_state.layout import ParallelLayout
 from parallel_state.rank_state import StateSwitch
-from parallel_state.simulated.calls import Call
+from parallel_state.simulated.calls import Call, KeyWait
 from parallel_state.simulated.checkpoint_writer import in_process_writers
 from parallel_state.simulated.errors import (
     Deadlock,
@@ -27,11 +28,9 @@ from parallel_state.simulated.errors import (
 )
 from parallel_state.simulated.exchange import Exchange
 from parallel_state.simulated.groups import AxesOfGroups, GroupRegistry
-from parallel_state.simulated.process_group import SimulatedGroup
+from parallel_state.simulated.process_group import SimulatedGroup, SimulatedStore
 from parallel_state.simulated.process_state import ProcessState, has_megatron
-from parallel_state.simulated.report import deadlock_text, positions_text
 from parallel_state.simulated.scheduler import RankThread, Scheduler
-from parallel_state.simulated.store import KeyWait, SimulatedStore
 from parallel_state.simulated.trace import CommunicationTrace, Transfer
 from parallel_state.topology import Topology
 
@@ -79,7 +78,7 @@ class Simulation:
             )
         self.world_size = layout if isinstance(layout, int) else layout.world_size
         self.failed_rank: int | None = None
-        self.values: dict[str, bytes] = {}  # of the store
+        self._values: dict[str, bytes] = {}  # of the store
         self._axes = AxesOfGroups(Topology.from_layout(layout) if isinstance(layout, ParallelLayout) else layout)
         self._groups = GroupRegistry(self.world_size, self.describe, self._axes.of_group)
         self._exchange = Exchange(self.describe, check_async)
@@ -177,19 +176,19 @@ class Simulation:
             self._scheduler.give_way(call)
         return call.done
 
-    def wait_for_keys(self, keys: Sequence[str]) -> None:
+    def _wait_for_keys(self, keys: Sequence[str]) -> None:
         """Let other ranks run until keys of the store are set."""
-        if not all(key in self.values for key in keys):
+        if not all(key in self._values for key in keys):
             waiting = KeyWait(keys, calling_line())
             rank = self._scheduler.running().rank
             self._key_waits[rank] = waiting
             self._scheduler.wait(waiting)
             del self._key_waits[rank]
 
-    def keys_changed(self) -> None:
+    def _keys_changed(self) -> None:
         """Let ranks go on whose keys of the store are set."""
         for waiting in self._key_waits.values():
-            waiting.done = all(key in self.values for key in waiting.keys)
+            waiting.done = all(key in self._values for key in waiting.keys)
         self._scheduler.wake({rank: waiting for rank, waiting in self._key_waits.items() if waiting.done})
 
     def _check_caller(self, call: Call) -> None:
@@ -241,13 +240,13 @@ class Simulation:
         raise error
 
     def _deadlock(self) -> SimulationError:
-        text, ranks = deadlock_text(self)
+        text, ranks = _deadlock_text(self)
         return Deadlock(text, ranks=ranks)
 
     def _on_error(self, rank: int, error: BaseException) -> None:
         if not isinstance(error, SimulationError):
             self.failed_rank = rank
-            error.add_note(f"raised on {self.describe(rank)}; then:\n{positions_text(self)}")
+            error.add_note(f"raised on {self.describe(rank)}; then:\n{_positions_text(self)}")
 
     def _switch_to(self, rank: int) -> None:
         self._switch.to(self._states[rank])
@@ -281,7 +280,7 @@ class Simulation:
                     f"{self.world_size}",
                     ranks=(rank,),
                 )
-            yield SimulatedStore(self), rank, self.world_size
+            yield SimulatedStore(self._values, self._wait_for_keys, self._keys_changed), rank, self.world_size
 
         def new_group(size: int, index: Any, ranks: Sequence[int], backend: Any, store: Any, name: str, /,
                       backend_options: Any = None, timeout: Any = None, pg_tag: Any = None, device_id: Any = None,
@@ -366,3 +365,67 @@ class _Failing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, RankStopped):
             self._scheduler.fail(error)
+
+
+# ---- the text of a deadlock: its cause, and for every rank where it is and whom it waits for -----------------------
+
+
+def _deadlock_text(simulation: Simulation) -> tuple[str, tuple[int, ...]]:
+    """Return the message of a deadlock, and the ranks that it names as the cause."""
+    observed, positions = _Ranks(simulation), _positions(simulation)
+    cause, ranks = cause_of(observed, positions) or _without_keys(simulation, positions)
+    size = len(simulation.ranks)
+    head = f"{cause}\n\nnone of the {len(positions)} ranks that have not ended can go on ({size} ranks in all)"
+    return f"{head}\n\n{stories(observed, positions)}", ranks
+
+
+def _positions_text(simulation: Simulation) -> str:
+    """Return where the ranks are that have not ended, for the note of another rank's error."""
+    observed, waiting = _Ranks(simulation), _positions(simulation)
+    ready = [each.rank for each in simulation.ranks if not each.ended and each.rank not in waiting]
+    parts = [f"{describe_ranks(observed, ready)}: can go on"] if ready else []
+    if waiting:
+        parts.append(stories(observed, waiting))
+    return "\n".join(parts) or "all other ranks have ended"
+
+
+def _positions(simulation: Simulation) -> dict[int, Position]:
+    positions = {}
+    for each in simulation.ranks:
+        waiting = each.waits_for
+        if not each.ended and waiting is not None:
+            missing = simulation.missing(waiting) if isinstance(waiting, Call) else []
+            positions[each.rank] = Position(str(waiting), str(waiting.line), tuple(missing))
+    return positions
+
+
+def _without_keys(simulation: Simulation, positions: dict[int, Position]) -> tuple[str, tuple[int, ...]]:
+    keys = sorted({str(simulation.ranks[rank].waits_for) for rank in positions})
+    return f"no rank will set the keys of {', '.join(keys)}", tuple(positions)
+
+
+class _Ranks:
+    """The ranks of a simulation as a report sees them; see ``Observed``."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._ranks = simulation.ranks
+        self.describe = simulation.describe
+
+    def activity(self, rank: int) -> str:
+        each = self._ranks[rank]
+        if each.error is not None:
+            return f"raised {type(each.error).__name__}: {str(each.error).partition(chr(10))[0]}"
+        if each.ended:
+            return "has ended"
+        return "can go on" if each.waits_for is None else f"waits in {each.waits_for}"
+
+    def progress(self, waiting: int, other: int) -> list[str]:
+        call = self._ranks[waiting].waits_for
+        if not isinstance(call, Call) or call.is_transfer:
+            return []
+        if other not in call.group.created_by:
+            return [f"and has not created this group (rank {call.group.creator} did at {call.group.line})"]
+        last = call.group.last_calls.get(other)
+        if last is None:
+            return ["and has not called any collective of this group"]
+        return [f"its last on this group: {last.operation}, call {last.number}, at {last.line}"]

@@ -50,8 +50,8 @@ def critic(pool: RayResourcePool) -> Iterator[MegatronRayWorkerGroup]:
 def test_each_group_has_the_coordinates_that_megatron_reports(
     pool: RayResourcePool, actor: MegatronRayWorkerGroup, critic: MegatronRayWorkerGroup
 ) -> None:
-    assert (actor.tp_size, actor.pp_size, actor.dp_size) == (2, 2, 1)
-    assert (critic.tp_size, critic.pp_size, critic.dp_size) == (1, 1, 4)
+    assert [actor.topology.size(axis) for axis in ("tp", "pp", "dp")] == [2, 2, 1]
+    assert [critic.topology.size(axis) for axis in ("tp", "pp", "dp")] == [1, 1, 4]
     assert [actor.topology.select(pp=stage) for stage in (0, 1)] == [(0, 1), (2, 3)]
     assert [critic.topology.coordinates(rank)["dp"] for rank in range(4)] == [0, 1, 2, 3]
     assert pool.holders == ["actor", "critic"]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcontroller.closing import close_all
-from mcontroller.errors import ShutdownError
+from mcontroller.errors import ShutdownError, close_all
 from tests.mcontroller.ppo.toy import toy_config, toy_trainer
 
 

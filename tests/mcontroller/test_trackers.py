@@ -97,7 +97,7 @@ def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(t
             make_trackers([name], Run(tmp_path))
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"'trackio' needs the module 'pandas': pip install 'mcontroller\[trackio\]'"):
+    with pytest.raises(ConfigError, match=r"trackers needs the module 'pandas': pip install 'mcontroller\[trackio\]'"):
         make_trackers(["trackio"], Run(tmp_path))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,33 +12,6 @@ from torch import Tensor, nn
 from workers.router_replay.routers import NOT_RECORDED, ModelRouters
 
 __all__ = ["GeneratedExperts", "RecordedExperts", "ReplayedExperts", "RowExperts", "at_columns", "from_first_token"]
-
-
-class RowExperts(Protocol):
-    """The experts of the rows of a token batch, or of a micro-batch of it."""
-
-    routers: ModelRouters
-
-    def take(self, index: Tensor, valid: int) -> RowExperts:
-        """Return those of a micro-batch: of the rows at ``index``, of which those from ``valid`` on only fill it."""
-        ...
-
-    def narrow(self, width: int) -> RowExperts:
-        """Return those of the first ``width`` tokens of every row."""
-        ...
-
-    def to(self, device: torch.device) -> RowExperts:
-        """Return them on ``device``."""
-        ...
-
-    def in_pass(self, chunk: nn.Module, positions: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Return the context manager of a pass of the rows through an unwrapped chunk.
-
-        Args:
-            chunk: the chunk.
-            positions: int64 ``[tokens]``, the place of each token of this rank in the flattened rows ``[rows, seq]``.
-        """
-        ...
 
 
 class ReplayedExperts:
@@ -54,7 +26,7 @@ class ReplayedExperts:
         self.routers, self.values = routers, values
 
     def take(self, index: Tensor, valid: int) -> ReplayedExperts:
-        """Return the experts of a micro-batch; rows that only fill it have theirs too."""
+        """Return the experts of a micro-batch: of the rows at ``index``, also those from ``valid`` on that fill it."""
         return ReplayedExperts(self.routers, self.values[index])
 
     def narrow(self, width: int) -> ReplayedExperts:
@@ -67,7 +39,12 @@ class ReplayedExperts:
 
     @contextlib.contextmanager
     def in_pass(self, chunk: nn.Module, positions: Tensor) -> Iterator[None]:
-        """Context manager of a pass in which the routers of a chunk choose these experts."""
+        """Context manager of a pass in which the routers of a chunk choose these experts.
+
+        Args:
+            chunk: the unwrapped chunk.
+            positions: int64 ``[tokens]``, the place of each token of this rank in the flattened rows ``[rows, seq]``.
+        """
         given = self.values[:, :, self.routers.places(chunk)].flatten(0, 1)[positions]
         with self.routers.replaying(chunk, given, again=torch.is_grad_enabled()):
             yield
@@ -110,7 +87,7 @@ class RecordedExperts:
 
     @contextlib.contextmanager
     def in_pass(self, chunk: nn.Module, positions: Tensor) -> Iterator[None]:
-        """Context manager of a pass whose choices are recorded."""
+        """Context manager of a pass whose choices are recorded; arguments as of ``ReplayedExperts.in_pass``."""
         with self.routers.recording(chunk) as found:
             yield
         self._passes += [(self.routers.places(chunk), positions, chosen) for chosen in found]
@@ -138,6 +115,10 @@ class RecordedExperts:
         for places, positions, chosen in self._passes:
             values[positions, places] = chosen
         return values.unflatten(0, (self._rows, self.width))
+
+
+RowExperts = ReplayedExperts | RecordedExperts
+"""The experts of the rows of a token batch, or of a micro-batch of it."""
 
 
 def from_first_token(column: Tensor, start: Tensor, lengths: Tensor, width: int) -> Tensor:

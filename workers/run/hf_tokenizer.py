@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcontroller.config.extras import import_extra
+from mcontroller.config.imports import import_extra
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
 

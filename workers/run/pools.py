@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mcontroller.config.suggestions import close_names
+from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError, LayoutError
 from mcontroller.ppo.roles import CONFIG_KEYS
 from mcontroller.ray.resource_pool import ResourcePoolManager, Role

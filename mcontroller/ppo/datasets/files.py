@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mcontroller.config.extras import import_extra
+from mcontroller.config.imports import import_extra
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.config import DatasetConfig
 from mcontroller.ppo.datasets.records import DATASET_SOURCES, Records, checked_record

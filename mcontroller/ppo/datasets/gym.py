@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcontroller.config.suggestions import close_names
+from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.datasets.config import DatasetConfig
 from mcontroller.ppo.datasets.gym_package import import_reasoning_gym

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from mcontroller.config.extras import import_extra
+from mcontroller.config.imports import import_extra
 
 __all__ = ["import_reasoning_gym"]
 

@@ -257,7 +257,7 @@ class RunCheckpoints:
             return
         with self._deleted_if_it_fails(writing.staged, writing.state.global_steps):
             for group_name, group in writing.groups.items():
-                if "wait_for_checkpoint" in dir(group):
+                if group.offers("wait_for_checkpoint"):
                     group.wait_for_checkpoint.options(timeout=timeout)()
                 if not writing.written[group_name].exists():
                     path = str(writing.written[group_name])
@@ -370,7 +370,7 @@ def _damage(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> str 
     for name, group in groups.items():
         if not os.path.exists(paths[name]):
             return f"{name}: {paths[name]} does not exist"
-        if "verify_checkpoint" in dir(group):
+        if group.offers("verify_checkpoint"):
             for problem in group.verify_checkpoint(paths[name]):
                 if problem:
                     return f"{name}: {problem}"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcontroller.config.extras import import_extra
+from mcontroller.config.imports import import_extra
 from mcontroller.ppo.datasets.gym_package import import_reasoning_gym
 
 __all__ = ["exact_match", "math_verify", "reasoning_gym"]

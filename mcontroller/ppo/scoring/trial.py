@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from mcontroller.config.suggestions import close_names
+from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
 from mcontroller.ppo.scoring.server import LoadedFunction, Sample, ScoreOutcome
 

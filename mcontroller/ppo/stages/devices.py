@@ -37,7 +37,7 @@ class SharedDevices:
             ConfigError: ``offload`` is ``always``, and the worker class has no registered method ``offload``.
         """
         self._pools[group.name] = pool
-        can_offload = "offload" in dir(group)
+        can_offload = group.offers("offload")
         if self.offload == "always" and not can_offload:
             raise ConfigError(
                 f"trainer.offload is 'always', but {group.worker_cls.__name__} of group {group.name!r} has no "

@@ -1,17 +1,27 @@
-"""Seconds and memory by stage, of the current step; seconds of the whole run."""
+"""The stages of a step: their seconds and memory, and those that run at the same time because they are independent."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mcontroller.dispatch.future import Future
+from mcontroller.errors import GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ppo.stages.devices import SharedDevices
-from mcontroller.ppo.stages.overlap import OverlappingStages
 
-__all__ = ["Stages"]
+__all__ = ["OverlappingStages", "StageCall", "Stages"]
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.005
+"""[s] How long the caller waits for one of several running stages before it looks at the next one."""
+
+WATCH_LAST_S = 60.0
+"""[s] How long the caller waits at a time for the only running stage."""
 
 RESOLUTION_S = 1e-6
 """[s] Less than this is no overlap of stages, but rounding."""
@@ -143,7 +153,7 @@ class Stages:
             groups: the names of groups; only those that were called since the last time are asked.
         """
         called = {name: self._called.pop(name) for name in groups if name in self._called}
-        reporting = {name: pair for name, pair in called.items() if "take_memory_use" in dir(pair[0])}
+        reporting = {name: pair for name, pair in called.items() if pair[0].offers("take_memory_use")}
         reports = {name: group.take_memory_use.options(blocking=False)() for name, (group, _) in reporting.items()}
 
         def metrics() -> dict[str, float]:
@@ -167,3 +177,176 @@ def _covered(intervals: Sequence[tuple[float, float]]) -> float:
         covered += max(0.0, ended - max(started, reached))
         reached = max(reached, ended)
     return covered
+
+
+class StageCall:
+    """A stage that was asked for: it waits for the stages that it competes with, then runs.
+
+    Attributes:
+        name: of the stage.
+        method: the method that it calls.
+    """
+
+    def __init__(
+        self, stages: OverlappingStages, name: str, method: GroupMethod[..., Any, Any], arguments: tuple[Any, ...]
+    ) -> None:
+        self.name = name
+        self.method = method
+        self._stages = stages
+        self._arguments: tuple[Any, ...] | None = arguments
+        self._future: Future[Any] | None = None
+        self._started = 0.0
+
+    def get(self) -> Any:
+        """Wait for the stage and return its result.
+
+        Raises:
+            GroupError: the first error of any of the stages that run at the same time.
+        """
+        return self.future().get()
+
+    def future(self) -> Future[Any]:
+        """Wait for the stage and return its future, whose result has arrived: it can be passed to other groups.
+
+        Raises:
+            GroupError: the first error of any of the stages that run at the same time.
+        """
+        self._stages.wait_for(self)
+        assert self._future is not None
+        return self._future
+
+    def start(self) -> None:
+        """Send the call."""
+        assert self._arguments is not None
+        self._started = time.perf_counter()
+        self._future = self.method.options(blocking=False)(*self._arguments)
+        self._arguments = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the call was sent."""
+        return self._future is not None
+
+    def ended(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for the end of the call; return whether it has ended, and record its interval then."""
+        assert self._future is not None
+        if not self._future.wait(seconds):
+            return False
+        self._stages.recorder.ran(self.name, self._started, time.perf_counter())
+        return True
+
+    def error(self) -> GroupError | None:
+        """Return the error of a call that has ended; None if there is none."""
+        assert self._future is not None
+        try:
+            self._future.check()
+        except GroupBroken as error:  # of the group that the failure of this call, or an earlier one, has broken
+            return error.first_cause if isinstance(error.first_cause, GroupError) else error
+        except GroupError as error:
+            return error
+        return None
+
+    def cancel(self) -> None:
+        """Cancel the call, or drop its result if it has begun."""
+        if self._future is not None:
+            self._future.cancel()
+
+
+class OverlappingStages:
+    """Runs stages at the same time, as far as their groups do not compete; see ``Stages.overlapping``.
+
+    Calls of groups that compete run in the order in which they were asked for. The order in which stages end does not
+    change any result: the caller reads the results in its own order.
+
+    Args:
+        recorder: records the seconds of the stages, and hands over the memory of shared devices.
+
+    Attributes:
+        recorder: as passed.
+    """
+
+    def __init__(self, recorder: Stages) -> None:
+        self.recorder = recorder
+        self._waiting: list[StageCall] = []
+        self._running: list[StageCall] = []
+
+    def __call__(self, name: str, method: GroupMethod[..., Any, Any], *arguments: Any) -> StageCall:
+        """Start the stage ``name``, which calls a method with these arguments, now or as soon as it can.
+
+        Args:
+            name: of the stage.
+            method: the method of a group.
+            arguments: of the method.
+
+        Returns:
+            The stage; ``get`` returns the result of the method.
+
+        Raises:
+            GroupError: a stage that was started before has failed.
+        """
+        stage = StageCall(self, name, method, arguments)
+        self._waiting.append(stage)
+        self._take_ended([each for each in self._running if each.ended(0.0)])
+        return stage
+
+    def start_all(self) -> None:
+        """Return when every stage has started: the caller can then compute without delaying one."""
+        while self._waiting:
+            self._advance()
+
+    def wait_for(self, stage: StageCall) -> None:
+        """Return when a stage has ended.
+
+        Raises:
+            GroupError: the first error of any stage.
+        """
+        while stage in self._waiting or stage in self._running:
+            self._advance()
+
+    def finish(self) -> None:
+        """Return when every stage has ended.
+
+        Raises:
+            GroupError: the first error of any stage.
+        """
+        while self._waiting or self._running:
+            self._advance()
+
+    def cancel(self) -> None:
+        """Cancel every stage that has not ended: waiting ones never start, the results of running ones are dropped."""
+        waiting, running = self._waiting, self._running
+        self._waiting, self._running = [], []
+        for stage in running:
+            stage.cancel()
+        if waiting or running:
+            names = ", ".join(stage.name for stage in (*running, *waiting))
+            logger.warning("cancelled the stages %s, because a stage of the same step failed", names)
+
+    def _start_free(self) -> None:
+        """Start the stages that compete with none that runs, or waits before them."""
+        for stage in tuple(self._waiting):
+            before = [*self._running, *self._waiting[: self._waiting.index(stage)]]
+            if not any(self.recorder.devices.compete(stage.method.group, other.method.group) for other in before):
+                self._waiting.remove(stage)
+                self.recorder.prepare(stage.name, stage.method)
+                stage.start()
+                self._running.append(stage)
+
+    def _advance(self) -> None:
+        """Wait until a running stage ends, and start those that waited for it; raise the first error."""
+        ended: list[StageCall] = []
+        pause = WATCH_S if len(self._running) > 1 else WATCH_LAST_S
+        while not ended:
+            ended = [stage for stage in self._running if stage.ended(pause)]
+        self._take_ended(ended)
+
+    def _take_ended(self, ended: list[StageCall]) -> None:
+        self._running = [stage for stage in self._running if stage not in ended]
+        errors = [error for stage in ended if (error := stage.error()) is not None]
+        if errors:
+            raise min(errors, key=_failed_at)
+        self._start_free()
+
+
+def _failed_at(error: GroupError) -> float:
+    return float(error.fields.get("failed_at", float("inf")))

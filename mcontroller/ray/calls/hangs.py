@@ -16,7 +16,7 @@ from mcontroller.channel.queries import ask
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, why_silent
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
 from parallel_state.hangs.record import RankRecord, read_rank_record
-from parallel_state.hangs.recorded import RecordedRanks
+from parallel_state.hangs.report import RecordedRanks
 
 __all__ = ["Hang", "look_at_ranks", "stopped_ranks"]
 

@@ -17,7 +17,8 @@ from tests.mcontroller.channel.endpoints import SECONDS, Controller, elsewhere, 
 
 def test_the_kernel_ends_a_connection_without_answers() -> None:
     address = elsewhere(start_endpoint(ChannelKeys.generate()))
-    Controller([address]).call(0, b"x")
+    controller = Controller([address])  # kept: the connection ends with it
+    controller.call(0, b"x")
     sides = [each for each in _connections() if address.call_port in (each.getsockname()[1], each.getpeername()[1])]
     assert len(sides) == 2
     for side in sides:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcontroller.cli import main as command_line
-from mcontroller.cli.entry_points import CONFIGS, VERBS, entry_points
-from mcontroller.cli.main import main, summary_of
+from mcontroller.cli.main import CONFIGS, VERBS, entry_points, main, summary_of
 
 CHECKOUT = Path(__file__).parents[3]
 

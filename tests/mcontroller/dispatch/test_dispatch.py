@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, RowRule, plan
+from mcontroller.dispatch.modes import Dispatch, DispatchSpec, RowRule, plan
 from mcontroller.errors import DispatchError, TopologyError
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
@@ -176,17 +176,10 @@ def test_dispatch_takes_new_names_and_rejects_taken_ones() -> None:
     assert Dispatch.OVER_TP is Dispatch["OVER_TP"] is mode and mode in Dispatch
     assert plan(mode, TP2_PP2_DP2).collected == (0, 1)
     with pytest.raises(DispatchError, match="cannot use the name 'OVER_TP'"):
-        Dispatch.register("OVER_TP")
+        Dispatch.register("OVER_TP", mode)
     Dispatch.remove("OVER_TP")
     with pytest.raises(AttributeError, match="no 'OVER_TP'; it has RANK_ZERO"):
         _ = Dispatch.OVER_TP
-
-
-def test_execute_takes_new_names() -> None:
-    assert [mode.name for mode in Execute] == ["ALL", "RANK_ZERO"]
-    assert Execute.register("SOME") is Execute.SOME
-    Execute.remove("SOME")
-    assert len(Execute) == 2
 
 
 def test_padding_of_an_unknown_kind_is_rejected() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcontroller.doctor import cluster_checks as cluster
-from mcontroller.doctor import node_checks as checks
+from mcontroller.doctor import checks
 from mcontroller.doctor.facts import NodeFacts, PathFacts, path_facts
 from mcontroller.doctor.findings import Finding, Verdict, exit_status, table
 
@@ -192,41 +191,41 @@ def test_interfaces_are_selected_as_nccl_does(value: str, chosen: Sequence[str])
 
 def test_versions_that_differ_fail_and_name_the_nodes() -> None:
     second = node(address="10.0.0.2", versions=versions(torch="2.12.1"))
-    findings = list(cluster.check_versions([NODE, second]))
+    findings = list(checks.check_versions([NODE, second]))
     assert [(each.check, each.verdict) for each in findings] == [("versions torch", FAILURE)]
     assert findings[0].found == "2.13.0 on 10.0.0.1; 2.12.1 on 10.0.0.2"
-    assert [each.verdict for each in cluster.check_versions([NODE, NODE])] == [OK]
+    assert [each.verdict for each in checks.check_versions([NODE, NODE])] == [OK]
 
 
 def test_a_package_that_one_node_lacks_fails_and_another_driver_warns() -> None:
     second = node(address="10.0.0.2", versions=versions(driver="560.2", tensordict=None))
-    verdicts = {each.check: each.verdict for each in cluster.check_versions([NODE, second])}
+    verdicts = {each.check: each.verdict for each in checks.check_versions([NODE, second])}
     assert verdicts == {"versions tensordict": FAILURE, "versions driver": WARNING}
 
 
 def test_other_gpus_on_another_node_warn() -> None:
     second = node(address="10.0.0.2", driver_gpus=["NVIDIA A100"] * 8)
-    verdicts = {each.check: each.verdict for each in cluster.check_versions([NODE, second])}
+    verdicts = {each.check: each.verdict for each in checks.check_versions([NODE, second])}
     assert verdicts == {"versions GPU": WARNING, "versions": OK}
 
 
 def test_loopback_addresses_of_two_machines_fail() -> None:
     second = node(address="127.0.0.1", hostname="second")
-    (finding,) = cluster.check_addresses([NODE, second])
+    (finding,) = checks.check_addresses([NODE, second])
     assert finding.verdict is FAILURE and finding.found == "second is 127.0.0.1"
-    assert not list(cluster.check_addresses([NODE, node(address="10.0.0.2", hostname="second")]))
+    assert not list(checks.check_addresses([NODE, node(address="10.0.0.2", hostname="second")]))
 
 
 def test_few_nodes_connect_in_all_pairs_and_many_in_a_ring() -> None:
-    assert cluster.connections_to_try(2) == [(0, 1), (1, 0)]
-    assert len(cluster.connections_to_try(8)) == 56
-    ring = cluster.connections_to_try(100)
+    assert checks.connections_to_try(2) == [(0, 1), (1, 0)]
+    assert len(checks.connections_to_try(8)) == 56
+    ring = checks.connections_to_try(100)
     assert len(ring) == 200 and (99, 0) in ring and (0, 99) in ring
 
 
 def test_a_port_that_cannot_be_reached_fails() -> None:
-    assert cluster.check_connection("10.0.0.1", "10.0.0.2", 4711, None).verdict is OK
-    finding = cluster.check_connection("10.0.0.1", "10.0.0.2", 4711, "no answer in time")
+    assert checks.check_connection("10.0.0.1", "10.0.0.2", 4711, None).verdict is OK
+    finding = checks.check_connection("10.0.0.1", "10.0.0.2", 4711, "no answer in time")
     assert finding.verdict is FAILURE and finding.found == "cannot reach 10.0.0.2:4711: no answer in time"
     assert "nc -vz 10.0.0.2 4711" in finding.advice
 
@@ -236,12 +235,12 @@ def test_a_port_that_cannot_be_reached_fails() -> None:
     [(0.4, 0.01, OK), (-3.0, 0.01, WARNING), (3.0, 2.5, OK), (-3600.0, 0.1, FAILURE)],
 )
 def test_clocks_that_differ_are_reported(skew: float, uncertainty: float, verdict: Verdict) -> None:
-    assert cluster.check_clock("10.0.0.1", skew, uncertainty).verdict is verdict
+    assert checks.check_clock("10.0.0.1", skew, uncertainty).verdict is verdict
 
 
 def test_a_directory_that_is_not_shared_fails() -> None:
-    assert cluster.check_shared_directory("/shared", {"10.0.0.1": True, "10.0.0.2": True}).verdict is OK
-    finding = cluster.check_shared_directory("/shared", {"10.0.0.1": True, "10.0.0.2": False})
+    assert checks.check_shared_directory("/shared", {"10.0.0.1": True, "10.0.0.2": True}).verdict is OK
+    finding = checks.check_shared_directory("/shared", {"10.0.0.1": True, "10.0.0.2": False})
     assert finding.verdict is FAILURE and finding.found == "/shared is another on 10.0.0.2"
 
 
@@ -250,9 +249,9 @@ def test_a_failed_gpucheck_fails_with_its_row() -> None:
         '{"name": "scores dense float32", "result": "failed"}\n'
         "a  failed   scores dense float32    value 0.5 (at most 0.0002)\n14 rows: 13 passed, 1 failed, 0 skipped\n"
     )
-    finding = cluster.check_gpucheck("10.0.0.1", 1, printed)
+    finding = checks.check_gpucheck("10.0.0.1", 1, printed)
     assert finding.verdict is FAILURE and "scores dense float32 value 0.5" in finding.found
-    good = cluster.check_gpucheck("10.0.0.1", 0, "14 rows: 14 passed, 0 failed, 0 skipped\n")
+    good = checks.check_gpucheck("10.0.0.1", 0, "14 rows: 14 passed, 0 failed, 0 skipped\n")
     assert good.verdict is OK and good.found == "14 rows: 14 passed, 0 failed, 0 skipped"
 
 

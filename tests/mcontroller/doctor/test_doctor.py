@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcontroller.cli.main import main
-from mcontroller.doctor.agent import NodeAgent
+from mcontroller.doctor.nodes import NodeAgent
 from tests.mcontroller.doctor.two_raylets import ADDRESS
 
 

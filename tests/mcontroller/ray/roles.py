@@ -225,7 +225,7 @@ class Neighbour(Worker):
     async def through_the_wall(self, role: str) -> Any:
         from mcontroller.ray.process import sibling
 
-        return sibling(role).value, self.fused_worker_dict[role] is sibling(role)
+        return sibling(role).value
 
 
 class Reporting(Worker):

@@ -120,7 +120,7 @@ def test_a_value_that_cannot_be_shipped_is_the_failure_of_its_rank(groups: dict[
     with RayResourcePool([1], use_gpu=False) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Batches), name_prefix="lone")
         with pytest.raises(WorkerError, match=r"cannot pickle '_thread\.lock' object"):
-            group.execute_with_func_generator(lambda worker: __import__("threading").Lock())
+            group.lock()
 
 
 def test_a_future_goes_from_worker_to_worker_and_each_fetches_its_own_shard(groups: dict[str, RayWorkerGroup]) -> None:

@@ -13,8 +13,6 @@ from mcontroller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    extract_pg_from_exist,
-    merge_resource_pool,
     reservation,
 )
 from mcontroller.ray.reservation import NodeShape, by_address, fits
@@ -44,8 +42,8 @@ def test_empty_pool_and_counts_that_are_no_integers_are_rejected(sizes: Any, slo
 
 
 def test_a_bundle_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:
-    pool.reserve()
-    assert [group.bundle_specs for group in pool.get_placement_groups()] == [[{"CPU": 2.0}, {"CPU": 2.0}]]
+    groups = {bundle.group.id: bundle.group for bundle in pool.reserve().bundles()}.values()
+    assert [group.bundle_specs for group in groups] == [[{"CPU": 2.0}, {"CPU": 2.0}]]
 
 
 def test_several_groups_share_one_pool_and_the_table_shows_their_slots(pool: RayResourcePool, start: Start) -> None:
@@ -128,7 +126,7 @@ def test_a_gpu_pool_on_a_cluster_without_gpus_names_use_gpu(ray_cluster: None, m
 
 def test_a_pool_of_one_kind_of_gpu_takes_only_nodes_that_have_it(ray_cluster: None) -> None:
     with RayResourcePool([2], accelerator_type="H200").reserve() as pool:
-        bundles = pool.get_placement_groups()[0].bundle_specs
+        bundles = pool.bundles()[0].group.bundle_specs
     assert [bundle["accelerator_type:H200"] for bundle in bundles] == [0.001, 0.001]
     with pytest.raises(ResourceError, match="accelerator_type:B300"):
         RayResourcePool([2], accelerator_type="B300").reserve()
@@ -216,7 +214,7 @@ def test_a_pool_is_split_into_sizes_that_add_up(pool: RayResourcePool) -> None:
 
 def test_merged_pools_are_one_world(pool: RayResourcePool) -> None:
     with RayResourcePool([1], use_gpu=False, name_prefix="one", max_colocate_count=2) as other:
-        merged = merge_resource_pool(pool, other)
+        merged = pool.merge(other)
         with RayWorkerGroup(merged, RayClassWithInitArgs(Plain), name_prefix="both") as group:
             assert [each["WORLD_SIZE"] for each in group.environment()] == ["3"] * 3
             assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1", "0"]
@@ -235,17 +233,7 @@ def test_ranks_of_a_node_that_are_not_consecutive_have_their_local_ranks(pool: R
 
 def test_pools_of_different_kinds_are_not_merged(ray_cluster: None) -> None:
     with pytest.raises(ResourceError, match="differ in kind"):
-        merge_resource_pool(RayResourcePool([1], use_gpu=False), RayResourcePool([1], use_gpu=True))
-
-
-def test_placement_groups_of_existing_pools_serve_another(pool: RayResourcePool) -> None:
-    with RayResourcePool([1], use_gpu=False, name_prefix="one") as other:
-        pools = {"actor": pool, "critic": other}
-        wanted = RayResourcePool([1, 2], use_gpu=False)
-        chosen = extract_pg_from_exist(pools, ["actor", "critic"], wanted)
-        assert [group.bundle_count for group in chosen] == [1, 2]
-        with pytest.raises(ResourceError, match=r"whose placement groups have \[1\] bundles"):
-            extract_pg_from_exist(pools, ["critic"], wanted)
+        RayResourcePool([1], use_gpu=False).merge(RayResourcePool([1], use_gpu=True))
 
 
 def test_a_pool_comes_back_after_its_cluster_was_left_by_its_groups(pool: RayResourcePool, start: Start) -> None:

@@ -22,8 +22,8 @@ from parallel_state.hangs.record import (
     Route,
     read_rank_record,
 )
-from parallel_state.hangs.recorded import RecordedRanks
 from parallel_state.hangs.recorder import record_calls
+from parallel_state.hangs.report import RecordedRanks
 
 COORDINATES = [{"tp": rank % 2, "dp": rank // 2, "etp": 0} for rank in range(4)]
 TP = RecordedGroup("1", "TENSOR_MODEL_PARALLEL_GROUP", (0, 1), "gloo")

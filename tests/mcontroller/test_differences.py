@@ -1,4 +1,4 @@
-"""The names that ported workers and their driver use on workers, groups and futures, and their meaning here."""
+"""What docs/porting.md says of workers, groups, futures and batches: what differs from verl, and what does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from mcontroller import (
     ClassWithInitArgs,
-    ConfigError,
     DataProto,
     Dispatch,
     DispatchError,
@@ -25,18 +24,7 @@ from tests.mcontroller.batches import numbered
 from tests.mcontroller.groups import group_on, method, topology_of
 
 
-class Ported(Worker):
-    """A worker as it is written for another implementation."""
-
-    def __init__(self, cuda_visible_devices: str | None = None) -> None:
-        super().__init__(cuda_visible_devices)
-        self._local_rank = 7  # ported code assigns some of these
-        self.known = (self._rank, self._world_size, self._local_rank, self.fused_worker_dict)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def names(self) -> Any:
-        return self.known, self.get_fused_worker_by_name("critic"), self._master_addr, type(self._master_port)
-
+class Plain(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def rank_zero(self, value: Any) -> Any:
         return value
@@ -59,7 +47,7 @@ class Ported(Worker):
         return batch
 
 
-class ReportsCoordinates(Ported):
+class ReportsCoordinates(Plain):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_megatron_rank_info(self) -> DistRankInfo:
         return DistRankInfo(tp_rank=self.rank % 2, dp_rank=self.rank // 2, pp_rank=0)
@@ -67,20 +55,6 @@ class ReportsCoordinates(Ported):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_megatron_global_info(self) -> DistGlobalInfo:
         return DistGlobalInfo(tp_size=2, dp_size=2, pp_size=1)
-
-
-def test_a_worker_has_its_rank_under_the_private_names_too() -> None:
-    group = mock_worker_group(Ported, ParallelLayout(2, tp=2))
-    (known, sibling, address, port), _ = group.names()
-    assert known == (0, 2, 7, {}) and sibling is None and isinstance(address, str) and port is str
-    assert set(Ported.env_keys()) >= {"RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"}
-
-
-def test_other_visible_devices_than_the_pools_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert Ported("0,1").get_cuda_visible_devices() == "0,1"
-    with pytest.raises(ConfigError, match="cuda_visible_devices is '3', and the pool has set CUDA_VISIBLE_DEVICES"):
-        Ported("3")
 
 
 def test_a_group_answers_for_the_coordinates_of_its_ranks() -> None:
@@ -91,19 +65,19 @@ def test_a_group_answers_for_the_coordinates_of_its_ranks() -> None:
     with pytest.raises(TopologyError, match="rank 4 is out of range"):
         group.get_megatron_rank_info(4)
     with pytest.raises(TopologyError, match="its workers report no coordinates"):
-        LocalWorkerGroup(ClassWithInitArgs(Ported), 2).get_megatron_global_info()
+        LocalWorkerGroup(ClassWithInitArgs(Plain), 2).get_megatron_global_info()
 
 
 def test_expert_axes_are_part_of_the_coordinates() -> None:
     layout = ParallelLayout(8, tp=2, ep=4)
-    group = mock_worker_group(Ported, layout)
+    group = mock_worker_group(Plain, layout)
     infos = group.get_megatron_rank_info()
     assert [info.ep_rank for info in infos] == [layout.coordinates(rank)["ep"] for rank in range(8)]
     assert group.get_megatron_global_info().ep_size == 4
 
 
 def test_a_future_says_how_to_get_its_result() -> None:
-    future = mock_worker_group(Ported, ParallelLayout(2)).later("x")
+    future = mock_worker_group(Plain, ParallelLayout(2)).later("x")
     for use in (len, list, lambda each: each[0]):
         with pytest.raises(DispatchError, match=r"call \.get\(\) on it"):
             use(future)
@@ -111,12 +85,12 @@ def test_a_future_says_how_to_get_its_result() -> None:
 
 
 def test_the_futures_of_a_batch_are_those_of_its_parts() -> None:
-    future = mock_worker_group(Ported, ParallelLayout(4, tp=2)).rows(numbered(5))
+    future = mock_worker_group(Plain, ParallelLayout(4, tp=2)).rows(numbered(5))
     assert [len(part.get()) for part in future.futures] == [2, 3]
 
 
 def test_a_tuple_is_one_value_for_every_rank() -> None:
-    group = mock_worker_group(Ported, ParallelLayout(2))
+    group = mock_worker_group(Plain, ParallelLayout(2))
     assert group.execute_all_sync("every_rank", (5, 6)) == [(5, 6), (5, 6)]
     assert group.execute_all_sync("every_rank", [5, 6]) == [5, 6]
     assert group.every_rank([5, 6]) == [5, 6]
@@ -126,11 +100,11 @@ def test_a_tuple_is_one_value_for_every_rank() -> None:
 
 
 def test_rank_zero_gets_the_value_itself() -> None:
-    assert mock_worker_group(Ported, ParallelLayout(2)).rank_zero([1, 2]) == [1, 2]
+    assert mock_worker_group(Plain, ParallelLayout(2)).rank_zero([1, 2]) == [1, 2]
 
 
 def test_meta_info_that_differs_between_ranks_keeps_that_of_the_first() -> None:
-    group = mock_worker_group(Ported, ParallelLayout(4, pp=2))
+    group = mock_worker_group(Plain, ParallelLayout(4, pp=2))
     assert group.stamped(numbered(4)).meta_info == {"rank": 2}
 
 
