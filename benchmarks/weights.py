@@ -45,7 +45,7 @@ import torch.distributed as dist
 
 from mcontroller import Dispatch, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
-from workers.weights.local_tensors import described_tensors
+from workers.weights.shards import model_shards
 from workers.weights.transfer.endpoint import TransferOutcome
 from workers.weights.transfer.weight_transfer import TransferReport, WeightTransfer
 
@@ -95,9 +95,7 @@ class Measured(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def prepare_copies(self) -> None:
         """Allocate what the copies need."""
-        self.mine = [
-            tensor.data.view(-1).view(torch.uint8) for tensor in described_tensors(self.model, self.context)[0]
-        ]
+        self.mine = [shard.param.data.view(-1).view(torch.uint8) for shard in model_shards(self.model, self.context)]
         self.copied = [torch.zeros_like(tensor) for tensor in self.mine]
         self.bucket = torch.zeros(BUCKET, dtype=torch.uint8)
 

@@ -17,7 +17,7 @@ from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
-from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles, require_role
+from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles, require_role, serves_engine
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
 from workers.generate.engines import ROLLOUT_ENGINES
@@ -80,7 +80,8 @@ class ActorRolloutRefWorker(ModelWorker):
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **ModelWorker.parts_needed,
         **dict.fromkeys(("describe_weights", "listen_for_weights", "connect_weights"), ()),
-        **dict.fromkeys(("accept_weights", "close_weights", "sampling_state", "restore_sampling"), ()),
+        **dict.fromkeys(("accept_weights", "close_weights", "has_weights"), ()),
+        **dict.fromkeys(("sampling_state", "restore_sampling"), ()),
         **dict.fromkeys(("send_weights", "receive_weights", "weight_fingerprints"), ("params",)),
         "generate_sequences": ("rollout",),
         "rollout_weights": ("params", "rollout"),
@@ -107,8 +108,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = parsed_roles(role)
+        engine_by_name = type(self).build_rollout is ActorRolloutRefWorker.build_rollout
         if "rollout" in self.roles:
-            check_engine(type(self).build_rollout is ActorRolloutRefWorker.build_rollout, config)
+            check_engine(engine_by_name, config)
             builds = ("build_model", "build_rollout_model", "build_rollout")
             overridden = {
                 name for name in builds if getattr(type(self), name) is not getattr(ActorRolloutRefWorker, name)
@@ -126,10 +128,9 @@ class ActorRolloutRefWorker(ModelWorker):
         self.config = config
         self.rollout: Rollout | None = None
         self.router_replay = RouterReplay("none", None)
-        self.sender = WeightSender(self.state, config.rollout)
-        self.generator = Generator(
-            config, self.state, self.offloader, lambda data, method: self._scores(self._rows(data, method), self.model)
-        )
+        only_serves = serves_engine(self.roles, engine_by_name, config)
+        self.generator = Generator(config, self.state, self.offloader, self.device, only_serves)
+        self.sender = WeightSender(self.state, config, self.device, self.generator)
 
     @property
     def reference(self) -> list[Any]:
@@ -218,9 +219,12 @@ class ActorRolloutRefWorker(ModelWorker):
     def init_model(self) -> None:
         """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``.
 
-        The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it.
+        The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it. A worker that
+        only serves an engine has no model.
         """
-        if self.roles & {"actor", "rollout"}:
+        if self.generator.serves_engine:
+            self.state.check_context()
+        elif self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
             if self.config.router_replay != "none":
@@ -271,7 +275,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.state.check_context()
         with before_changes():
             self.config.check_lengths()
-        return self.generator.generate(prompts, self.sender.with_policy_version)
+        return self.generator.generate(prompts)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto | None:

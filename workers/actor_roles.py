@@ -9,7 +9,7 @@ from parallel_state import LayoutError
 from workers.config import ActorConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
-__all__ = ["check_engine", "check_rollout_layout", "parsed_roles", "require_role"]
+__all__ = ["check_engine", "check_rollout_layout", "parsed_roles", "require_role", "serves_engine"]
 
 _ROLES = ("actor", "rollout", "ref")
 
@@ -50,6 +50,17 @@ def check_engine(by_name: bool, config: ActorConfig) -> None:
             key="router_replay",
             value=config.router_replay,
         )
+
+
+def serves_engine(roles: Collection[str], by_name: bool, config: ActorConfig) -> bool:
+    """Return whether a worker only generates, with an engine that has the weights itself: then it builds no model.
+
+    Args:
+        roles: of the worker.
+        by_name: False if the class has an engine of its own, which may need the model.
+        config: of the actor.
+    """
+    return set(roles) == {"rollout"} and by_name and not ROLLOUT_ENGINES[config.rollout.engine].in_worker
 
 
 def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, overridden: Collection[str]) -> None:

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
-from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
-from workers.config import ActorConfig, RolloutConfig
+from workers.config import ActorConfig
+from workers.generate.generator import Generator
+from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
 from workers.gpu_ids import gpu_id, visible_gpus
 from workers.train.state import TrainingState
-from workers.weights.fingerprints import Fingerprint, model_fingerprints
-from workers.weights.local_tensors import described_tensors
-from workers.weights.transfer.endpoint import Opening, TransferEndpoint, TransferOutcome
-from workers.weights.transfer.plan import Holdings
+from workers.weights.fingerprints import Fingerprint, shard_fingerprints
+from workers.weights.hf.names import hf_shards, model_family
+from workers.weights.shards import WeightShard, model_shards, unknown_positions
+from workers.weights.transfer.endpoint import RankPlan, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
 
 __all__ = ["WeightSender", "check_same_policy"]
@@ -39,7 +41,6 @@ OF_AN_ENGINE = (
     "engine",
     "vllm",
     "verify_weights",
-    "canary_prompts",
     "unverified_reason",
 )
 """Fields of RolloutConfig that only the group that generates reads."""
@@ -71,22 +72,15 @@ class WeightSender:
 
     Args:
         state: the model.
-        config: whether received weights are verified.
+        config: of the actor; whether received weights are verified.
+        device: of this rank.
+        generator: has the engine that gets the weights if the worker has no model.
     """
 
-    def __init__(self, state: TrainingState, config: RolloutConfig) -> None:
-        self.state, self.config = state, config
+    def __init__(self, state: TrainingState, config: ActorConfig, device: torch.device, generator: Generator) -> None:
+        self._state, self._config, self._device, self._generator = state, config, device, generator
         self._endpoints: dict[str, TransferEndpoint] = {}
-        self._received_version: int | None = None
         self._incomplete = ""
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the policy that this worker has: the number of calls that trained it.
-
-        Those calls were made on this worker or, for weights that were received, on the group that sent them.
-        """
-        return self.state.counters["updates"] if self._received_version is None else self._received_version
 
     def check_weights_complete(self, method: str) -> None:
         """Raise DataError if a transfer to this worker has begun and was not completed."""
@@ -98,34 +92,60 @@ class WeightSender:
                     method=method,
                 )
 
-    def with_policy_version(self, generated: DataProto) -> DataProto:
-        """Return the batch with ``policy_version``, int64 ``[rows]``."""
-        column = torch.full((len(generated),), self.policy_version, dtype=torch.long)
-        return generated.with_tensors({"policy_version": column})
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_weights(self) -> Holdings:
-        """Return which parts of the model this rank has, and where it runs."""
-        tensors, local, unknown = described_tensors(self.state.model, self.state.context)
-        device = tensors[0].device
-        gpu = gpu_id(device) if device.type == "cuda" else "cpu"
-        verify = self.config.verify_weights != "never"
-        return Holdings(tuple(local), tuple(unknown), _node()[0], os.getpid(), gpu, verify, visible_gpus())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_fingerprints(self, dtypes: Mapping[str, Sequence[str]] | None = None) -> list[Fingerprint]:
-        """Return the fingerprints of the whole tensors that this rank has a part of (a collective).
+    def describe_weights(self, hf_names: bool = False) -> RankWeights:
+        """Return which parts of the model this rank has, and where it runs.
 
         Args:
-            dtypes: see ``part_fingerprints``.
+            hf_names: whether the parts are those of a Hugging Face checkpoint.
+
+        Raises:
+            DataError: ``hf_names``, and a tensor has no counterpart in a Hugging Face checkpoint.
         """
-        return model_fingerprints(self.state.model, self.state.context, dtypes)
+        gpu = gpu_id(self._device) if self._device.type == "cuda" else "cpu"
+        verify = self._config.rollout.verify_weights != "never"
+        shards, engine = self._shards(hf_names), None
+        if self._generator.serves_engine:
+            verify = verify and isinstance(self._generator.rollout, ReadableRollout)
+            if getattr(self._generator.rollout, "receives_weights", True):
+                dtype = self._config.model.dtype
+                engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
+        described = tuple(shard.described() for shard in shards)
+        unknown = () if hf_names else tuple(unknown_positions(shards))
+        return RankWeights(described, unknown, _node()[0], os.getpid(), gpu, verify, visible_gpus(), engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_fingerprints(
+        self, dtypes: Mapping[str, Sequence[str]] | None = None, hf_names: bool = False
+    ) -> list[Fingerprint]:
+        """Return the fingerprints of the parts that this rank has, or that have arrived in its engine.
+
+        Args:
+            dtypes: see ``shard_fingerprints``.
+            hf_names: see ``describe_weights``.
+        """
+        if self._generator.serves_engine:
+            engine = self._generator.rollout
+            return list(engine.fingerprints().fingerprints) if isinstance(engine, ReadableRollout) else []
+        return shard_fingerprints(self._shards(hf_names), dtypes)
+
+    def _shards(self, hf_names: bool) -> list[WeightShard]:
+        if hf_names:
+            return hf_shards(self._state.model, self._state.context, model_family(self._state.model))
+        return model_shards(self._state.model, self._state.context)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def has_weights(self) -> bool:
+        """Return whether this worker can generate without another transfer: an engine that has slept cannot."""
+        return not self._incomplete and (
+            not self._generator.serves_engine or self._generator.version == self._state.weights_version
+        )
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def listen_for_weights(self, opening: Opening) -> Any:
+    def listen_for_weights(self, plan: RankPlan) -> Any:
         """Open this rank's side of a transfer, and return what other ranks need to reach it."""
-        endpoint = TransferEndpoint(opening, self.state.model, self.state.context, _node()[1])
-        self._endpoints[opening.transfer] = endpoint
+        endpoint = TransferEndpoint(plan, self._shards(plan.hf_names and plan.sends), self._device, _node()[1])
+        self._endpoints[plan.transfer] = endpoint
         return endpoint.listen()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -139,19 +159,25 @@ class WeightSender:
 
         A failure of the other group is a result, not an error: nothing has changed here, and this group stays usable.
         """
-        return self._endpoints[transfer].send(timeout, self.policy_version)
+        return self._endpoints[transfer].send(timeout, self._state.policy_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
         """Replace the weights by those of the other group. They count as complete after ``accept_weights``."""
         self._incomplete = "a transfer of weights was not completed"
-        self.state.weights_version += 1
-        return self._endpoints[transfer].receive(timeout)
+        self._state.weights_version += 1
+        endpoint, rollout = self._endpoints[transfer], self._generator.rollout
+        if not self._generator.serves_engine or rollout is None:
+            return endpoint.receive(timeout)
+        weights = PolicyWeights([], self._state.context, endpoint, self._device)
+        return endpoint.receive_whole(timeout, lambda: rollout.update_weights(weights))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def accept_weights(self, version: int) -> None:
         """Mark the received weights as complete: all ranks have them, and they are those of ``version``."""
-        self._received_version, self._incomplete = version, ""
+        self._state.received_version, self._incomplete = version, ""
+        if self._generator.serves_engine:
+            self._generator.version = self._state.weights_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_weights(self, transfer: str) -> None:

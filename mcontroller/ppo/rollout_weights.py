@@ -43,7 +43,8 @@ class RolloutWeights:
     """Sends the weights of the actor to the group that generates, if they have changed since the last time.
 
     The worker class of the actor has the class method ``transfer_weights(source, target, transport, timeout)``, which
-    returns the transfer. Without a group that only generates, nothing is sent.
+    returns the transfer. That of the rollout may have the registered method ``has_weights``, which returns False after
+    it has lost them with the memory of its GPUs. Without a group that only generates, nothing is sent.
 
     Args:
         stages: the stage ``weights`` gets the seconds.
@@ -91,7 +92,7 @@ class RolloutWeights:
         Raises:
             GroupError: the generation failed.
         """
-        if self._groups is None or not self._stale:
+        if self._groups is None or not (self._stale or self._are_lost(self._groups[1])):
             return
         if self._generating is not None:
             with self._stages("generate"):
@@ -104,6 +105,11 @@ class RolloutWeights:
             self._report = self._transfer.run()
             self._metrics = self._report.metrics()
         self._stale = False
+
+    def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
+        """Whether an engine has slept since it got the weights, so that another group had the memory of its GPUs."""
+        reports = hasattr(rollout.worker_cls, "has_weights")
+        return reports and self._stages.devices.are_shared(rollout) and not rollout.has_weights()
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the last transfer cost, once."""

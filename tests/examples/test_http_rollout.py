@@ -21,8 +21,6 @@ from workers import LogProbBasis, RolloutConfig, Sampling
 transformers = pytest.importorskip("transformers")
 
 MODEL = {"num_query_groups": 2, "num_layers": 2}
-FEW_CANARIES = {"canary_prompts": 16}
-NO_CANARIES = {"verify_weights": "never", "unverified_reason": "the test counts requests"}
 ROWS = 4
 
 
@@ -88,7 +86,6 @@ def generations(parallel: dict[str, Any], server: Server) -> Any:
         "actor_rollout",
         lambda config, role: HttpActor(config, role, server=server),
         model=MODEL,
-        rollout=FEW_CANARIES,
     )
     found: list[DataProto | None] = [worker.generate_sequences(own_shard(prompts(ROWS, GREEDY), worker))]
     worker.update_actor(own_shard(experience(16), worker))
@@ -130,7 +127,6 @@ def ranks_that_generate(parallel: dict[str, Any], server: Server) -> bool:
         "actor_rollout",
         lambda config, role: HttpActor(config, role, server=server),
         model=MODEL,
-        rollout=NO_CANARIES,
     )
     return worker.generate_sequences(own_shard(prompts(ROWS, SAMPLED), worker)) is not None
 

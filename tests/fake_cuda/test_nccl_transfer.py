@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.fake_cuda.nccl_group import ProcessGroupNCCL
 from tests.forking import RankFailure, run_ranks
-from workers.weights.refit_plan import Move
+from workers.weights.resharding_plan import Move
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.process_group import TRANSPORT
 from workers.weights.transfer.transport import Deadline, RankTraffic
 
@@ -27,7 +27,7 @@ MOVE = Move("uint8", 0, NBYTES, NBYTES, 0, 0, 0, 1, 0, 0)
 def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
     """Return this rank's end, of a transfer of equal buckets from rank 0 to rank 1, and the addresses."""
     rank = dist.get_rank()
-    planned = ((Parcel(1 - rank, 0, NBYTES, (MOVE,)),),) * buckets
+    planned = ((PeerSlices(1 - rank, 0, NBYTES, (MOVE,)),),) * buckets
     traffic = RankTraffic("one", rank, 2, "127.0.0.1", planned, torch.device("cuda", rank), timeout)
     mine = (TRANSPORT.sender if rank == 0 else TRANSPORT.receiver)(traffic)
     addresses = [mine.listen()]

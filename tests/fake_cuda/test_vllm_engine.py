@@ -14,7 +14,9 @@ from tests.forking import RankFailure
 from tests.ranks import run_ranks
 from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, Gpu, standing_in
 from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
-from workers.generate.vllm.buckets import send_in_buckets
+from workers.generate.vllm.buckets import SharedBuckets
+from workers.weights.fingerprints import tensor_fingerprints
+from workers.weights.resharding import tensor_in
 
 pytestmark = pytest.mark.processes
 
@@ -92,10 +94,17 @@ def through_buckets() -> dict[str, Any]:
         receiver.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None)
         receiver.device = torch.device("cuda")
         receiver.begin_policy_update()
-        send = lambda bucket: receiver.receive_policy_bucket(bucket.path, bucket.tensors)  # noqa: E731
-        send_in_buckets(weights.items(), 128, send, lambda: None)
+        buckets = SharedBuckets(128)
+        for first in range(0, 20, 2):
+            memory = buckets.memory(128)
+            places = [(str(first + number), "float32", (16,), 64 * number) for number in range(2)]
+            for place in places:
+                tensor_in(memory, place).copy_(weights[place[0]])
+            receiver.receive_policy_bucket(buckets.path, places)
         most, count = runtime.most, runtime.count
-        receiver.finish_policy_update()
+        arrived = receiver.finish_policy_update()
+        buckets.close()
+        assert arrived == [each[:3] for each in tensor_fingerprints(weights.items())]
     equal = all(torch.equal(loaded[name], tensor) and loaded[name].is_cuda for name, tensor in weights.items())
     return {"equal": equal, "count": count, "most": most, "left": len(runtime.registered)}
 

@@ -15,7 +15,9 @@ from mcontroller.dispatch.registration import register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
 from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
-from workers.weights.not_arrived import WeightsNotArrived
+from workers.weights.resharding import BucketMemory, Wanted, tensor_in
+from workers.weights.resharding_plan import TensorInBucket
+from workers.weights.verification import WeightsNotArrived
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache
 EOS, PAD = 2, 0
@@ -47,48 +49,28 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-class InEngine:
-    """Code that runs in the engine's process when it arrives there, in the arguments of a call."""
+class HalfOld:
+    """The weights of a policy, of which every second one of the tensors that have changed is old."""
 
-    def __init__(self, code: str) -> None:
-        self.code = code
+    def __init__(self, weights: PolicyWeights, old: dict[str, torch.Tensor]) -> None:
+        self._weights, self._old = weights, old
 
-    def __reduce__(self) -> tuple[Any, tuple[str, dict[str, Any]]]:
-        return exec, (self.code, {})
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+        filled = torch.empty(0)
 
+        def remembered(nbytes: int) -> torch.Tensor:
+            nonlocal filled
+            filled = memory(nbytes)
+            return filled
 
-STALE_COPY = """
-from policy_receiver import PolicyReceiver
-begin, finish = PolicyReceiver.begin_policy_update, PolicyReceiver.finish_policy_update
-
-def keep(self):
-    self.modules = dict(self.model_runner.get_model().named_modules())
-    self.experts = self.modules.get("model.layers.1.mlp.experts.routed_experts")
-    self.packed = self.modules["lm_head"].cpu_linear if self.experts is None else self.experts.w2_weight[1].clone()
-    begin(self)
-
-def restore(self):
-    finish(self)
-    if self.experts is None:
-        self.modules["lm_head"].cpu_linear = self.packed
-    else:
-        self.experts.w2_weight[1] = self.packed
-    PolicyReceiver.begin_policy_update, PolicyReceiver.finish_policy_update = begin, finish
-
-PolicyReceiver.begin_policy_update, PolicyReceiver.finish_policy_update = keep, restore
-"""
-"""In the next update, keep what the output layer computes with, or the packed weights of one expert."""
-
-NOT_REPACKED = """
-import policy_receiver
-repack = policy_receiver._repack
-
-def skip(model):
-    policy_receiver._repack = repack
-
-policy_receiver._repack = skip
-"""
-"""In the next update, leave out what this project packs again: vLLM itself leaves it out."""
+        changed = 0
+        for bucket in self._weights.buckets(remembered, wanted):
+            for place in bucket:
+                tensor, old = tensor_in(filled, place), self._old[place[0]]
+                changed += not torch.equal(tensor, old)
+                if changed % 2:
+                    tensor.copy_(old)
+            yield bucket
 
 
 class Actor(ActorRolloutRefWorker):
@@ -121,16 +103,11 @@ class Actor(ActorRolloutRefWorker):
         """Update the engine as a generation does; return the metrics, or the error."""
         rollout = self.rollout
         assert isinstance(rollout, VllmRollout)
-        correct, engine = rollout.update_weights, rollout.engine
+        correct = rollout.update_weights
         if fault == "old":
             rollout.update_weights = lambda weights: {}  # type: ignore[method-assign]
         elif fault == "half":
-            rollout.update_weights = lambda weights: correct(self.half_old(weights))  # type: ignore[method-assign,arg-type]
-        elif fault == "cache" and engine is not None:
-            call = engine.call
-            engine.call = lambda method, **values: None if method == "drop_prefixes" else call(method, **values)  # type: ignore[method-assign]
-        elif fault and engine is not None:
-            engine.call("start", code=InEngine({"copy": STALE_COPY, "repack": NOT_REPACKED}[fault]))
+            rollout.update_weights = lambda weights: correct(HalfOld(weights, self.old))  # type: ignore[method-assign,arg-type]
         try:
             metrics = self.generator.current_rollout()[1]
             if not fault:
@@ -140,15 +117,6 @@ class Actor(ActorRolloutRefWorker):
             return error
         finally:
             rollout.update_weights = correct  # type: ignore[method-assign]
-            if engine is not None:
-                engine.__dict__.pop("call", None)
-
-    def half_old(self, weights: PolicyWeights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every second one of the tensors that have changed is old."""
-        changed = 0
-        for name, tensor in weights:
-            changed += not torch.equal(tensor, self.old[name])
-            yield name, self.old[name] if changed % 2 else tensor
 
 
 def actor_config(policy: str, **changes: Any) -> ActorConfig:
@@ -162,7 +130,6 @@ def actor_config(policy: str, **changes: Any) -> ActorConfig:
             "prompt_length": PROMPT,
             "response_length": RESPONSE,
             "seed": 3,
-            "canary_prompts": 16,
             "vllm": {
                 "tp": chosen.get("engine_tp", 1),
                 "kv_cache_bytes": 128 << 20,

@@ -51,7 +51,7 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "use_mup": (False, "logits are computed without its multiplier"),
     "gtp_weight_remat_size": (1, "no process groups are created for it"),
     "expert_gtp_weight_remat_size": (1, "no process groups are created for it"),
-    "moe_mlp_glu_interleave_size": (None, "checkpoints and refits expect the gate before the up projection"),
+    "moe_mlp_glu_interleave_size": (None, "checkpoints and resharding expect the gate before the up projection"),
     "moe_router_force_load_balancing": (False, "tokens would be routed at random, also for scores"),
     "qk_clip": (False, "Megatron-LM's training loop clips the weights, not its layers"),
     "log_max_attention_logit": (False, "Megatron-LM's training loop reads it"),
@@ -59,7 +59,7 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "use_te_rng_tracker": (False, "every layout has Megatron's own random tracker"),
     "inference_rng_tracker": (False, "every layout has Megatron's own random tracker"),
     "init_model_with_meta_device": (False, "weights are initialized on their device"),
-    "moe_use_legacy_grouped_gemm": (False, "checkpoints and refits expect Transformer Engine's grouped weights"),
+    "moe_use_legacy_grouped_gemm": (False, "checkpoints and resharding expect Transformer Engine's grouped weights"),
     "transformer_impl": ("transformer_engine", "set model.transformer_impl"),
     "flash_decode": (False, "generation caches keys after their rotation"),
 }

@@ -56,21 +56,17 @@ class RolloutConfig:
     """Settings of the engine vllm."""
 
     verify_weights: str = "auto"
-    """Compare the engine's weights with the policy's after every update: auto, fingerprints, canaries or never.
+    """Compare the engine's weights with the policy's after every update: auto, fingerprints or never.
 
-    fingerprints: compare one number per tensor, and reject an engine that cannot report them. canaries: compare how
-    log-probabilities of fixed prompts have changed; any engine can be compared. auto: fingerprints if the engine
-    reports them, or else canaries.
+    fingerprints: compare one number per tensor, and reject an engine that cannot report them. auto: fingerprints if the
+    engine reports them, or else a warning.
     """
-    canary_prompts: int = 64
-    """[prompts] Prompts of up to 160 tokens that canaries sample responses of up to 16 tokens to; at least 16."""
     unverified_reason: str = ""
     """Why the weights of the engine are not verified; required if verify_weights is never."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_length", "response_length", "n"):
             check_at_least(f"rollout.{name}", getattr(self, name), 1)
-        check_at_least("rollout.canary_prompts", self.canary_prompts, 16)
         check_at_least("rollout.top_k", self.top_k, 0)
         check_at_least("rollout.max_rows", self.max_rows, 0)
         check_above("rollout.temperature", self.temperature, 0.0)
@@ -83,7 +79,7 @@ class RolloutConfig:
         self._check_verify_weights()
 
     def _check_verify_weights(self) -> None:
-        check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "canaries", "never"))
+        check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))
         never, reason = self.verify_weights == "never", self.unverified_reason
         if never != bool(reason.strip()):
             expected = "a reason" if never else "no reason unless rollout.verify_weights is 'never'"

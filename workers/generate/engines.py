@@ -17,7 +17,7 @@ from mcontroller.config.registry import Registry
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.config.fit import check_generation
-from workers.generate.megatron_rollout import MegatronRollout, RefitRollout
+from workers.generate.megatron_rollout import MegatronRollout, ReshardedRollout
 from workers.generate.rollout_protocol import Rollout
 from workers.generate.vllm.checks import check_vllm
 from workers.generate.vllm.placement import gpus_used
@@ -36,7 +36,7 @@ class RolloutEngine:
         build: returns the rollout of a rank, for its ``ActorRolloutRefWorker``; called on every rank when the model is
             built.
         in_worker: whether it generates with Megatron's layers in the worker's process, whose memory
-            ``mcontroller check`` estimates.
+            ``mcontroller check`` estimates. A group that only generates, with another engine, builds no model.
         records_experts: whether it returns the experts of tokens (``Generated.routed_experts``) if
             ``router_replay=rollout``, which is rejected otherwise.
         gpus_used: returns how many GPUs generate, of ranks whose data-parallel shards and nodes are given, for
@@ -67,7 +67,7 @@ def _build_megatron(worker: Any) -> Rollout:
     context = MegatronContext(parallel.layout(worker.world_size), config.model.seed, timeout_s=config.timeout_s)
     worker.offloader.contexts.append(context)
     copy = worker.build_rollout_model(parallel, context)
-    return RefitRollout(MegatronRollout.of(config, copy, context, worker.local_world_size), worker.context)
+    return ReshardedRollout(MegatronRollout.of(config, copy, context, worker.local_world_size), worker.context)
 
 
 ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, _build_megatron, in_worker=True, records_experts=True))

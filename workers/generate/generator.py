@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ from mcontroller.errors import DataError, before_changes
 from mcontroller.ppo.data import ROUTED_EXPERTS
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config import ActorConfig, RolloutConfig
-from workers.generate.arrival import ArrivalCheck
-from workers.generate.canary_check import CanaryCheck
+from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
 from workers.memory.offloader import Offloader
@@ -25,6 +24,7 @@ from workers.router_replay.replay import check_recorded
 from workers.train.batch_checks import check_prompts
 from workers.train.batches import tensor_columns
 from workers.train.state import TrainingState
+from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
 
 __all__ = ["Generator"]
 
@@ -38,9 +38,11 @@ class Generator:
         config: of the actor.
         state: the policy, and the number of batches that were sampled so far, on which the seeds of the next depend.
         offloader: brings back the weights of the policy.
-        scores: returns the policy's scores of a batch: see ``CanaryCheck``.
+        device: of this rank.
+        serves_engine: whether the worker has an engine with the weights, and no model.
 
     Attributes:
+        serves_engine: as passed.
         rollout: the engine; None until ``use``.
         version: the ``weights_version`` of the weights that it has; None if it has none.
     """
@@ -50,19 +52,22 @@ class Generator:
         config: ActorConfig,
         state: TrainingState,
         offloader: Offloader,
-        scores: Callable[[DataProto, str], Tensor | None],
+        device: torch.device,
+        serves_engine: bool,
     ) -> None:
-        self._config, self._state, self._offloader, self._scores = config, state, offloader, scores
+        self._config, self._state, self._offloader, self._device = config, state, offloader, device
+        self.serves_engine = serves_engine
         self._weights: PolicyWeights | None = None
         self.rollout: Rollout | None = None
         self.version: int | None = None
         state.counters["sampled_batches"] = 0
+        if serves_engine:
+            offloader.serves_engine()
 
     def use(self, rollout: Rollout) -> None:
         """Generate with this rollout from now on."""
         self.rollout = rollout
-        canaries = CanaryCheck(self._config, self._state.context, self._scores)
-        self.arrival = ArrivalCheck(self._config.rollout, rollout, canaries)
+        self._engine_weights = EngineWeights(self._config.rollout, rollout)
         if rollout.holds_weights:
             self._offloader.sleepers["rollout"] = self
         else:
@@ -70,13 +75,8 @@ class Generator:
         if getattr(rollout, "sleeps_beside_training", False):
             self._offloader.alone.add("rollout")
 
-    def generate(self, prompts: DataProto, policy_version: Callable[[DataProto], DataProto]) -> DataProto | None:
-        """Generate ``n`` responses to every prompt; see ``ActorRolloutRefWorker.generate_sequences``.
-
-        Args:
-            prompts: of this rank.
-            policy_version: adds the version of the policy to the batch.
-        """
+    def generate(self, prompts: DataProto) -> DataProto | None:
+        """Generate ``n`` responses to every prompt; see ``ActorRolloutRefWorker.generate_sequences``."""
         config, counters = self._config, self._state.counters
         call = counters["sampled_batches"]
         counters["sampled_batches"] += bool(prompts.meta_info.get("do_sample", config.rollout.do_sample))
@@ -92,7 +92,8 @@ class Generator:
         if generated is None:
             return None
         check_recorded(config.router_replay, generated.tensors(), rollout)
-        generated = policy_version(generated)
+        version = torch.full((len(generated),), self._state.policy_version, dtype=torch.long)
+        generated = generated.with_tensors({"policy_version": version})
         generated.meta_info.setdefault("temperature", config.rollout.temperature)
         generated.meta_info.setdefault("n", config.rollout.n)
         if metrics:
@@ -108,8 +109,8 @@ class Generator:
         metrics: Mapping[str, float] = {}
         if not self.rollout.holds_weights or self.version != self._state.weights_version:
             was_offloaded = "params" in self._offloader.offloaded.parts
-            loaded, weights = self.version is not None, self.rollout_weights()
-            metrics = self.arrival.update(self.rollout, weights, self._state.weights_version, loaded=loaded)
+            weights = self._weights_of_checkpoint() if self.serves_engine else self.rollout_weights()
+            metrics = self._engine_weights.update(self.rollout, weights, self._state.weights_version)
             self.version = self._state.weights_version
             if was_offloaded and self.rollout.holds_weights:
                 self._offloader.offload(("params",))
@@ -123,8 +124,28 @@ class Generator:
         """
         self._offloader.reload_for("rollout_weights")
         if self._weights is None or self._weights.chunks is not self._state.model:
-            self._weights = PolicyWeights(self._state.model, self._state.context)
+            model, context = self._state.model, self._state.context
+            whole = hf_whole_tensors(model, context, self._config.rollout.vllm.bucket_bytes)
+            self._weights = PolicyWeights(model, context, whole)
         return self._weights
+
+    def _weights_of_checkpoint(self) -> PolicyWeights:
+        """Return the weights of ``model.hf_path`` for an engine that has got none from another group.
+
+        Raises:
+            DataError: there is no such path, or the engine had other weights, which it has lost.
+        """
+        path, lost = self._config.model.hf_path, self._state.received_version is not None
+        if path is None or lost:
+            with before_changes():
+                raise DataError(
+                    "the engine has no weights"
+                    + (" any more, since it has slept" if lost else "")
+                    + ": run a WeightTransfer to this group first"
+                    + ("" if path is not None else ", or set model.hf_path")
+                )
+        whole = CheckpointTensors(path, self._config.rollout.vllm.bucket_bytes)
+        return PolicyWeights([], self._state.context, whole, self._device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sampling_state(self) -> dict[str, int]:

@@ -19,11 +19,12 @@ from workers.generate.row_limit import RowLimit, row_bytes
 from workers.generate.sampling import Sampling
 from workers.router_replay.routers import ModelRouters
 from workers.train.pipeline import releasing_inputs, scoring
-from workers.weights.fingerprints import model_fingerprints
+from workers.weights.fingerprints import shard_fingerprints
 from workers.weights.offload import Offload, buffer_tensors, model_tensors
-from workers.weights.refit import Refit, RefitReport
+from workers.weights.resharding import Resharding, ReshardingReport
+from workers.weights.shards import model_shards
 
-__all__ = ["MegatronRollout", "RefitRollout"]
+__all__ = ["MegatronRollout", "ReshardedRollout"]
 
 
 class MegatronRollout:
@@ -87,7 +88,7 @@ class MegatronRollout:
 
     def fingerprints(self) -> HeldWeights:
         """Return the fingerprints of the model that generates."""
-        return HeldWeights("megatron", model_fingerprints(self.chunks, self.context))
+        return HeldWeights("megatron", shard_fingerprints(model_shards(self.chunks, self.context)))
 
     def sleep(self) -> int:
         """Free nothing: the memory is that of the model."""
@@ -130,7 +131,7 @@ class MegatronRollout:
         return int(passes)
 
 
-class RefitRollout:
+class ReshardedRollout:
     """Generates with a copy of the weights in another layout, in the same processes.
 
     The prompts of all data-parallel ranks of training are divided evenly over those of this layout, for any two
@@ -141,16 +142,16 @@ class RefitRollout:
         training: the layout that the prompts come from and the responses return to.
 
     Attributes:
-        last_refit: cost of the last ``update_weights``; None before the first.
+        last_resharding: cost of the last ``update_weights``; None before the first.
     """
 
     holds_weights = True
 
     def __init__(self, rollout: MegatronRollout, training: MegatronContext) -> None:
         self.rollout = rollout
-        self.last_refit: RefitReport | None = None
+        self.last_resharding: ReshardingReport | None = None
         self._exchange = PromptExchange(training.pg, rollout.context.pg)
-        self._refit: Refit | None = None
+        self._resharding: Resharding | None = None
         self._offload = Offload()
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
@@ -168,18 +169,19 @@ class RefitRollout:
         return returned._replace(routed_experts=returned.routed_experts[:, wider:])
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
-        """Refit the copy: slices of tensors go directly from the ranks that have them to those that need them.
+        """Update the copy: slices of tensors go directly from the ranks that have them to those that need them.
 
         Returns:
-            ``refit_seconds``, ``refit_bytes_sent``, and ``refit_least_bytes``: the least that could be sent.
+            ``resharding_seconds``, ``resharding_bytes_sent``, and ``resharding_least_bytes``: the least that could be
+            sent.
         """
-        if self._refit is None:
-            self._refit = Refit(weights.chunks, weights.context, self.rollout.chunks, self.rollout.context)
-        report = self.last_refit = self._refit.run()
+        if self._resharding is None:
+            self._resharding = Resharding(weights.chunks, weights.context, self.rollout.chunks, self.rollout.context)
+        report = self.last_resharding = self._resharding.run()
         return {
-            "refit_seconds": report.seconds,
-            "refit_bytes_sent": float(report.bytes_sent),
-            "refit_least_bytes": float(report.least_bytes),
+            "resharding_seconds": report.seconds,
+            "resharding_bytes_sent": float(report.bytes_sent),
+            "resharding_least_bytes": float(report.least_bytes),
         }
 
     def fingerprints(self) -> HeldWeights:

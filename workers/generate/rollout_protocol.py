@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.generate.sampling import Sampling
-from workers.weights.fingerprints import Fingerprint
-from workers.weights.hf.model import HfStream
+from workers.weights.fingerprints import Fingerprint, shard_fingerprints
+from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
+from workers.weights.hf.names import hf_shards, model_family
+from workers.weights.resharding import BucketMemory, InBuckets, Wanted, tensors_in
+from workers.weights.resharding_plan import TensorInBucket
+from workers.weights.shards import model_shards
 
 __all__ = ["Generated", "HeldWeights", "LogProbBasis", "PolicyWeights", "Prompts", "ReadableRollout", "Rollout"]
 
@@ -83,29 +87,62 @@ class Generated(NamedTuple):
         return Generated(responses, mask, log_probs, routed_experts=columns[3] if len(columns) > 3 else None)
 
 
-@dataclass(frozen=True)
 class PolicyWeights:
     """The current weights of the policy.
 
-    Iterating yields every tensor of the whole model under its Hugging Face name, one at a time; no rank ever has the
-    whole model in memory. It is a collective: every rank must iterate until the end. A tensor may share its memory
-    with the policy, so copy what you keep. The plan of the first iteration is kept for the next ones: see
-    ``workers.weights.hf.model.HfStream``.
+    Iterating yields every tensor of the whole model under its Hugging Face name, one bucket in memory at a time; no
+    rank ever has the whole model. It is a collective: every rank must iterate until the end. A tensor is valid until
+    the next one, so copy what you keep.
+
+    Args:
+        chunks: this rank's model chunks, for a rollout of Megatron's; none if the weights come from another group.
+        context: the layout of the ranks.
+        whole: the tensors, if they are not those of the chunks.
+        device: of the tensors; None for that of the chunks.
 
     Attributes:
-        chunks: this rank's model chunks, for a rollout of Megatron's.
-        context: their layout.
+        chunks, context: as passed.
     """
 
-    chunks: Sequence[nn.Module]
-    context: MegatronContext
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        context: MegatronContext,
+        whole: InBuckets | CheckpointTensors | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.chunks, self.context = chunks, context
+        self._whole = whole or hf_whole_tensors(chunks, context)
+        self._device = device or next(chunks[0].parameters()).device
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._stream)
+        return tensors_in(self._whole.buckets, self._device)
 
-    @cached_property
-    def _stream(self) -> HfStream:
-        return HfStream(self.chunks, self.context)
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+        """Iterate over buckets of tensors, in memory of the caller's (a collective); see ``WholeTensors.buckets``."""
+        return self._whole.buckets(memory, wanted)
+
+    def fingerprints(self, naming: str, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
+        """Return the fingerprints of this rank's parts.
+
+        Args:
+            naming: whose names they have: ``hugging_face``, or ``megatron``.
+            dtypes: see ``shard_fingerprints``.
+
+        Raises:
+            ConfigError: there is no such naming.
+        """
+        if isinstance(self._whole, CheckpointTensors):
+            return self._whole.fingerprints(dtypes)
+        if naming == "hugging_face":
+            return shard_fingerprints(hf_shards(self.chunks, self.context, model_family(self.chunks)), dtypes)
+        if naming == "megatron":
+            return shard_fingerprints(model_shards(self.chunks, self.context), dtypes)
+        raise ConfigError(
+            f"the engine's fingerprints have the naming {naming!r}; expected 'hugging_face' or 'megatron'",
+            key="naming",
+            value=naming,
+        )
 
 
 class Rollout(Protocol):
@@ -162,21 +199,18 @@ class HeldWeights(NamedTuple):
         naming: whose names they have: ``hugging_face``, or ``megatron``.
         fingerprints: those of the tensors that this rank's engine holds, in the engine's dtypes; none on a rank
             without an engine. An engine that holds several copies of a tensor reports each, under the tensor's name.
-        stale_tokens: tokens of a prompt, read before the last update, of which the engine's prefix cache still has keys
-            and values of the old weights; 0 if there are none, or if the engine cannot say.
     """
 
     naming: str
     fingerprints: Sequence[Fingerprint]
-    stale_tokens: int = 0
 
 
 @runtime_checkable
 class ReadableRollout(Protocol):
-    """The optional method of a ``Rollout`` whose weights can be read, so that they are verified after every update."""
+    """The optional method of a ``Rollout`` whose weights are verified after every update."""
 
     def fingerprints(self) -> HeldWeights:
-        """Return the fingerprints of the weights that the engine holds now, read from where it computes with them.
+        """Return the fingerprints of the weights that the engine has now.
 
         Called on every rank. An engine with whole tensors in this process returns
         ``HeldWeights("hugging_face", tensor_fingerprints(model.named_parameters()))``.

@@ -60,8 +60,6 @@ class Sampling:
         seed: of the random numbers, 64 bits, signed.
         eos_token_ids: a response ends with the first of these.
         pad_token_id: fills a response after its end.
-        reproducible: whether an engine must draw the same tokens from the same seeds; Megatron's generation always
-            does.
     """
 
     response_length: int
@@ -75,7 +73,6 @@ class Sampling:
     seed: int
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
-    reproducible: bool = False
 
     @classmethod
     def of(cls, config: RolloutConfig, meta_info: Mapping[str, Any]) -> Sampling:

@@ -50,6 +50,7 @@ class Offloader:
     def __init__(self, state: TrainingState, needs: Mapping[str, tuple[str, ...]]) -> None:
         self._state = state
         self._memory_use = MemoryUse()
+        self._has_no_model = False
         self.needs = dict(needs)
         self.offloaded = Offload()
         self.contexts = [state.context]
@@ -101,6 +102,11 @@ class Offloader:
         """Return the memory of this process by method, since the last call of this one: see ``MemoryUse.take``."""
         return self._memory_use.take()
 
+    def serves_engine(self) -> None:
+        """Reject methods that need a model from now on: the engine has the weights."""
+        self._has_no_model = True
+        self.needs |= dict.fromkeys(("receive_weights", "weight_fingerprints"), ("rollout",))
+
     def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
         """Return the parts that can be offloaded, by name. Memory that two of them share belongs to the first."""
         state, parts = self._state, dict[str, Iterable[Tensor] | Sleepable]()
@@ -131,7 +137,11 @@ class Offloader:
             ConfigError: the method needs parts, and no model has been built.
         """
         needed = self.needs.get(method)
-        if needed and not self._state.models:
+        if needed and "rollout" not in needed and self._has_no_model:
+            with before_changes():
+                text = f"{method} needs a model, and a worker that only serves an engine has none"
+                raise ConfigError(text, key="role", value="rollout")
+        if needed and not self.parts():
             with before_changes():
                 raise ConfigError(f"{method} was called before init_model: there is no model yet", key="init_model")
         leaving = self.alone.difference(needed) if needed else ()

@@ -32,6 +32,7 @@ class TrainingState:
             calls that trained the model; ``optimizer_steps``, those of this optimizer; ``ended_phases``, joined by
             commas, those whose optimizer has made steps and was replaced.
         float32: by part, for every chunk, copies in float32 of weights by name, which a checkpoint contains instead.
+        received_version: the version of the policy that another group sent; None if it sent none. Not saved.
         weights_version: a number that changes whenever the weights may have changed. Not saved.
         gradients: the ``Gradients`` that ``optim_step`` applies; None if there are none. Not saved.
     """
@@ -43,12 +44,18 @@ class TrainingState:
     counters: dict[str, Any] = field(default_factory=lambda: {"phase": "", "updates": 0, "optimizer_steps": 0})
     float32: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
     weights_version: int = 0
+    received_version: int | None = None
     gradients: Any = None
 
     @property
     def model(self) -> list[Any]:
         """The chunks of the part "model"; none before they are built."""
         return self.models.get("model", [])
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the policy on this worker: the number of calls that trained it, here or where it was sent."""
+        return self.counters["updates"] if self.received_version is None else self.received_version
 
     def check_context(self) -> None:
         """Raise unless Megatron's globals are those of this worker.

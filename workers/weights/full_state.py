@@ -1,6 +1,6 @@
 """Gather all weights of a model from any layout, and load them into any layout.
 
-Every rank has the whole model in memory for a moment: for tests, small models, and comparisons of layouts.
+Every rank has the whole model in memory: for tests, small models, and comparisons of layouts.
 """
 
 from __future__ import annotations
@@ -8,33 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from mcontroller.errors import DataError
+from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
+from workers.weights.resharding import WholeTensors
 from workers.weights.shards import named_shards
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
 
-@torch.no_grad()
 def full_state_dict(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> dict[str, torch.Tensor]:
     """Return every weight of the whole model by name, on the CPU, without padding (a collective).
 
     The result is the same on all ranks.
     """
-    mine: dict[str, torch.Tensor] = {}
-    for shard in named_shards(chunks, context):
-        parts = [shard.param.data]
-        if shard.dim is not None:
-            parts = [torch.empty_like(shard.param.data) for _ in range(shard.group.size())]
-            dist.all_gather(parts, shard.param.data.contiguous(), group=shard.group)
-        replica_of = (context.pg.expt_dp, context.pg.expt_tp) if shard.expert else (context.pg.dp_cp, context.pg.tp)
-        if all(group.rank() == 0 for group in replica_of):
-            mine[shard.name] = shard.join(parts).cpu()
-    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return {name: tensor for theirs in everyone for name, tensor in theirs.items()}
+    whole = WholeTensors(lambda: list(named_shards(chunks, context)))
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in whole}
 
 
 @torch.no_grad()
@@ -53,9 +43,8 @@ def load_full_state_dict(
             has tensors that the model lacks, or shapes differ.
     """
     shards = list(named_shards(chunks, context))
-    everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, {shard.name: shard.full_shape for shard in shards})
-    shapes = {name: shape for theirs in everyone for name, shape in theirs.items()}
+    of_ranks = all_gather_values({shard.name: shard.full_shape for shard in shards})
+    shapes = {name: shape for theirs in of_ranks for name, shape in theirs.items()}
     missing = sorted(shapes.keys() - state.keys())
     unexpected = sorted(state.keys() - shapes.keys())
     differing = [

@@ -1,18 +1,25 @@
-"""The parameters of this rank as parts of the tensors of the whole model."""
+"""The tensors of this rank as parts of the tensors of the whole model.
+
+Everything that moves weights starts from this description: checkpoints of Hugging Face, resharding, transfers between
+groups, fingerprints.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from parallel_state.megatron import MegatronContext
+from workers.weights.resharding_plan import LocalTensor, Span, spans_of
 
-__all__ = ["WeightShard", "named_buffers", "named_shards"]
+__all__ = ["WeightShard", "model_shards", "named_buffers", "named_shards", "unknown_positions"]
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts\..*\.(?:weight|bias))(\d+)")
@@ -22,56 +29,64 @@ _GATED = re.compile(r".*\.linear_fc1\.(weight|bias)\d*")
 
 @dataclass(frozen=True)
 class WeightShard:
-    """One parameter of this rank, and the part of a tensor of the whole model that it is.
+    """A tensor of this rank, and the part of a tensor of the whole model that it is.
 
     Attributes:
         name: the name of that tensor: layers and experts are counted over all stages and ranks, and tied output
             weights have the embedding's name.
-        param: this rank's part.
-        dim: the dim that is divided over ``group``; None if every rank has the whole tensor.
-        pieces: number of tensors stacked along ``dim``, each divided separately (2: gate and up of a gated unit).
-        rows: the size of dim 0 in the whole model, without padding, of a tensor that is padded (a vocabulary);
-            else None.
-        group: the tp or the etp group.
-        expert: whether it is an expert's weight: replicated over edp, and not over the dp of dense weights.
+        param: this rank's parameter or buffer.
+        full_shape: the shape of the tensor in the whole model, without padding.
+        dim: the dim that is divided; None if this rank has the whole tensor.
+        spans: the parts of that dim that this rank has, in the order of its own tensor; padding is in none.
+        ways, index: number of ranks that the dim is divided over (tp or etp), and this rank among them.
     """
 
     name: str
-    param: torch.nn.Parameter
-    dim: int | None
-    pieces: int
-    rows: int | None
-    group: torch.distributed.ProcessGroup
-    expert: bool
+    param: Tensor
+    full_shape: tuple[int, ...]
+    dim: int | None = None
+    spans: tuple[Span, ...] = ()
+    ways: int = 1
+    index: int = 0
 
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor in the whole model, without padding."""
-        shape = list(self.param.shape)
-        if self.dim is not None:
-            shape[self.dim] *= self.group.size()
-        if self.rows is not None:
-            shape[0] = self.rows
-        return tuple(shape)
+    def described(self) -> LocalTensor:
+        """Return the description of this part without its values."""
+        dtype, contiguous = str(self.param.dtype).removeprefix("torch."), self.param.is_contiguous()
+        size = self.param.element_size()
+        return LocalTensor(self.name, self.full_shape, dtype, size, self.dim, self.spans, contiguous)
 
-    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+    def runs(self) -> Iterator[tuple[int, Tensor]]:
+        """Iterate over consecutive indices of the whole tensor along ``dim``: the first one, and the values."""
+        if self.dim is None:
+            yield 0, self.param.reshape(self.full_shape)
+            return
+        run: list[Span] = []
+        for span in self.spans:
+            if run and span.start != run[-1].stop:
+                yield run[0].start, self._values(run, self.dim)
+                run = []
+            run.append(span)
+        if run:
+            yield run[0].start, self._values(run, self.dim)
+
+    def padding(self) -> Tensor:
+        """Return the rows of this rank's tensor that pad the vocabulary; usually none."""
+        filled = sum(span.stop - span.start for span in self.spans) if self.dim == 0 else len(self.param)
+        return self.param.data[filled:]
+
+    def slice_of(self, full: Tensor) -> Tensor:
         """Return this rank's part of ``full``, a tensor of ``full_shape``; rows of padding are zero."""
         if self.dim is None:
             return full
-        if self.rows is not None:
-            padding = self.param.size(0) * self.group.size() - self.rows
-            full = torch.cat([full, full.new_zeros(padding, *full.shape[1:])]) if padding else full
-        size, rank = self.group.size(), self.group.rank()
-        pieces = full.chunk(self.pieces, self.dim)
-        return torch.cat([piece.chunk(size, self.dim)[rank] for piece in pieces], self.dim)
+        parts = [full.narrow(self.dim, start, stop - start) for start, stop, _ in self.spans]
+        missing = self.param.size(self.dim) - sum(part.size(self.dim) for part in parts)
+        if missing:
+            parts.append(full.new_zeros(missing, *full.shape[1:]))
+        return torch.cat(parts, self.dim)
 
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor from the parts of all ranks of ``group``, in rank order."""
-        if self.dim is None:
-            return parts[0]
-        pieces = [part.chunk(self.pieces, self.dim) for part in parts]
-        full = torch.cat([piece for stacked in zip(*pieces, strict=True) for piece in stacked], self.dim)
-        return full if self.rows is None else full[: self.rows]
+    def _values(self, spans: Sequence[Span], dim: int) -> Tensor:
+        parts = [self.param.detach().narrow(dim, offset, stop - start) for start, stop, offset in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def named_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[WeightShard]:
@@ -82,7 +97,7 @@ def named_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) ->
             yield _shard(chunk, local_name, param, context)
 
 
-def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, torch.Tensor]]:
+def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the persistent buffers of the chunks (a router's biases), by name in the whole model.
 
     A rank that has a buffer has all of it.
@@ -95,23 +110,44 @@ def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -
                     yield _global_name(chunk, f"{prefix}.{name}".lstrip("."), context), buffer
 
 
+def model_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> list[WeightShard]:
+    """Return the parameters and the persistent buffers of this rank's model chunks."""
+    buffers = (WeightShard(name, buffer, tuple(buffer.shape)) for name, buffer in named_buffers(chunks, context))
+    return list(chain(named_shards(chunks, context), buffers))
+
+
+def unknown_positions(shards: Sequence[WeightShard]) -> list[str]:
+    """Return the names of shards that cannot be moved.
+
+    They are quantized, have no dims, or are divided in a way that does not follow from their names.
+    """
+    return [shard.name for shard in shards if _is_unknown(shard)]
+
+
+def _is_unknown(shard: WeightShard) -> bool:
+    quantized = type(shard.param.data) is not Tensor
+    uneven = hasattr(shard.param, "partition_sizes")  # several tensors of different sizes stacked, as Mamba's
+    numbered = shard.name.startswith("decoder.layers.") and ".linear_fc" in shard.name
+    is_expert = ".experts." in shard.name and isinstance(shard.param, torch.nn.Parameter)
+    return quantized or shard.param.dim() == 0 or uneven or (is_expert and not numbered)
+
+
 def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: MegatronContext) -> WeightShard:
     name = _global_name(chunk, local_name, context)
     expert = ".experts." in name
     dim: int | None = getattr(param, "partition_dim", None) if getattr(param, "tensor_model_parallel", False) else None
     if expert and ".linear_fc" in name:  # Transformer Engine marks all of an expert's weights as divided at dim 0
         dim = 0 if ".linear_fc1." in name else 1 if ".weight" in name else None
+    if dim is None:
+        return WeightShard(name, param, tuple(param.shape))
+    group = context.pg.expt_tp if expert else context.pg.tp
+    shape, ways, index = list(param.shape), group.size(), group.rank()
+    shape[dim] *= ways
+    if dim == 0 and name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
+        shape[0] = getattr(chunk, "unpadded_vocab_size", chunk.vocab_size)
     gated = getattr(chunk.config, "gated_linear_unit", False) and _GATED.fullmatch(name) is not None
-    over_vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-    return WeightShard(
-        name=name,
-        param=param,
-        dim=dim,
-        pieces=2 if gated else 1,
-        rows=getattr(chunk, "unpadded_vocab_size", chunk.vocab_size) if over_vocabulary and dim == 0 else None,
-        group=context.pg.expt_tp if expert else context.pg.tp,
-        expert=expert,
-    )
+    spans = spans_of(param.size(dim), 2 if gated else 1, ways, index, shape[dim])
+    return WeightShard(name, param, tuple(shape), dim, spans, ways, index)
 
 
 def _global_name(chunk: Any, local_name: str, context: MegatronContext) -> str:

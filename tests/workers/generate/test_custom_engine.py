@@ -96,7 +96,7 @@ def with_megatron(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
 
 
 def with_custom_engine(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
-    worker = actor(parallel, "actor_rollout", CustomEngineWorker, model=model, rollout={"canary_prompts": 16})
+    worker = actor(parallel, "actor_rollout", CustomEngineWorker, model=model)
     found = generations(worker)
     engine = worker.rollout
     pulled = {name: tensor.clone() for name, tensor in worker.rollout_weights()}

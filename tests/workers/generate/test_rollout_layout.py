@@ -123,15 +123,15 @@ def test_responses_equal_those_of_one_process_before_and_after_an_update(
 
 
 @pytest.mark.simulated
-def test_weights_are_refit_only_after_a_change_and_the_cost_is_reported() -> None:
+def test_weights_are_copied_only_after_a_change_and_the_cost_is_reported() -> None:
     for outputs in run_ranks(before_and_after, 4, {"tp": 2}, {}, "dense", ROWS, {}):
         first, again, updated, updated_again = (output["metrics"] for output in outputs)
         assert again is updated_again is None
         for metrics in (first, updated):
-            assert metrics["rollout/refit_bytes_sent"] == metrics["rollout/refit_least_bytes"] > 0
-            assert metrics["rollout/refit_seconds"] > 0
+            assert metrics["rollout/resharding_bytes_sent"] == metrics["rollout/resharding_least_bytes"] > 0
+            assert metrics["rollout/resharding_seconds"] > 0
     results = [DataProto(None, {}, {"metrics": outputs[0]["metrics"]}) for outputs in [outputs, outputs]]
-    assert len(DataProto.concat(results).meta_info["metrics"]["rollout/refit_bytes_sent"]) == 2
+    assert len(DataProto.concat(results).meta_info["metrics"]["rollout/resharding_bytes_sent"]) == 2
 
 
 class CustomModel(ActorRolloutRefWorker):

@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.workers.weights.test_refit import EXPERTS, MODEL, TIED, built
+from tests.workers.weights.test_resharding import EXPERTS, MODEL, TIED, built
 from workers.config import ModelConfig
-from workers.weights.fingerprints import Fingerprint, TensorPart, model_fingerprints, tensor_fingerprints
-from workers.weights.fingerprints import part_fingerprints as fingerprints_of
-from workers.weights.hf.model import hf_parts, hf_tensors
-from workers.weights.refit_plan import Span
+from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints, whole_fingerprints
+from workers.weights.hf.model import hf_tensors
+from workers.weights.hf.names import hf_shards, model_family
+from workers.weights.resharding_plan import Span
+from workers.weights.shards import WeightShard, model_shards
 
 Axes = dict[str, Any]
 PLAIN_EXPERTS = dataclasses.replace(EXPERTS, transformer={})
 
 
 def value_of(tensor: torch.Tensor, dtype: str | None = None) -> int:
-    part = TensorPart("weight", tensor, tuple(tensor.shape))
-    return fingerprints_of([part], {"weight": [dtype]} if dtype else None)[0].value
+    part = WeightShard("weight", tensor, tuple(tensor.shape))
+    return shard_fingerprints([part], {"weight": [dtype]} if dtype else None)[0].value
 
 
 def key(dim: int, index: int) -> int:
@@ -79,12 +80,18 @@ def test_numbers_that_a_kernel_may_compute_with_as_zero_count_as_zero(dtype: tor
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_sums_of_the_parts_are_the_value_of_the_whole_tensor(dim: int) -> None:
     whole = torch.randn(8, 12, 4, generator=torch.Generator().manual_seed(2))
-    size, total = whole.size(dim), 0
+    size, of_ranks = whole.size(dim), []
     for start, stop in ((0, 1), (1, size - 1), (size - 1, size)):
         tensor = torch.cat([torch.zeros_like(whole), whole], dim).narrow(dim, size + start - 1, stop - start + 1)
         spans = (Span(start, stop, 1),)  # the first index of the part is padding
-        total += fingerprints_of([TensorPart("weight", tensor, (8, 12, 4), dim, spans)])[0].value
-    assert total % (1 << 64) == value_of(whole) % (1 << 64)
+        of_ranks.append(shard_fingerprints([WeightShard("weight", tensor, (8, 12, 4), dim, spans)]))
+    assert whole_fingerprints(of_ranks) == {("weight", "float32"): {value_of(whole): {0, 1, 2}}}
+
+
+def test_copies_that_differ_are_values_of_their_own_with_their_ranks() -> None:
+    part = Fingerprint("weight", "float32", 1)
+    of_ranks = [[part], [part._replace(value=10, first=4)], [part], [part._replace(value=20, first=4)]]
+    assert whole_fingerprints(of_ranks) == {("weight", "float32"): {11: {0, 1}, 21: {2, 3}}}
 
 
 @pytest.mark.parametrize("shape", [(300_000,), (3, 100_000), (100_000, 3), (50, 20, 300)])
@@ -102,10 +109,11 @@ def test_values_are_converted_to_the_dtype_of_the_receiver_first() -> None:
 def of_layout(model: ModelConfig, axes: Axes) -> tuple[list[Fingerprint], list[Fingerprint], list[Fingerprint]]:
     """Fingerprints under Megatron's names; under Hugging Face names, from the parts and from the whole tensors."""
     chunks, context = built(model, axes)
+    ours = shard_fingerprints(model_shards(chunks, context))
     if model.transformer:  # buffers that a checkpoint of Hugging Face does not have
-        return model_fingerprints(chunks, context), [], []
-    parts = fingerprints_of(hf_parts(chunks, context))
-    return model_fingerprints(chunks, context), parts, tensor_fingerprints(hf_tensors(chunks, context))
+        return ours, [], []
+    parts = shard_fingerprints(hf_shards(chunks, context, model_family(chunks)))
+    return ours, parts, tensor_fingerprints(hf_tensors(chunks, context))
 
 
 @pytest.mark.simulated
@@ -125,4 +133,8 @@ def test_fingerprints_are_those_of_one_process_in_every_layout(model: ModelConfi
     for axes in layouts:
         by_rank = run_ranks(of_layout, 4, model, axes)
         for expected, *found in zip(alone, *by_rank, strict=True):
-            assert set().union(*found) == set(expected)
+            whole = whole_fingerprints(found)
+            assert all(len(values) == 1 for values in whole.values())
+            assert {key: set(values) for key, values in whole.items()} == {
+                (name, dtype): {value} for name, dtype, value, _ in expected
+            }

@@ -167,7 +167,7 @@ def test_a_worker_streams_and_exports_in_its_own_family(tmp_path: Path) -> None:
 
 
 class Fused(Llama):
-    """Gate and up as one tensor, which tp would divide in the wrong place."""
+    """Gate and up as one tensor, each of which tp divides separately."""
 
     architecture = "Fused"
     names: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -177,17 +177,22 @@ class Fused(Llama):
 
 
 def exported_fused(out: Path) -> None:
+    """From two tensor-parallel ranks, in both families."""
     register_model_family("fused")(Fused)
-    model, parallel = ModelConfig(**TINY, family="fused"), ParallelConfig(tp=2)
-    context = new_context(parallel)
-    export_hf(build_model(model, parallel, context), context, out, model)
+    for family in ("fused", "llama"):
+        model, parallel = ModelConfig(**TINY, family=family), ParallelConfig(tp=2)
+        context = new_context(parallel)
+        export_hf(build_model(model, parallel, context), context, out / family, model)
 
 
 @pytest.mark.processes
-def test_a_family_that_fuses_gate_and_up_is_rejected_and_not_written_wrong(tmp_path: Path) -> None:
+def test_a_family_that_fuses_gate_and_up_gets_one_after_the_other(tmp_path: Path) -> None:
     """Each rank registers the family in its own process."""
-    with pytest.raises(forking.RankFailure, match=r"DataError: .*linear_fc1\.weight consists of 2 tensors"):
-        forking.run_ranks(exported_fused, 2, tmp_path / "out", timeout_s=30)
+    forking.run_ranks(exported_fused, 2, tmp_path, timeout_s=30)
+    fused, both = weights_at(tmp_path / "fused"), weights_at(tmp_path / "llama")
+    prefix = "model.layers.0.mlp."
+    expected = torch.cat([both[f"{prefix}{half}_proj.weight"] for half in ("gate", "up")])
+    assert torch.equal(fused[f"{prefix}gate_up_proj.weight"], expected)
 
 
 def loaded_as_what_it_is_built_like(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The stream of whole tensors is planned once, and sends buckets instead of tensors."""
+"""Whole tensors are planned once, and travel in buckets, from the ranks that have a part to those that want them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megatron.core.utils import unwrap_model
 
 from parallel_state.simulated import CommunicationTrace, run_ranks
 from tests.workers.roles import actor
-from workers.weights.hf.model import HfStream
+from workers.weights.hf.model import hf_whole_tensors
+from workers.weights.resharding import tensor_in
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -29,7 +30,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 
 def streamed(model: str, parallel: dict[str, Any], bucket_bytes: int, times: int) -> list[dict[str, torch.Tensor]]:
     worker = actor(parallel, "actor", model=MODELS[model])
-    stream = HfStream(worker.model, worker.context, bucket_bytes)
+    stream = hf_whole_tensors(worker.model, worker.context, bucket_bytes)
     with worker.call_context("rollout_weights"):
         found = []
         for number in range(times):
@@ -37,10 +38,6 @@ def streamed(model: str, parallel: dict[str, Any], bucket_bytes: int, times: int
             with torch.no_grad():
                 unwrap_model(worker.model[0]).decoder.layers[0].self_attention.linear_proj.weight.add_(number + 1.0)
     return found
-
-
-def of_stream(trace: CommunicationTrace, operation: str) -> CommunicationTrace:
-    return trace.select(operation=operation, rank=0, line="hf/model.py")
 
 
 @pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2", "ep2-pp2", "tp2-ep2-etp1"])
@@ -52,18 +49,28 @@ def test_buckets_of_any_size_have_the_tensors_of_one_process(model: str, paralle
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "sources"), [(*LAYOUTS[0], 2), (*LAYOUTS[1], 4)], ids=["tp2-pp2", "ep2-pp2"]
-)
-def test_a_stream_has_one_broadcast_for_each_sender_of_a_bucket(
-    model: str, parallel: dict[str, Any], sources: int
-) -> None:
-    """A bucket of 1 MiB has the whole model; before, each tensor had a broadcast and a gather of its own."""
+def on_one_rank(model: str, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors in memory of this rank's own, if it is rank 1; no other rank wants them."""
+    worker = actor(parallel, "actor", model=MODELS[model])
+    stream = hf_whole_tensors(worker.model, worker.context, 1 << 20)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    found: dict[str, torch.Tensor] = {}
+    with worker.call_context("rollout_weights"):
+        for bucket in stream.buckets(lambda _: memory, "all" if worker.rank == 1 else "none"):
+            found |= {place[0]: tensor_in(memory, place).clone() for place in bucket}
+    return found
+
+
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2", "ep2-pp2", "tp2-ep2-etp1"])
+def test_a_rank_gets_what_it_lacks_in_one_exchange_and_others_get_nothing(model: str, parallel: dict[str, Any]) -> None:
+    [[expected]] = run_ranks(1, streamed, model, {}, 1 << 20, 1)
     trace = CommunicationTrace()
-    found = run_ranks(4, streamed, model, parallel, 1 << 20, 1, trace=trace)
-    assert len(found[0][0]) > 30
-    assert len(of_stream(trace, "broadcast")) == sources
-    assert len(of_stream(trace, "all_gather")) <= 1 or model == "experts"
+    none, found, *others = run_ranks(4, on_one_rank, model, parallel, trace=trace)
+    assert not none and not any(others)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    exchanges = trace.select(rank=1, line="weights/resharding.py")
+    assert len(exchanges) == 1  # a bucket of 1 MiB has the whole model
 
 
 def test_the_plan_is_exchanged_once_and_weights_are_always_current() -> None:

@@ -51,10 +51,12 @@ def measured_memory(config: ActorConfig, world_size: int, pp_rank: int, *, train
         world_size: ranks of the role.
         pp_rank: the pipeline stage of this rank.
         trained: whether the policy has an optimizer, whose state does not exist before the first step.
-        models: models with the policy's parameters that the process has: 2 with a reference.
+        models: models with the policy's parameters that the process has: 2 with a reference, 0 if another group trains.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
+    if models == 0:
+        return GpuMemory(free, total, 0)
     try:
         role = PlannedRole(config.model, config.parallel, world_size, config.optim if trained else None, ddp=config.ddp)
         idle = role.idle(pp_rank)

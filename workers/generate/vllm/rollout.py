@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import tempfile
@@ -15,23 +16,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.generate.prompt_exchange import RankRole, ResponseExchange, consecutive, even_shares
 from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
-from workers.generate.vllm.buckets import BucketContent, send_in_buckets
-from workers.generate.vllm.checks import CPU_CACHE_BYTES, KNOWN_FAMILIES
+from workers.generate.vllm.buckets import SharedBuckets
+from workers.generate.vllm.checks import CPU_CACHE_BYTES
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
 from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import prompt_tokens, responses_of, sampling_parameters
 from workers.weights.fingerprints import Fingerprint
-from workers.weights.hf.config import family_of, hf_config_of
+from workers.weights.hf.config import hf_config_of
+from workers.weights.resharding_plan import TensorInBucket
 
-__all__ = ["ReadableVllmRollout", "VllmRollout", "engine_arguments", "engine_environment", "vllm_rollout"]
+__all__ = ["VllmRollout", "engine_arguments", "engine_environment", "vllm_rollout"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +77,11 @@ class EngineMap(NamedTuple):
 class VllmRollout:
     """Generates with as many engines as fit the ranks of a data-parallel shard, each with a part of the shard's rows.
 
-    The first of an engine's ranks starts and calls it. The other ranks take part in collecting the weights.
+    The first of an engine's ranks starts and calls it, and puts the weights together for it.
 
     Args:
         config: of the actor and its rollout.
-        context: the layout of training.
+        context: the layout of the ranks.
         engine: that of this rank; None on ranks without one.
         engines: those of all ranks.
     """
@@ -92,6 +94,7 @@ class VllmRollout:
         pg = context.pg
         self._config, self._pg, self._engines = config, pg, engines
         self.engine = engine
+        self._arrived: list[Fingerprint] = []
         self._exchange = ResponseExchange(
             RankRole(
                 requests_shard=pg.dp.rank(),
@@ -105,6 +108,15 @@ class VllmRollout:
     def sleeps_beside_training(self) -> bool:
         """Whether the engines must sleep while the policy computes: what is free on their GPUs is their cache."""
         return self._engines.on_gpus
+
+    @property
+    def receives_weights(self) -> bool:
+        """Whether whole tensors are put together on this rank."""
+        return self.engine is not None
+
+    def fingerprints(self) -> HeldWeights:
+        """Return the fingerprints of the tensors that have arrived in each process of this rank's engine."""
+        return HeldWeights("hugging_face", self._arrived)
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
         """Return the responses of this rank's shard; None on ranks that do not return results (a collective).
@@ -126,7 +138,7 @@ class VllmRollout:
         return None if returned is None else returned._replace(basis=generated.basis)
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
-        """Send all weights to the engines through shared memory (a collective).
+        """Put all weights together in shared memory for the engines (a collective).
 
         On GPUs, an engine has memory for the weights only: that of its cache follows with the next generation, when
         this has freed what it took. On a CPU, the engine's cache of prefixes is dropped.
@@ -139,10 +151,11 @@ class VllmRollout:
         """
         start = time.perf_counter()
         self._release_cached_memory()
-        total = raise_on_every_rank(lambda: self._sent(weights))
+        sent = raise_on_every_rank(lambda: self._sent(weights))
         self._release_cached_memory()
-        seconds = max(all_gather_values(time.perf_counter() - start))
-        return {"update_seconds": seconds, "update_bytes": float(total)}
+        of_ranks = all_gather_values((time.perf_counter() - start, sent))
+        seconds, nbytes = map(max, zip(*of_ranks, strict=True))
+        return {"update_seconds": seconds, "update_bytes": float(nbytes)}
 
     def sleep(self) -> int:
         """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing."""
@@ -158,7 +171,7 @@ class VllmRollout:
         answers = []
         try:
             if self.engine is not None and len(samples.ids):
-                seeded = self._config.rollout.vllm.seeds or sampling.reproducible
+                seeded = self._config.rollout.vllm.seeds
                 answers = self.engine.call(
                     "generate",
                     prompts=prompt_tokens(samples),
@@ -171,19 +184,33 @@ class VllmRollout:
         return responses_of(answers, sampling)
 
     def _sent(self, weights: PolicyWeights) -> int:
-        stream = iter(weights)
-        if self.engine is None:
-            return sum(tensor.nbytes for _, tensor in stream)
+        buckets = SharedBuckets(self._config.rollout.vllm.bucket_bytes)
+        arriving = weights.buckets(buckets.memory, "none" if self.engine is None else "all")
+        total, in_flight = 0, False
         try:
+            if self.engine is None:
+                return sum(map(_nbytes, arriving))
             self.engine.call("begin_update")
-            size = self._config.rollout.vllm.bucket_bytes
-            total = send_in_buckets(stream, size, self._send_bucket, self._wait_for_bucket)
-            self.engine.call("finish_update")
+            for tensors in arriving:
+                if in_flight:
+                    self.engine.result()
+                self.engine.send("receive_bucket", path=buckets.path, tensors=tensors)
+                total, in_flight = total + _nbytes(tensors), True
+            if in_flight:
+                self.engine.result()
+            of_processes, in_flight = self.engine.call("finish_update"), False
+            self._arrived = [Fingerprint(*each) for of_process in of_processes for each in of_process]
             self.engine.call("drop_prefixes")
         except EngineError:
-            for _ in stream:  # the other ranks gather the rest, and wait for this one
+            for _ in arriving:  # the other ranks send the rest, and wait for this one
                 pass
             raise
+        except MControllerError:
+            if self.engine is not None and in_flight:
+                self.engine.result()  # the next call is not answered with it
+            raise
+        finally:
+            buckets.close()
         return total
 
     def _release_cached_memory(self) -> None:
@@ -192,24 +219,9 @@ class VllmRollout:
             torch.cuda.empty_cache()
             all_gather_values(None)
 
-    def _send_bucket(self, bucket: BucketContent) -> None:
-        assert self.engine is not None
-        self.engine.send("receive_bucket", path=bucket.path, tensors=bucket.tensors)
 
-    def _wait_for_bucket(self) -> None:
-        assert self.engine is not None
-        self.engine.result()
-
-
-class ReadableVllmRollout(VllmRollout):
-    """A rollout whose engines report the fingerprints of the weights that they compute with."""
-
-    def fingerprints(self) -> HeldWeights:
-        """Return the fingerprints of this rank's engine, and what its prefix cache has of the old weights."""
-        if self.engine is None:
-            return HeldWeights("hugging_face", [])
-        sums, stale_tokens = self.engine.call("held_weights")
-        return HeldWeights("hugging_face", [Fingerprint(*each) for each in sums], stale_tokens)
+def _nbytes(tensors: Sequence[TensorInBucket]) -> int:
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape, _ in tensors)
 
 
 class _Place(NamedTuple):
@@ -224,11 +236,9 @@ class _Place(NamedTuple):
 def vllm_rollout(config: ActorConfig, context: MegatronContext, *, trained: bool, models: int) -> VllmRollout:
     """Start the engines of all shards, each on the first of its ranks, and return the rollout (a collective).
 
-    It is readable if the engines of all ranks can read their weights.
-
     Args:
         config: of the actor and its rollout.
-        context: the layout of training.
+        context: the layout of the ranks.
         trained: whether the policy has an optimizer.
         models: models with the policy's parameters in this process.
 
@@ -243,16 +253,7 @@ def vllm_rollout(config: ActorConfig, context: MegatronContext, *, trained: bool
     own = next((number for number, ranks in enumerate(engines) if ranks[0] == rank), None)
     mine = [] if own is None else [places[each] for each in engines[own]]
     engine = raise_on_every_rank(lambda: _started_everywhere(config, mine, own))
-    family = family_of(config.model).model_type
-    reason = "" if family in KNOWN_FAMILIES else f"the names of the layers of {family} are not known"
-    if not reason and engine is not None:
-        reason = engine.facts["unreadable"]
-    reasons = sorted({found for found in all_gather_values(reason) if found})
-    arguments = (config, context, engine, EngineMap(list(map(len, shards)), own, places[rank].memory is not None))
-    if not reasons:
-        return ReadableVllmRollout(*arguments)
-    logger.warning("vLLM's weights cannot be read, so that fingerprints cannot be compared: %s", "; ".join(reasons))
-    return VllmRollout(*arguments)
+    return VllmRollout(config, context, engine, EngineMap(list(map(len, shards)), own, places[rank].memory is not None))
 
 
 def _place(config: ActorConfig, context: MegatronContext, *, trained: bool, models: int) -> _Place:

@@ -1,88 +1,63 @@
-"""Map tensors of a Megatron GPT model to those of a Hugging Face checkpoint that they consist of."""
+"""The parameters of this rank as parts of the tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mcontroller.errors import DataError
-from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily
+from parallel_state.megatron import MegatronContext
+from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
+from workers.weights.resharding_plan import Span
+from workers.weights.shards import WeightShard, named_buffers, named_shards
 
-__all__ = ["Counterpart", "counterpart", "names_of"]
+__all__ = ["OUTPUT_LAYER", "hf_shards", "model_family", "names_of"]
 
+OUTPUT_LAYER = "output_layer.weight"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
-@dataclass(frozen=True)
-class Counterpart:
-    """The Hugging Face tensors that one tensor of Megatron's consists of, and their position in the model.
+def hf_shards(
+    chunks: Sequence[torch.nn.Module], context: MegatronContext, family: ModelFamily | None, *, complete: bool = True
+) -> list[WeightShard]:
+    """Return this rank's parts of the Hugging Face tensors, in the order of the model.
 
-    ``split`` and ``join`` work on any rank's part as on the whole: a rank has the same share of each of them.
-
-    Attributes:
-        names: one name, or several whose tensors are interleaved along dim 0.
-        rows: consecutive rows of each before the next one's (q, k and v of one query group); None: all of them.
-        layer: counted from 0; -1 before the layers, None after them.
-    """
-
-    names: tuple[str, ...]
-    rows: tuple[int, ...] | None
-    layer: int | None
-
-    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part of each of ``names`` in ``tensor``."""
-        if len(self.names) == 1:
-            return [tensor]
-        rows = self.rows or (tensor.size(0) // len(self.names),) * len(self.names)
-        blocks = tensor.unflatten(0, (-1, sum(rows)))
-        return [part.flatten(0, 1) for part in blocks.split(rows, dim=1)]
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that ``split`` would cut into ``parts``."""
-        if len(parts) == 1:
-            return parts[0]
-        blocks = parts[0].size(0) // self.rows[0] if self.rows else 1
-        return torch.cat([part.unflatten(0, (blocks, -1)) for part in parts], dim=1).flatten(0, 1)
-
-
-def counterpart(name: str, family: ModelFamily | None, config: Any, value_head: bool) -> Counterpart:
-    """Return the Hugging Face tensors of the tensor called ``name`` in the whole Megatron model.
+    q, k and v, or gate and up, which are one parameter of Megatron, are parts of as many tensors.
 
     Args:
-        name: layers and experts are counted over the whole model.
+        chunks: this rank's model chunks, wrapped or not.
+        context: their layout.
         family: the one whose names to use; None for a model that no family matches: those of any family.
-        config: the model's TransformerConfig.
-        value_head: the output layer is a value head: a sequence classifier's ``score`` with a single label.
+        complete: whether these tensors are to be the whole model.
 
     Raises:
-        DataError: the family has no such tensor.
+        DataError: the family has no such tensor; or ``complete``, and a buffer is part of the model, such as a learned
+            bias of experts.
     """
-    in_layer, of_expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
-    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
-    template = f"{of_expert[1]}{{expert}}" if of_expert else name
-    if in_layer:
-        template = _LAYER.sub(r"\1{layer}\3", template)
-    names = names_of(family).get(template, ())
-    if value_head and name == "output_layer.weight":
-        names = (family.value_head if family else ModelFamily.value_head,)
-    gated = config.gated_linear_unit or ".linear_fc1." not in name
-    if not names or (len(names) > 1 and not gated) or (in_layer and getattr(config, "attention_output_gate", False)):
-        of = family.model_type if family else ", ".join(MODEL_FAMILIES)
-        raise DataError(
-            f"{name} has no counterpart in a Hugging Face checkpoint of {of} (the built-in families have RMSNorm, "
-            "gated units, and no biases but those of q, k and v)",
-            tensor=name,
-        )
-    return Counterpart(
-        names=tuple(of_name.format(**numbers) for of_name in names),
-        rows=_rows_of_group(config) if ".linear_qkv." in name and len(names) > 1 else None,
-        layer=int(in_layer[2]) if in_layer else -1 if name.startswith("embedding.") else None,
-    )
+    for name, buffer in named_buffers(chunks, context) if complete else ():
+        if bool(buffer.any()):
+            text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
+            raise DataError(text, tensor=name)
+    return [
+        part
+        for chunk in chunks
+        for shard in named_shards([chunk], context)
+        for part in _parts(shard, family, get_model_config(chunk))
+    ]
+
+
+def model_family(chunks: Sequence[torch.nn.Module]) -> ModelFamily | None:
+    """Return the family that the chunks name; if they name none, the one that is built like them, if any is."""
+    model_type = getattr(unwrap_model(chunks[0]), "model_family", None)
+    if model_type is not None:
+        return MODEL_FAMILIES.get_or_raise(model_type, "model.family")
+    return matching_family(vars(get_model_config(chunks[0])))
 
 
 def names_of(family: ModelFamily | None) -> Mapping[str, tuple[str, ...]]:
@@ -90,6 +65,48 @@ def names_of(family: ModelFamily | None) -> Mapping[str, tuple[str, ...]]:
     if family is not None:
         return family.names
     return {name: theirs for each in reversed([*MODEL_FAMILIES.values()]) for name, theirs in each.names.items()}
+
+
+def _parts(shard: WeightShard, family: ModelFamily | None, config: Any) -> Iterator[WeightShard]:
+    names = _hf_names(shard, family, config)
+    if len(names) == 1:
+        yield replace(shard, name=names[0])
+        return
+    length = shard.param.size(0)
+    rows = (length // len(names),) * len(names)  # each consecutive, as gate and up
+    if ".linear_qkv." in shard.name:
+        rows = _rows_of_group(config)
+    blocks = length // sum(rows)
+    before = 0
+    for name, height in zip(names, rows, strict=True):
+        spans = tuple(
+            Span(start := (shard.index * blocks + block) * height, start + height, block * sum(rows) + before)
+            for block in range(blocks)
+        )
+        shape = (shard.ways * blocks * height, *shard.full_shape[1:])
+        yield replace(shard, name=name, full_shape=shape, dim=0, spans=spans)
+        before += height
+
+
+def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tuple[str, ...]:
+    """The names of the tensors that the parameter consists of."""
+    in_layer, of_expert = _LAYER.fullmatch(shard.name), _EXPERT.fullmatch(shard.name)
+    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
+    template = f"{of_expert[1]}{{expert}}" if of_expert else shard.name
+    if in_layer:
+        template = _LAYER.sub(r"\1{layer}\3", template)
+    names = names_of(family).get(template, ())
+    if shard.name == OUTPUT_LAYER and shard.full_shape[0] == 1:  # a value head: no vocabulary is as small
+        names = ((family or ModelFamily).value_head,)
+    gated = config.gated_linear_unit or ".linear_fc1." not in shard.name
+    if not names or (len(names) > 1 and not gated) or (in_layer and getattr(config, "attention_output_gate", False)):
+        of = family.model_type if family else ", ".join(MODEL_FAMILIES)
+        raise DataError(
+            f"{shard.name} has no counterpart in a Hugging Face checkpoint of {of} (the built-in families have RMSNorm,"
+            " gated units, and no biases but those of q, k and v)",
+            tensor=shard.name,
+        )
+    return tuple(name.format(**numbers) for name in names)
 
 
 def _rows_of_group(config: Any) -> tuple[int, int, int]:

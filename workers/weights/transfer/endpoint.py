@@ -1,27 +1,28 @@
-"""One rank's side of a transfer: fills buckets from its tensors, or its tensors from buckets."""
+"""One rank's side of a transfer: fills buckets from its tensors, and its tensors or an engine from buckets."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel_state.megatron import MegatronContext
-from workers.weights.local_tensors import described_tensors, padding_rows
-from workers.weights.refit_plan import Move
+from mcontroller.errors import MControllerError
+from workers.weights.resharding import BucketMemory, Wanted, filled_bucket
+from workers.weights.resharding_plan import LocalTensor, Move, TensorInBucket
+from workers.weights.shards import WeightShard
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import Parcel, is_large
+from workers.weights.transfer.plan import PeerSlices, is_large
 from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
 from workers.weights.transfer.transports import TRANSPORTS
 
-__all__ = ["Opening", "TransferEndpoint", "TransferOutcome"]
+__all__ = ["RankPlan", "TransferEndpoint", "TransferOutcome"]
 
 
-class Opening(NamedTuple):
+class RankPlan(NamedTuple):
     """What a rank is called with to open its side of a transfer.
 
     Attributes:
@@ -32,6 +33,8 @@ class Opening(NamedTuple):
         buckets: what it sends or receives.
         timeout: seconds after which setting up a connection fails.
         direct: what it sends or receives outside of the buckets.
+        hf_names: whether the tensors are those of a Hugging Face checkpoint.
+        whole: the tensors that an engine gets, in the order of their slots; none without an engine.
     """
 
     transfer: str
@@ -39,15 +42,17 @@ class Opening(NamedTuple):
     sends: bool
     rank: int
     size: int
-    buckets: tuple[tuple[Parcel, ...], ...]
+    buckets: tuple[tuple[PeerSlices, ...], ...]
     timeout: float
     direct: tuple[Move, ...] = ()
+    hf_names: bool = False
+    whole: tuple[LocalTensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """The bytes that the rank sends or receives."""
-        parcels = sum(parcel.nbytes for bucket in self.buckets for parcel in bucket)
-        return parcels + sum(move.nbytes for move in self.direct)
+        in_buckets = sum(slices.nbytes for bucket in self.buckets for slices in bucket)
+        return in_buckets + sum(move.nbytes for move in self.direct)
 
 
 class TransferOutcome(NamedTuple):
@@ -74,34 +79,32 @@ class TransferEndpoint:
     """One rank's side of a transfer.
 
     Args:
-        opening: the rank's part of the plan.
-        chunks: this rank's model chunks, wrapped or not.
-        context: their layout.
+        plan: the rank's part of the plan.
+        shards: this rank's tensors, in the order of their slots; none if it serves an engine.
+        device: of the tensors.
         address: of this node, for other nodes.
 
     Raises:
         ConfigError: there is no such transport.
     """
 
-    def __init__(self, opening: Opening, chunks: Sequence[nn.Module], context: MegatronContext, address: str) -> None:
-        self._opening = opening
-        self._tensors, _, _ = described_tensors(chunks, context)
-        self._padding = list(padding_rows(chunks, context))
-        device = self._tensors[0].device
-        transport = TRANSPORTS.get_or_raise(opening.transport)
+    def __init__(self, plan: RankPlan, shards: Sequence[WeightShard], device: torch.device, address: str) -> None:
+        self._plan, self._shards, self._device = plan, shards, device
+        self._deadline = Deadline(plan.timeout)
+        transport = TRANSPORTS.get_or_raise(plan.transport)
         self._uses_in_place = transport.uses_in_place
         traffic = RankTraffic(
-            opening.transfer,
-            opening.rank,
-            opening.size,
+            plan.transfer,
+            plan.rank,
+            plan.size,
             address,
-            opening.buckets,
+            plan.buckets,
             device,
-            opening.timeout,
-            opening.direct,
+            plan.timeout,
+            plan.direct,
             self._in_place,
         )
-        self._end: Sender | Receiver = (transport.sender if opening.sends else transport.receiver)(traffic)
+        self._end: Sender | Receiver = (transport.sender if plan.sends else transport.receiver)(traffic)
 
     def listen(self) -> Any:
         """Return what other ranks need to reach this one."""
@@ -109,7 +112,7 @@ class TransferEndpoint:
 
     def connect(self, addresses: Mapping[int, Any]) -> TransferOutcome:
         """Connect to the ranks that this one sends to or receives from; ``addresses`` are by rank."""
-        return self._run(lambda deadline: self._end.connect(addresses, deadline), self._opening.timeout)
+        return self._run(lambda: self._end.connect(addresses, self._deadline), self._plan.timeout)
 
     @torch.no_grad()
     def send(self, timeout: float, version: int) -> TransferOutcome:
@@ -121,50 +124,74 @@ class TransferEndpoint:
         """Replace the weights by those that arrive."""
         return self._run(self._receive, timeout)
 
+    def receive_whole(self, timeout: float, update: Callable[[], object]) -> TransferOutcome:
+        """Run ``update``, which reads ``buckets`` on this rank."""
+        return self._run(update, timeout)
+
+    @torch.no_grad()
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+        """Iterate over the buckets of whole tensors that arrive for the engine of this rank."""
+        self._end.start()
+        for index, bucket in enumerate(self._plan.buckets):
+            slots = sorted({move.target_slot for slices in bucket for move in slices.moves})
+            tensors = {slot: self._plan.whole[slot] for slot in slots}
+            yield filled_bucket(tensors, self._arriving(index), memory, self._device)
+        self._end.flush(self._deadline)
+
     def close(self) -> None:
         """End the connections and free the buffers."""
         self._end.close()
 
-    def _run(self, action: Any, timeout: float) -> TransferOutcome:
-        started = time.perf_counter()
+    def _run(self, action: Callable[[], object], timeout: float) -> TransferOutcome:
+        started, self._deadline = time.perf_counter(), Deadline(timeout)
         failure, peer = "", None
         try:
-            action(Deadline(timeout))
+            action()
         except PeerLost as error:
             failure, peer = error.cause, error.peer
             self.close()  # peers that wait for this rank see it at once
+        except MControllerError:
+            self.close()
+            raise
         seconds = time.perf_counter() - started
-        return TransferOutcome(self._opening.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
+        return TransferOutcome(self._plan.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
 
-    def _send(self, deadline: Deadline) -> None:
+    def _send(self) -> None:
         sender: Any = self._end
         sender.start()
-        for index, bucket in enumerate(self._opening.buckets):
-            buffer = sender.buffer(index, deadline)
-            for parcel in bucket:
-                self._fill(buffer[parcel.start : parcel.start + parcel.nbytes], parcel.moves)
+        for index, bucket in enumerate(self._plan.buckets):
+            buffer = sender.buffer(index, self._deadline)
+            for slices in bucket:
+                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves)
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()
-            sender.send(index, deadline)
-        sender.flush(deadline)
+            sender.send(index, self._deadline)
+        sender.flush(self._deadline)
 
-    def _receive(self, deadline: Deadline) -> None:
-        receiver: Any = self._end
-        for rows in self._padding:
-            rows.zero_()
-        receiver.start()
-        for index in range(len(self._opening.buckets)):
-            for parcel, data in receiver.receive(index, deadline):
-                self._empty(data, parcel.moves)
-                if data.is_cuda:
-                    torch.cuda.current_stream().synchronize()
-        receiver.flush(deadline)
-        if self._tensors[0].is_cuda:
+    def _receive(self) -> None:
+        for shard in self._shards:
+            shard.padding().zero_()
+        self._end.start()
+        for index in range(len(self._plan.buckets)):
+            for move, values in self._arriving(index):
+                if self._in_place(move) is None:
+                    tensor = self._slice(move)
+                    tensor.copy_(values.view(tensor.shape))
+        self._end.flush(self._deadline)
+        if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
+
+    def _arriving(self, index: int) -> Iterator[tuple[Move, Tensor]]:
+        """The slices of a bucket and their values, flat, each valid until the next one."""
+        receiver: Any = self._end
+        for slices, data in receiver.receive(index, self._deadline):
+            yield from zip(slices.moves, _parts(data, slices.moves), strict=True)
+            if data.is_cuda:
+                torch.cuda.current_stream().synchronize()
 
     def _in_place(self, move: Move) -> Tensor | None:
         """Return the memory of a slice, uint8 ``[bytes]``, if it is large, contiguous and of the dtype that travels."""
-        if not self._uses_in_place or not is_large(move):
+        if not self._uses_in_place or not is_large(move) or self._plan.whole:
             return None
         tensor = self._slice(move)  # now: weights that were offloaded have new memory
         suits = tensor.is_contiguous() and tensor.dtype == getattr(torch, move.dtype)
@@ -172,9 +199,9 @@ class TransferEndpoint:
 
     def _slice(self, move: Move) -> Tensor:
         """Return the slice of this rank's tensor that a move sends, or fills."""
-        sends = self._opening.sends
+        sends = self._plan.sends
         slot, start = (move.source_slot, move.source_start) if sends else (move.target_slot, move.target_start)
-        return self._tensors[slot].data.narrow(move.dim, start, move.length)
+        return self._shards[slot].param.data.narrow(move.dim, start, move.length)
 
     def _fill(self, data: Tensor, moves: Sequence[Move]) -> None:
         """Copy slices of this rank's tensors into ``data``, converted to the dtype that travels."""
@@ -183,16 +210,9 @@ class TransferEndpoint:
                 tensor = self._slice(move)
                 part.view(tensor.shape).copy_(tensor)
 
-    def _empty(self, data: Tensor, moves: Sequence[Move]) -> None:
-        """Copy ``data`` into slices of this rank's tensors."""
-        for move, part in zip(moves, _parts(data, moves), strict=True):
-            if self._in_place(move) is None:
-                tensor = self._slice(move)
-                tensor.copy_(part.view(tensor.shape))
-
 
 def _parts(data: Tensor, moves: Sequence[Move]) -> tuple[Tensor, ...]:
-    """Divide the bytes of a parcel into those of its moves, which have one dtype."""
+    """Divide the bytes of slices into those of each, which have one dtype."""
     dtype = getattr(torch, moves[0].dtype)
     typed = data.view(dtype)
     ends = list(itertools.accumulate(move.nbytes // dtype.itemsize for move in moves))

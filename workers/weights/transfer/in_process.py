@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import Holdings, Parcel
+from workers.weights.transfer.plan import PeerSlices, RankWeights
 from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
@@ -48,27 +48,27 @@ class _End:
 
 class _Sender(_End):
     def buffer(self, index: int, deadline: Deadline) -> Tensor:
-        nbytes = sum(parcel.nbytes for parcel in self._traffic.buckets[index])
+        nbytes = sum(slices.nbytes for slices in self._traffic.buckets[index])
         self._filled = torch.empty(nbytes, dtype=torch.uint8, device=self._traffic.device)
         return self._filled
 
     def send(self, index: int, deadline: Deadline) -> None:
-        for parcel in self._traffic.buckets[index]:
-            part = self._filled[parcel.start : parcel.start + parcel.nbytes]
-            _SENT[self._traffic.transfer, self._traffic.rank, parcel.peer].append(part)
+        for slices in self._traffic.buckets[index]:
+            part = self._filled[slices.start : slices.start + slices.nbytes]
+            _SENT[self._traffic.transfer, self._traffic.rank, slices.peer].append(part)
 
 
 class _Receiver(_End):
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
-        for parcel in self._traffic.buckets[index]:
-            parts = _SENT[self._traffic.transfer, parcel.peer, self._traffic.rank]
+    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+        for slices in self._traffic.buckets[index]:
+            parts = _SENT[self._traffic.transfer, slices.peer, self._traffic.rank]
             if not parts:
                 cause = "it has sent nothing: in one process, the source sends before the target receives"
-                raise PeerLost(f"rank {parcel.peer} of the transfer: {cause}", peer=parcel.peer, cause=cause)
-            yield parcel, parts.popleft()
+                raise PeerLost(f"rank {slices.peer} of the transfer: {cause}", peer=slices.peer, cause=cause)
+            yield slices, parts.popleft()
 
 
-def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
+def _why_not(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
     processes = {(each.node, each.pid) for each in (*sources, *targets)}
     return "" if len(processes) == 1 else f"the ranks are {len(processes)} processes; expected one"
 

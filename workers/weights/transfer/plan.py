@@ -13,12 +13,43 @@ from itertools import chain
 from math import prod
 from typing import NamedTuple
 
-from workers.weights.refit_plan import LocalTensor, Move, check_known, in_buckets, interleaved, plan_moves
+from workers.weights.resharding_plan import (
+    LocalTensor,
+    Move,
+    check_known,
+    in_buckets,
+    interleaved,
+    plan_moves,
+    plan_whole,
+    whole_tensors,
+)
 
-__all__ = ["Holdings", "Parcel", "Piece", "TransferPlan", "is_large", "plan_transfer"]
+__all__ = [
+    "PeerSlices",
+    "RankWeights",
+    "ServedEngine",
+    "TransferPlan",
+    "WeightMessage",
+    "explanation",
+    "is_large",
+    "plan_transfer",
+]
 
 
-class Holdings(NamedTuple):
+class ServedEngine(NamedTuple):
+    """An engine that gets weights.
+
+    Attributes:
+        dtype, itemsize: the dtype that it computes in, and the bytes of an element.
+        bucket_bytes: the size of the buckets that it reads.
+    """
+
+    dtype: str
+    itemsize: int
+    bucket_bytes: int
+
+
+class RankWeights(NamedTuple):
     """What a rank has, and where it runs.
 
     Attributes:
@@ -29,6 +60,7 @@ class Holdings(NamedTuple):
         device: ``"cpu"``, or the unique id of its GPU.
         verify: whether its weights are verified after a transfer to it.
         visible: the unique ids of the GPUs that its process can use, in their order there.
+        engine: the engine that it serves, which gets whole tensors with Hugging Face names; ``tensors`` is empty then.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -38,7 +70,10 @@ class Holdings(NamedTuple):
     device: str
     verify: bool = True
     visible: tuple[str, ...] = ()
+    engine: ServedEngine | None = None
 
+
+_MOST_LINES = 40
 
 MESSAGE_BYTES = 1 << 20
 """Slices of this size or more are messages of their own, so that a rank can send or receive them without a copy."""
@@ -49,12 +84,12 @@ def is_large(move: Move) -> bool:
     return move.nbytes >= MESSAGE_BYTES
 
 
-class Parcel(NamedTuple):
+class PeerSlices(NamedTuple):
     """The part of a bucket that one rank sends to another.
 
     Attributes:
         peer: the other rank.
-        start: the first byte in the bucket of the rank that the parcel belongs to.
+        start: the first byte in the bucket of the rank that has them.
         nbytes: its length.
         moves: its slices, one after the other.
     """
@@ -64,9 +99,9 @@ class Parcel(NamedTuple):
     nbytes: int
     moves: tuple[Move, ...]
 
-    def messages(self) -> list[Piece]:
-        """Divide the parcel into messages; both ranks divide it in the same way."""
-        messages: list[Piece] = []
+    def messages(self) -> list[WeightMessage]:
+        """Divide the slices into messages; both ranks divide them in the same way."""
+        messages: list[WeightMessage] = []
         start = 0
         for move in self.moves:
             large = move if is_large(move) else None
@@ -74,16 +109,16 @@ class Parcel(NamedTuple):
                 last = messages[-1]
                 messages[-1] = last._replace(nbytes=last.nbytes + move.nbytes)
             else:
-                messages.append(Piece(start, move.nbytes, large))
+                messages.append(WeightMessage(start, move.nbytes, large))
             start += move.nbytes
         return messages
 
 
-class Piece(NamedTuple):
-    """A part of a parcel that travels as one message.
+class WeightMessage(NamedTuple):
+    """A part of the slices that travels as one message.
 
     Attributes:
-        start: the first byte in the parcel.
+        start: the first byte in the bytes of the slices.
         nbytes: its length.
         move: its only slice if that is large; None for small slices, one after the other.
     """
@@ -101,6 +136,7 @@ class TransferPlan:
         source_size, target_size: number of ranks of the groups.
         buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
         least_bytes: over all ranks of the target, the bytes of what they have. No plan sends less.
+        targets: by rank of the target, the tensors that it gets.
         direct: moves that travel from the memory of one rank's weights to that of the other's, whole and outside of
             the buckets, in one order for all ranks, so that they do not wait for each other in a circle.
     """
@@ -109,19 +145,20 @@ class TransferPlan:
     target_size: int
     buckets: tuple[tuple[Move, ...], ...]
     least_bytes: int
+    targets: tuple[tuple[LocalTensor, ...], ...]
     direct: tuple[Move, ...] = ()
 
     @cached_property
-    def by_rank(self) -> tuple[tuple[tuple[Parcel, ...], ...], ...]:
-        """By rank, the buckets that it sends (a rank of the source) or receives (of the target), as parcels."""
-        ranks: list[list[tuple[Parcel, ...]]] = [[] for _ in range(self.source_size + self.target_size)]
+    def by_rank(self) -> tuple[tuple[tuple[PeerSlices, ...], ...], ...]:
+        """By rank, the buckets that it sends (a rank of the source) or receives (of the target)."""
+        ranks: list[list[tuple[PeerSlices, ...]]] = [[] for _ in range(self.source_size + self.target_size)]
         for bucket in self.buckets:
             moves: dict[int, dict[int, list[Move]]] = defaultdict(lambda: defaultdict(list))
             for move in bucket:
                 moves[move.source_rank][move.target_rank].append(move)
                 moves[move.target_rank][move.source_rank].append(move)
             for rank, by_peer in moves.items():
-                ranks[rank].append(_parcels(by_peer))
+                ranks[rank].append(_by_peer(by_peer))
         return tuple(tuple(buckets) for buckets in ranks)
 
     @cached_property
@@ -133,6 +170,14 @@ class TransferPlan:
             ranks[move.target_rank].append(move)
         return tuple(tuple(moves) for moves in ranks)
 
+    @property
+    def dtypes(self) -> dict[str, list[str]]:
+        """By name, the dtypes in which the target gets the tensor."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for tensor in chain(*self.targets):
+            found[tensor.name].add(tensor.dtype)
+        return {name: sorted(dtypes) for name, dtypes in found.items()}
+
     @cached_property
     def routes(self) -> dict[tuple[int, int], int]:
         """The bytes from each rank of the source to each rank of the target, which is counted from 0 here."""
@@ -143,15 +188,16 @@ class TransferPlan:
 
 
 def plan_transfer(
-    sources: Sequence[Holdings], targets: Sequence[Holdings], bucket_bytes: int, *, direct: bool = False
+    sources: Sequence[RankWeights], targets: Sequence[RankWeights], bucket_bytes: int, *, direct: bool = False
 ) -> TransferPlan:
     """Return the moves that fill every rank of the target group from the ranks of the source group.
 
     A tensor that has a smaller dtype in the target is converted by the sender. Of several ranks that have a slice, one
-    on the same GPU sends it, or else one on the same node.
+    on the same GPU sends it, or else one on the same node. A rank with an engine gets whole tensors, of which each is
+    complete in one bucket.
 
     Args:
-        sources: by rank, what the group has that weights come from.
+        sources: by rank, what the group has that weights come from; with Hugging Face names if engines get them.
         targets: by rank, what the group has that weights go to.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once.
         direct: whether large slices that are contiguous and of the same dtype on both sides travel without a bucket,
@@ -161,30 +207,50 @@ def plan_transfer(
         DataError: the two are not the same model, or the position of a weight in the whole model is unknown.
     """
     check_known(sorted({name for each in (*sources, *targets) for name in each.unknown}))
-    smaller = {tensor.name: tensor for each in targets for tensor in each.tensors}
-    sending = [[_on_the_way(tensor, smaller.get(tensor.name)) for tensor in each.tensors] for each in sources]
-    none: list[list[LocalTensor]] = [[] for _ in targets]
-    receiving = [*([] for _ in sources), *(list(each.tensors) for each in targets)]
     everyone = (*sources, *targets)
-    _, moves = plan_moves([*sending, *none], receiving, lambda one, other: _distance(everyone[one], everyone[other]))
-    ordered = interleaved(moves)
+    engines = [each.engine for each in targets if each.engine is not None]
+    wanted = _of_engines(sources, targets) if engines else tuple(each.tensors for each in targets)
+    smaller = {tensor.name: tensor for of_rank in wanted for tensor in of_rank}
+    sending = [[_on_the_way(tensor, smaller.get(tensor.name)) for tensor in each.tensors] for each in sources]
+    both = [*sending, *([] for _ in targets)], [*([] for _ in sources), *map(list, wanted)]
+
+    def distance(one: int, other: int) -> int:
+        return _distance(everyone[one], everyone[other])
+
+    if engines:
+        buckets = plan_whole(*both, min(bucket_bytes, *(each.bucket_bytes for each in engines)), distance)
+        least = sum(move.nbytes for move in chain(*buckets))
+        return TransferPlan(len(sources), len(targets), buckets, least, wanted)
+    ordered = interleaved(plan_moves(*both, distance))
     whole = {move for move in ordered if direct and _needs_no_bucket(move, everyone)}
     return TransferPlan(
         len(sources),
         len(targets),
         tuple(in_buckets([move for move in ordered if move not in whole], bucket_bytes)),
         sum(move.nbytes for move in ordered),
+        wanted,
         tuple(move for move in ordered if move in whole),
     )
 
 
-def _distance(one: Holdings, other: Holdings) -> int:
+def _of_engines(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> tuple[tuple[LocalTensor, ...], ...]:
+    """By rank of the target, all tensors of the source in the smaller one of both dtypes; none without an engine."""
+    whole = whole_tensors([each.tensors for each in sources])
+
+    def of(engine: ServedEngine) -> tuple[LocalTensor, ...]:
+        like_it = (tensor._replace(dtype=engine.dtype, itemsize=engine.itemsize) for tensor in whole)
+        return tuple(_on_the_way(tensor, converted) for tensor, converted in zip(whole, like_it, strict=True))
+
+    return tuple(() if each.engine is None else of(each.engine) for each in targets)
+
+
+def _distance(one: RankWeights, other: RankWeights) -> int:
     if one.node != other.node:
         return 2
     return int(one.device != other.device)
 
 
-def _needs_no_bucket(move: Move, everyone: Sequence[Holdings]) -> bool:
+def _needs_no_bucket(move: Move, everyone: Sequence[RankWeights]) -> bool:
     """Whether both ranks have the slice in contiguous memory, in the same dtype."""
     source = everyone[move.source_rank].tensors[move.source_slot]
     target = everyone[move.target_rank].tensors[move.target_slot]
@@ -204,10 +270,51 @@ def _on_the_way(source: LocalTensor, target: LocalTensor | None) -> LocalTensor:
     return source._replace(dtype=target.dtype, itemsize=target.itemsize)
 
 
-def _parcels(by_peer: dict[int, list[Move]]) -> tuple[Parcel, ...]:
-    parcels, start = [], 0
+def _by_peer(by_peer: dict[int, list[Move]]) -> tuple[PeerSlices, ...]:
+    of_peers, start = [], 0
     for peer, moves in sorted(by_peer.items()):
         nbytes = sum(move.nbytes for move in moves)
-        parcels.append(Parcel(peer, start, nbytes, tuple(moves)))
+        of_peers.append(PeerSlices(peer, start, nbytes, tuple(moves)))
         start += nbytes
-    return tuple(parcels)
+    return tuple(of_peers)
+
+
+def explanation(plan: TransferPlan, transport: str, bucket_bytes: int, source: str, target: str) -> str:
+    """Return which rank sends how many bytes to which, one line for each rank of the target.
+
+    Args:
+        plan: the transfer.
+        transport: the name of the transport.
+        bucket_bytes: the most bytes that a rank sends at once.
+        source: the name of the group that weights come from.
+        target: the name of the group that they go to.
+    """
+    sent = sum(plan.routes.values())
+    direct = sum(move.nbytes for move in plan.direct)
+    outside = f"{_size(direct)} directly from weights to weights, {_size(sent - direct)}" if direct else _size(sent)
+    lines = [
+        f"{source} ({_ranks(plan.source_size)}) -> {target} ({_ranks(plan.target_size)}) by {transport}: "
+        f"{outside} in {len(plan.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
+        f"{_size(plan.least_bytes)}"
+    ]
+    senders: dict[int, dict[int, int]] = defaultdict(dict)
+    for (sender, receiver), nbytes in plan.routes.items():
+        senders[receiver][sender] = nbytes
+    for receiver, by_sender in sorted(senders.items())[:_MOST_LINES]:
+        parts = ", ".join(f"{_size(nbytes)} from rank {sender}" for sender, nbytes in by_sender.items())
+        lines.append(f"  {target} rank {receiver} <- {parts}")
+    if len(senders) > _MOST_LINES:
+        lines.append(f"  ... and {len(senders) - _MOST_LINES} more ranks")
+    return "\n".join(lines)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError  # the last unit returns

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.errors import DataError
-from workers.weights.refit_plan import Move
+from workers.weights.resharding_plan import Move
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import Holdings, Parcel
+from workers.weights.transfer.plan import PeerSlices, RankWeights
 from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
@@ -126,14 +126,14 @@ class _End:
         size = self._traffic.bucket_bytes
         return self._memory[index % _IN_FLIGHT * size :][:size]
 
-    def _part(self, index: int, parcel: Parcel) -> Tensor:
-        return self._slot(index)[parcel.start : parcel.start + parcel.nbytes]
+    def _part(self, index: int, slices: PeerSlices) -> Tensor:
+        return self._slot(index)[slices.start : slices.start + slices.nbytes]
 
-    def _messages(self, index: int, parcel: Parcel) -> list[Tensor]:
-        """Return the memory of each message of a parcel: that of the weights, or a part of the bucket."""
-        part = self._part(index, parcel)
+    def _messages(self, index: int, slices: PeerSlices) -> list[Tensor]:
+        """Return the memory of each message of the slices: that of the weights, or a part of the bucket."""
+        part = self._part(index, slices)
         memory: list[Tensor] = []
-        for message in parcel.messages():
+        for message in slices.messages():
             in_place = None if message.move is None else self._traffic.in_place(message.move)
             memory.append(part[message.start :][: message.nbytes] if in_place is None else in_place)
         return memory
@@ -179,9 +179,9 @@ class _Sender(_End):
         return self._slot(index)
 
     def send(self, index: int, deadline: Deadline) -> None:
-        for parcel in self._traffic.buckets[index]:
-            for memory in self._messages(index, parcel):
-                self._works.setdefault(index, []).append(_started(self._operation(), memory, parcel.peer))
+        for slices in self._traffic.buckets[index]:
+            for memory in self._messages(index, slices):
+                self._works.setdefault(index, []).append(_started(self._operation(), memory, slices.peer))
 
 
 class _Receiver(_End):
@@ -191,19 +191,19 @@ class _Receiver(_End):
     def _operation(self) -> _Operation:
         return self._group.recv
 
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
+    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
         for ahead in range(index, min(index + _IN_FLIGHT, len(self._traffic.buckets))):
             if ahead not in self._works:
                 self._works[ahead] = [
-                    _started(self._operation(), memory, parcel.peer)
-                    for parcel in self._traffic.buckets[ahead]
-                    for memory in self._messages(ahead, parcel)
+                    _started(self._operation(), memory, slices.peer)
+                    for slices in self._traffic.buckets[ahead]
+                    for memory in self._messages(ahead, slices)
                 ]
         works = iter(self._works.pop(index))
-        for parcel in self._traffic.buckets[index]:
-            for peer, work in itertools.islice(works, len(parcel.messages())):
+        for slices in self._traffic.buckets[index]:
+            for peer, work in itertools.islice(works, len(slices.messages())):
                 self._wait(peer, work, deadline)
-            yield parcel, self._part(index, parcel)
+            yield slices, self._part(index, slices)
 
 
 @contextlib.contextmanager
@@ -245,7 +245,7 @@ def _error_handling(mode: str) -> Iterator[None]:
             os.environ[_ERROR_HANDLING] = before
 
 
-def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
+def _why_not(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
     everyone = (*sources, *targets)
     if len({(each.node, each.pid) for each in everyone}) < len(everyone):
         return "ranks of the groups share a process; a process is one rank of a process group"

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from workers.weights.refit_plan import Move
+from workers.weights.resharding_plan import Move
 from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import Holdings, Parcel
+from workers.weights.transfer.plan import PeerSlices, RankWeights
 
 __all__ = ["Deadline", "RankTraffic", "Receiver", "Sender", "Transport"]
 
@@ -29,7 +29,7 @@ class RankTraffic:
         rank: its number; ranks of the target follow those of the source.
         size: number of ranks of both groups.
         address: of its node, on which other processes reach it.
-        buckets: the parcels of each bucket, in the order in which they travel.
+        buckets: the slices of each bucket, in the order in which they travel.
         device: the device of its tensors.
         timeout: seconds after which setting up a connection fails.
         direct: the slices that travel outside of the buckets, from weights to weights, in order; those of a transport
@@ -42,7 +42,7 @@ class RankTraffic:
     rank: int
     size: int
     address: str
-    buckets: tuple[tuple[Parcel, ...], ...]
+    buckets: tuple[tuple[PeerSlices, ...], ...]
     device: torch.device
     timeout: float
     direct: tuple[Move, ...] = ()
@@ -51,12 +51,12 @@ class RankTraffic:
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """The ranks that this one sends to or receives from in buckets."""
-        return tuple(sorted({parcel.peer for bucket in self.buckets for parcel in bucket}))
+        return tuple(sorted({slices.peer for bucket in self.buckets for slices in bucket}))
 
     @cached_property
     def bucket_bytes(self) -> int:
         """The length of the largest bucket, rounded up so that a second one after it is aligned for any dtype."""
-        most = max((sum(parcel.nbytes for parcel in bucket) for bucket in self.buckets), default=0)
+        most = max((sum(slices.nbytes for slices in bucket) for bucket in self.buckets), default=0)
         return -(-most // ALIGNMENT) * ALIGNMENT
 
 
@@ -146,8 +146,8 @@ class Sender(End, Protocol):
 class Receiver(End, Protocol):
     """The end of a rank that receives."""
 
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
-        """Iterate over the parcels of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one.
+    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+        """Iterate over the slices of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one.
 
         The bytes of slices that were received in place are not set.
 
@@ -170,5 +170,5 @@ class Transport:
 
     sender: Callable[[RankTraffic], Sender]
     receiver: Callable[[RankTraffic], Receiver]
-    why_not: Callable[[Sequence[Holdings], Sequence[Holdings]], str]
+    why_not: Callable[[Sequence[RankWeights], Sequence[RankWeights]], str]
     uses_in_place: bool = False

@@ -8,7 +8,7 @@ from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
 from workers.weights.transfer import in_process, process_group
 from workers.weights.transfer.linked import cuda_ipc, object_store, shared_memory
-from workers.weights.transfer.plan import Holdings
+from workers.weights.transfer.plan import RankWeights
 from workers.weights.transfer.transport import Transport
 
 __all__ = ["TRANSPORTS", "choose_transport"]
@@ -17,7 +17,7 @@ TRANSPORTS: Registry[Transport] = Registry("transport of weights", key="transpor
 """In the order in which ``auto`` tries them: on GPUs a process group, or CUDA IPC if ranks share a GPU."""
 
 
-def choose_transport(name: str, sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
+def choose_transport(name: str, sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
     """Return the transport to use between the ranks of two groups.
 
     Args:

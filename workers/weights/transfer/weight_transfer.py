@@ -12,12 +12,11 @@ from typing import Any, Self
 from mcontroller.dispatch.future import Future
 from mcontroller.errors import GroupError
 from mcontroller.group import WorkerGroup
-from workers.weights.transfer.endpoint import Opening, TransferOutcome
+from workers.weights.transfer.endpoint import RankPlan, TransferOutcome
 from workers.weights.transfer.errors import TransferError
-from workers.weights.transfer.explanation import explanation
-from workers.weights.transfer.plan import Holdings, TransferPlan, plan_transfer
+from workers.weights.transfer.plan import TransferPlan, explanation, plan_transfer
 from workers.weights.transfer.transports import TRANSPORTS, choose_transport
-from workers.weights.transfer.verification import differing_tensors, dtypes_of
+from workers.weights.verification import Verification
 
 __all__ = ["TransferReport", "WeightTransfer"]
 
@@ -69,8 +68,9 @@ class WeightTransfer:
 
     Slices go directly from the ranks that have them to those that need them. No rank receives more than it needs, and
     the weights do not pass through the controller. Both groups have workers of ``ActorRolloutRefWorker``, in any
-    layouts. After every transfer the fingerprints of all tensors are compared, unless the configuration of the target
-    has ``rollout.verify_weights=never``.
+    layouts. If the target serves engines, these get whole tensors with Hugging Face names, bucket after bucket. After
+    every transfer the fingerprints of all tensors are compared, unless the configuration of the target has
+    ``rollout.verify_weights=never``.
 
     Args:
         source: the group that weights come from.
@@ -108,15 +108,18 @@ class WeightTransfer:
         self.source, self.target = source, target
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
-        held: tuple[list[Holdings], list[Holdings]] = (source.describe_weights(), target.describe_weights())
-        self.transport = choose_transport(transport, *held)
-        self.plan: TransferPlan = plan_transfer(*held, bucket_bytes, direct=TRANSPORTS[self.transport].uses_in_place)
-        self._verifies = all(each.verify for each in held[1])
+        of_target = target.describe_weights()
+        self._hf_names = any(each.engine is not None for each in of_target)
+        of_source = source.describe_weights(self._hf_names)
+        self.transport = choose_transport(transport, of_source, of_target)
+        in_place = TRANSPORTS[self.transport].uses_in_place
+        self.plan: TransferPlan = plan_transfer(of_source, of_target, bucket_bytes, direct=in_place)
+        self._verifies = all(each.verify for each in of_target)
+        self._verification = Verification(f"group {target.name}")
         if not self._verifies:
             logger.warning(
                 "the weights that %s receives are not verified: rollout.verify_weights is never", target.name
             )
-        self._dtypes = dtypes_of(held[1])
         self._id = uuid.uuid4().hex
         self._open = True
         self._connect()
@@ -173,14 +176,26 @@ class WeightTransfer:
         self.close()
 
     def _connect(self) -> None:
-        size = self.plan.source_size + self.plan.target_size
-        openings = [
-            Opening(self._id, self.transport, rank < self.plan.source_size, rank, size, buckets, self.timeout, direct)
-            for rank, (buckets, direct) in enumerate(zip(self.plan.by_rank, self.plan.direct_by_rank, strict=True))
+        sources = self.plan.source_size
+        size = sources + self.plan.target_size
+        plans = [
+            RankPlan(
+                self._id,
+                self.transport,
+                rank < sources,
+                rank,
+                size,
+                self.plan.by_rank[rank],
+                self.timeout,
+                self.plan.direct_by_rank[rank],
+                self._hf_names,
+                self.plan.targets[rank - sources] if self._hf_names and rank >= sources else (),
+            )
+            for rank in range(size)
         ]
         addresses = [
-            *self.source.listen_for_weights(openings[: self.plan.source_size]),
-            *self.target.listen_for_weights(openings[self.plan.source_size :]),
+            *self.source.listen_for_weights(plans[:sources]),
+            *self.target.listen_for_weights(plans[sources:]),
         ]
         known = {rank: address for rank, address in enumerate(addresses) if address is not None}
         self._both("connect_weights", "connect_weights", self._id, known)
@@ -188,11 +203,9 @@ class WeightTransfer:
     def _verified(self, version: int) -> float:
         """Compare the fingerprints of both groups, which compute them at the same time; return the seconds."""
         started = time.perf_counter()
-        expected = self.source.weight_fingerprints.options(blocking=False)(self._dtypes)
+        expected = self.source.weight_fingerprints.options(blocking=False)(self.plan.dtypes, self._hf_names)
         found = self.target.weight_fingerprints.options(blocking=False)()
-        error = differing_tensors(expected.get(), found.get(), version, self.target.name)
-        if error is not None:
-            raise error
+        self._verification.check(expected.get(), found.get(), version)
         return time.perf_counter() - started
 
     def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:

@@ -115,22 +115,14 @@ class StandInLLM:
             self.events.append(method)
         return [getattr(self, f"_{method}", lambda *_: None)(*args)]
 
-    def generate(self, prompts: Sequence[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
-        """Read a prompt, as ``serve_engine`` does to look at the prefix cache."""
-        assert not self.asleep, f"generate while {sorted(self.asleep)} are asleep"
-        return [types.SimpleNamespace(num_cached_tokens=0)]
-
-    def _unreadable_policy(self) -> str:
-        return ""
-
-    def _policy_sums(self) -> list[tuple[str, str, str, int, int]]:
-        """The parts of ``held_weights.part_sums``: whole tensors."""
+    def _finish_policy_update(self) -> list[tuple[str, str, int]]:
+        """The sums of all tensors, as ``PolicyReceiver`` returns them."""
         from bit_sums import IndexKeys, sum_of_bits
 
         keys, found = IndexKeys(), []
         for name, tensor in self.weights.items():
             value = int(sum_of_bits(tensor, [0] * tensor.dim(), tensor.dtype, keys))
-            found.append((name, str(tensor.dtype).removeprefix("torch."), "", 0, value))
+            found.append((name, str(tensor.dtype).removeprefix("torch."), value))
         return found
 
     def _free_device_memory(self) -> int:
@@ -151,8 +143,7 @@ class _Engine:
         self._llm, self._requests = llm, list[tuple[str, list[int]]]()
         size = int(json.loads((Path(llm.arguments["model"]) / "config.json").read_text())["vocab_size"])
         model = types.SimpleNamespace(get_vocab_size=lambda: size, max_model_len=llm.arguments["max_model_len"])
-        block = types.SimpleNamespace(block_size=16)
-        self.vllm_config = types.SimpleNamespace(model_config=model, cache_config=block)
+        self.vllm_config = types.SimpleNamespace(model_config=model)
 
     def add_request(self, name: str, prompt: Mapping[str, list[int]], sampling: Any) -> None:
         assert not self._llm.asleep, f"generate while {sorted(self._llm.asleep)} are asleep"

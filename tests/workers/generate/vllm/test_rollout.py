@@ -118,23 +118,19 @@ def test_the_failure_of_one_engine_is_raised_on_every_rank() -> None:
         assert run_ranks(failing, 2, {"tp": 2}) == ["engine 1 failed"] * 2
 
 
-def seeded(vllm: dict[str, Any], reproducible: bool) -> list[bool]:
+def seeded(vllm: dict[str, Any]) -> list[bool]:
     settings = config(rollout={"vllm": vllm})
     context = MegatronContext(settings.parallel.layout(1), 0)
     with context.activate():
         rollout = module.vllm_rollout(settings, context, trained=True, models=1)
-        rollout.generate(prompts_of(0, 2, 2), sampling(2, reproducible=reproducible))
+        rollout.generate(prompts_of(0, 2, 2), sampling(2))
     return ["seed" in each for each in StandInLLM.started[-1].parameters]
 
 
-@pytest.mark.parametrize(
-    ("vllm", "reproducible", "wanted"),
-    [({}, False, False), ({"seeds": True}, False, True), ({}, True, True)],
-    ids=["default", "seeds", "canaries"],
-)
-def test_samples_have_seeds_only_if_they_are_asked_for(vllm: dict[str, Any], reproducible: bool, wanted: bool) -> None:
+@pytest.mark.parametrize(("vllm", "wanted"), [({}, False), ({"seeds": True}, True)], ids=["default", "seeds"])
+def test_samples_have_seeds_only_if_they_are_asked_for(vllm: dict[str, Any], wanted: bool) -> None:
     with standing_in():
-        assert run_ranks(seeded, 1, vllm, reproducible) == [[wanted] * 4]
+        assert run_ranks(seeded, 1, vllm) == [[wanted] * 4]
 
 
 def trained(parallel: dict[str, int]) -> tuple[int, float, list[str]]:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, EngineInProcess, Gpu, StandInLLM, standing_in
-from workers.generate.vllm.buckets import send_in_buckets
+from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError
+from workers.weights.resharding import tensor_in
 
 GB = 1 << 30
+WEIGHT = ("weight", "float32", (3,), 0)
 
 
 @pytest.fixture
@@ -36,13 +38,12 @@ def engine(folder: Path, **arguments: Any) -> EngineInProcess:
 
 def update(served: EngineInProcess) -> None:
     served.call("begin_update")
-    send_in_buckets(
-        {"weight": torch.ones(3)}.items(),
-        64,
-        lambda bucket: served.send("receive_bucket", path=bucket.path, tensors=bucket.tensors),
-        served.result,
-    )
-    served.call("finish_update")
+    buckets = SharedBuckets(64)
+    tensor_in(buckets.memory(12), WEIGHT).copy_(torch.ones(3))
+    served.call("receive_bucket", path=buckets.path, tensors=[WEIGHT])
+    buckets.close()
+    [[arrived]] = served.call("finish_update")
+    assert arrived[:2] == ("weight", "float32")
     served.call("drop_prefixes")
 
 

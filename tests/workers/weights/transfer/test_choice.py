@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from mcontroller.errors import ConfigError
-from workers.weights.transfer.plan import Holdings
+from workers.weights.transfer.plan import RankWeights
 from workers.weights.transfer.transports import choose_transport
 
 _pids = iter(range(1000, 10_000))
 GPUS = ("A", "B", "C", "D")
 
 
-def ranks(*devices: str, node: str = "node", visible: tuple[str, ...] = GPUS) -> list[Holdings]:
+def ranks(*devices: str, node: str = "node", visible: tuple[str, ...] = GPUS) -> list[RankWeights]:
     """One rank in a process of its own for each device."""
-    return [Holdings((), (), node, next(_pids), device, visible=visible) for device in devices]
+    return [RankWeights((), (), node, next(_pids), device, visible=visible) for device in devices]
 
 
 @pytest.fixture
@@ -44,7 +44,9 @@ CPU = "cpu"
     ids=["one node", "two nodes", "other GPUs", "the same GPUs", "one in common", "isolated", "GPUs of two nodes"],
 )
 @pytest.mark.usefixtures("ray_runs")
-def test_the_first_usable_transport_is_chosen(sources: list[Holdings], targets: list[Holdings], expected: str) -> None:
+def test_the_first_usable_transport_is_chosen(
+    sources: list[RankWeights], targets: list[RankWeights], expected: str
+) -> None:
     assert choose_transport("auto", sources, targets) == expected
 
 
@@ -62,7 +64,7 @@ def test_the_first_usable_transport_is_chosen(sources: list[Holdings], targets: 
 )
 @pytest.mark.usefixtures("ray_runs")
 def test_a_transport_that_cannot_be_used_is_rejected_with_the_reason(
-    name: str, sources: list[Holdings], targets: list[Holdings], reason: str
+    name: str, sources: list[RankWeights], targets: list[RankWeights], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"transport is '{name}', but .*{reason}"):
         choose_transport(name, sources, targets)

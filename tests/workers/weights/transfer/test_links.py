@@ -16,7 +16,7 @@ import torch
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.linked import object_store
 from workers.weights.transfer.linked.links import Link, Listener, ListenerAddress, connected
-from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Deadline, RankTraffic
 
 HOST = "127.0.0.1"
@@ -141,5 +141,5 @@ def test_no_pickle_is_loaded_from_a_link_over_tcp(ends: tuple[socket.socket, Lin
     receiver.links[PEER] = ends[1]
     Link(ends[0], RANK).send(pickle.dumps(Creates(tmp_path / "created")), Deadline(SECONDS))
     with pytest.raises(ValueError, match="codec can't decode"):
-        receiver.read(Parcel(PEER, 0, 0, ()), Deadline(SECONDS))
+        receiver.read(PeerSlices(PEER, 0, 0, ()), Deadline(SECONDS))
     assert not (tmp_path / "created").exists()

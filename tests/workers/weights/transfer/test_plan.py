@@ -6,9 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from workers.weights.refit_plan import LocalTensor, spans_of
-from workers.weights.transfer.explanation import explanation
-from workers.weights.transfer.plan import Holdings, TransferPlan, plan_transfer
+from workers.weights.resharding_plan import LocalTensor, spans_of
+from workers.weights.transfer.plan import RankWeights, ServedEngine, TransferPlan, explanation, plan_transfer
 
 MIB = 1 << 20
 ROWS, COLUMNS = 2048, 512  # 4 MiB in float32
@@ -27,7 +26,7 @@ def held(name: str, dim: int | None, ways: int, **changes: object) -> list[Local
 
 def plan(sources: list[LocalTensor], targets: list[LocalTensor], direct: bool = True) -> TransferPlan:
     ranks = [
-        [Holdings((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
+        [RankWeights((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
     ]
     return plan_transfer(*ranks, MIB, direct=direct)
 
@@ -88,12 +87,39 @@ def test_the_explanation_says_what_travels_outside_of_the_buckets() -> None:
 def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
     (whole,) = held("w", None, 1)
     places = [("one", "A"), ("one", "B"), ("other", "C"), ("other", "D")]
-    sources = [Holdings((whole,), (), node, pid, gpu) for pid, (node, gpu) in enumerate(places)]
+    sources = [RankWeights((whole,), (), node, pid, gpu) for pid, (node, gpu) in enumerate(places)]
     targets = [
-        Holdings((whole,), (), node, 10 + pid, gpu)
+        RankWeights((whole,), (), node, 10 + pid, gpu)
         for pid, (node, gpu) in enumerate([*reversed(places), ("other", "E"), ("third", "F")])
     ]
     routes = plan_transfer(sources, targets, MIB).routes
     by_target = {target: source for source, target in routes}
     assert by_target | {4: 2} == {0: 3, 1: 2, 2: 1, 3: 0, 4: 2, 5: by_target[5]} and by_target[4] in (2, 3)
     assert all(nbytes == 4 * MIB for nbytes in routes.values())
+
+
+def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
+    """Two engines in bfloat16; a float32 tensor of 4 MiB takes a bucket of its own, and two small ones share one."""
+    small = [
+        [part._replace(name=name, shape=(64, COLUMNS), spans=part.spans[:0]) for part in held(name, None, 2)]
+        for name in ("a", "b")
+    ]
+    large = held("model.layers.0.w", 0, 2)
+    sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
+    engine = ServedEngine("bfloat16", 2, MIB)
+    targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
+    found = plan_transfer(sources, targets, MIB)
+    assert [[tensor.name for tensor in of_rank] for of_rank in found.targets] == [
+        [],
+        *[["a", "model.layers.0.w", "b"]] * 2,
+    ]
+    assert found.dtypes == {name: ["bfloat16"] for name in ("a", "b", "model.layers.0.w")}
+    names = [{found.targets[1][move.target_slot].name for move in bucket} for bucket in found.buckets]
+    assert names == [{"a"}, {"model.layers.0.w"}, {"b"}]
+    for bucket in found.buckets:
+        rows: dict[tuple[int, int], int] = defaultdict(int)
+        for move in bucket:
+            rows[move.target_rank, move.target_slot] += move.length
+        assert all(count == found.targets[1][slot].shape[0] for (_, slot), count in rows.items())
+        assert {target for target, _ in rows} == {3, 4}  # ranks are counted over both groups
+    assert found.least_bytes == 2 * 2 * COLUMNS * (ROWS + 2 * 64)

@@ -11,12 +11,12 @@ from torch import Tensor
 from mcontroller.errors import CallRejected
 from tests.workers.roles import experience
 from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
-from workers.weights.not_arrived import WeightsNotArrived
 from workers.weights.transfer.in_process import TRANSPORT
-from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Transport
 from workers.weights.transfer.transports import TRANSPORTS
 from workers.weights.transfer.weight_transfer import WeightTransfer
+from workers.weights.verification import WeightsNotArrived
 
 Base: Any = TRANSPORT.receiver
 
@@ -26,12 +26,12 @@ class LossyReceiver(Base):  # type: ignore[misc]
 
     loses = ""
 
-    def receive(self, index: int, deadline: Any) -> Iterator[tuple[Parcel, Tensor]]:
-        for parcel, data in super().receive(index, deadline):
+    def receive(self, index: int, deadline: Any) -> Iterator[tuple[PeerSlices, Tensor]]:
+        for slices, data in super().receive(index, deadline):
             if index != 1 or not type(self).loses:
-                yield parcel, data
-            elif type(self).loses == "slice" and len(parcel.moves) > 1:
-                yield parcel._replace(moves=parcel.moves[:-1]), data
+                yield slices, data
+            elif type(self).loses == "slice" and len(slices.moves) > 1:
+                yield slices._replace(moves=slices.moves[:-1]), data
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,8 +66,8 @@ def test_lost_weights_are_reported_with_their_names(
         lost = {
             held[move.target_rank - ranks].tensors[move.target_slot].name
             for bucket in transfer.plan.by_rank[ranks:]
-            for parcel in bucket[1]
-            for move in parcel.moves
+            for slices in bucket[1]
+            for move in slices.moves
         }
         for loses in ("bucket", "slice"):
             monkeypatch.setattr(LossyReceiver, "loses", loses)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from held_weights import PartSum, part_sums, unreadable
+from bit_sums import IndexKeys, sum_of_bits  # workers/weights/hashing, on the path of the engine's processes
 from registered_memory import register_memory, unregister_memory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
@@ -28,6 +28,8 @@ class PolicyReceiver:
     policy_temperature: float | None = None
     policy_names_expected: frozenset[str]
     policy_names_received: set[str]
+    policy_sums: dict[tuple[str, str], torch.Tensor]
+    policy_keys: IndexKeys
     policy_buckets: dict[str, torch.Tensor]
 
     def begin_policy_update(self) -> None:
@@ -37,22 +39,26 @@ class PolicyReceiver:
         self.policy_names_expected = frozenset(name for name, _ in model.named_parameters())
         initialize_layerwise_reload(model)
         self.policy_names_received = set()
+        self.policy_sums, self.policy_keys = {}, IndexKeys()
         self._unmap_buckets()  # of an update that failed
 
     def receive_policy_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
-        """Load the tensors of a bucket, which may be filled again when this returns.
+        """Load the tensors of a bucket, which may be filled again when this returns, and hash them as they arrived.
 
         Args:
             path: of the shared memory.
             tensors: name, dtype, shape and first byte of each.
         """
         model = self.model_runner.get_model()
-        self.policy_names_received |= model.load_weights(_copied(self._mapped_bucket(path), tensors, self.device))
+        self.policy_names_received |= model.load_weights(self._copied(self._mapped_bucket(path), tensors))
         if not current_platform.is_cpu():
             torch.cuda.current_stream().synchronize()
 
-    def finish_policy_update(self) -> None:
+    def finish_policy_update(self) -> list[tuple[str, str, int]]:
         """Repack what depends on the new weights.
+
+        Returns:
+            Name, dtype and sum of the bits of every tensor that has arrived: see ``workers.weights.fingerprints``.
 
         Raises:
             RuntimeError: weights of the model are missing.
@@ -65,14 +71,10 @@ class PolicyReceiver:
         missing = sorted(self.policy_names_expected - self.policy_names_received)
         if missing:
             raise RuntimeError(f"the update had no values for {len(missing)} weights of vLLM's model: {missing[:8]}")
-
-    def unreadable_policy(self) -> str:
-        """Return why the weights that this process computes with cannot be read, or an empty text."""
-        return unreadable(self.model_runner.get_model())
-
-    def policy_sums(self) -> list[PartSum]:
-        """Return the sums of the parts of the weights that this process computes with."""
-        return part_sums(self.model_runner.get_model())
+        sums, self.policy_keys = self.policy_sums, IndexKeys()
+        self.policy_sums = {}
+        values = torch.stack(list(sums.values())).tolist() if sums else []
+        return [(name, dtype, value) for (name, dtype), value in zip(sums, values, strict=True)]
 
     def set_policy_temperature(self, temperature: float) -> None:
         """Divide all logits by ``temperature``, in float32, before vLLM computes log-probabilities from them.
@@ -102,6 +104,17 @@ class PolicyReceiver:
             unregister_memory(memory)
         self.policy_buckets = {}
 
+    def _copied(
+        self, memory: torch.Tensor, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of the tensors: vLLM keeps those of a layer until it has all of them."""
+        for name, dtype, shape, first in tensors:
+            content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
+            copy = content.to(self.device, copy=True, non_blocking=True)
+            whole = copy if shape else copy.view(1)
+            self.policy_sums[name, dtype] = sum_of_bits(whole, [0] * whole.dim(), copy.dtype, self.policy_keys)
+            yield name, copy
+
     def _divide_logits(self) -> None:
         model = self.model_runner.get_model()
         compute_logits = model.compute_logits
@@ -113,15 +126,6 @@ class PolicyReceiver:
             )
 
         model.compute_logits = divided
-
-
-def _copied(
-    memory: torch.Tensor, tensors: Sequence[tuple[str, str, tuple[int, ...], int]], device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of the tensors: vLLM keeps those of a layer until it has all of them."""
-    for name, dtype, shape, first in tensors:
-        content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
-        yield name, content.to(device, copy=True, non_blocking=True)
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from held_weights import whole_sums
-
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
 _TAGS = ("weights", "kv_cache")  # of vLLM's memory
@@ -56,7 +54,6 @@ class Served:
         self._connection = connection
         self._llm = vllm.LLM(**arguments, worker_extension_cls="policy_receiver.PolicyReceiver")
         self._requests = 0
-        self._has_policy = self._probe_was_read = False
         self._asleep: frozenset[str] = frozenset()
         self.sleep()  # until the first weights arrive, the memory is free for other groups that are built
         self._reported = time.monotonic()
@@ -69,7 +66,6 @@ class Served:
         return {
             "version": vllm.__version__,
             "vocab_size": config.get_vocab_size(),
-            "unreadable": next(filter(None, self._llm.collective_rpc("unreadable_policy")), ""),
         }
 
     def generate(
@@ -109,39 +105,27 @@ class Served:
         """Start an update of the weights.
 
         On a GPU, only the weights have memory until ``generate``: those of the engine and of the policy, tensors on
-        their way and the cache would not fit together. On a CPU, first read a prompt with the old weights, so that the
-        prefix cache has it.
+        their way and the cache would not fit together.
         """
         self.sleep()
         self._wake("weights")
-        self._probe_was_read = self._has_policy
-        if self._probe_was_read:
-            self._cached_tokens()
         self._llm.collective_rpc("begin_policy_update")
 
     def receive_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
         """Load the tensors of a bucket; see ``policy_receiver``."""
         self._llm.collective_rpc("receive_policy_bucket", args=(path, tensors))
 
-    def finish_update(self) -> None:
-        """Finish an update: repack the weights.
+    def finish_update(self) -> list[list[tuple[str, str, int]]]:
+        """Finish an update: repack the weights, and return what has arrived.
+
+        Returns:
+            By process of the engine, name, dtype and sum of all tensors: see ``policy_receiver``.
 
         Raises:
             RuntimeError: a weight was not received.
         """
-        self._llm.collective_rpc("finish_policy_update")
-        self._has_policy = True
-
-    def held_weights(self) -> tuple[list[tuple[str, str, int]], int]:
-        """Return what shows whether an update has arrived.
-
-        Returns:
-            Name, dtype and sum of all tensors, once for each copy; see ``held_weights``. The tokens of a prompt, read
-            with the old weights, that are still in the prefix cache.
-        """
-        stale = self._cached_tokens() if self._probe_was_read else 0
-        self._probe_was_read = False
-        return whole_sums(self._llm.collective_rpc("policy_sums")), stale
+        of_processes: list[list[tuple[str, str, int]]] = self._llm.collective_rpc("finish_policy_update")
+        return of_processes
 
     def drop_prefixes(self) -> None:
         """Drop the keys and values of earlier prompts, which the old weights computed.
@@ -157,7 +141,6 @@ class Served:
         before = sum(self._llm.collective_rpc("free_device_memory"))
         if before == 0 or "weights" in self._asleep:
             return 0
-        self._has_policy = False
         self._llm.sleep(level=2)  # the weights are not kept
         self._asleep = frozenset(_TAGS)
         return sum(self._llm.collective_rpc("free_device_memory")) - before
@@ -167,17 +150,6 @@ class Served:
         if tag in self._asleep:
             self._llm.wake_up(tags=[tag])
             self._asleep -= {tag}
-
-    def _cached_tokens(self) -> int:
-        """Read a prompt that fills a block of the prefix cache, and return how many of its tokens came from there."""
-        from vllm import SamplingParams
-
-        config = self._llm.llm_engine.vllm_config
-        length = min(config.cache_config.block_size + 1, config.model_config.max_model_len - 1)
-        prompt = {"prompt_token_ids": [token % config.model_config.get_vocab_size() for token in range(length)]}
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        [output] = self._llm.generate([prompt], sampling, use_tqdm=False)
-        return output.num_cached_tokens or 0
 
     def _report_progress(self) -> None:
         if time.monotonic() - self._reported > _PROGRESS_S:

@@ -30,7 +30,7 @@ from workers.gpu_ids import gpu_id, visible_gpus
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.linked.links import Link
 from workers.weights.transfer.linked.mapped import MappedReceiver, MappedSender
-from workers.weights.transfer.plan import Holdings
+from workers.weights.transfer.plan import RankWeights
 from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
@@ -78,7 +78,7 @@ def _by_name(rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> dict
     return dict(inspect.signature(rebuild).bind(*arguments).arguments)
 
 
-def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
+def _why_not(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
     everyone = (*sources, *targets)
     if any(each.device == "cpu" for each in everyone):
         return "there are weights on CPUs; expected GPUs"

@@ -1,7 +1,7 @@
-"""What transports have in common that send a small message over a link for each parcel of a bucket.
+"""What transports have in common that send a small message over a link for the slices of each bucket.
 
-A receiver connects to its senders. For each parcel the sender sends a message, from which the receiver gets the bytes;
-the receiver answers when it has read them. A sender fills a bucket again when all receivers have read it.
+A receiver connects to its senders. For those of a bucket the sender sends a message, from which the receiver gets the
+bytes; the receiver answers when it has read them. A sender fills a bucket again when all receivers have read it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from workers.weights.transfer.linked.links import Link, Listener, ListenerAddress, connected
-from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Deadline, RankTraffic
 
 __all__ = ["LinkedReceiver", "LinkedSender"]
@@ -43,10 +43,10 @@ class LinkedSender:
     def start(self) -> None:
         """Do nothing: everything travels in buckets."""
 
-    def send_message(self, index: int, parcel: Parcel, message: bytes, deadline: Deadline) -> None:
-        """Send the message of a parcel of this bucket to its receiver, who has not read the bytes yet."""
-        self._unread.setdefault(index, []).append(parcel.peer)
-        self.links[parcel.peer].send(message, deadline)
+    def send_message(self, index: int, slices: PeerSlices, message: bytes, deadline: Deadline) -> None:
+        """Send the message of the slices of this bucket to their receiver, who has not read the bytes yet."""
+        self._unread.setdefault(index, []).append(slices.peer)
+        self.links[slices.peer].send(message, deadline)
 
     def wait_until_read(self, index: int, deadline: Deadline) -> None:
         """Wait until all receivers have read a bucket; do nothing if that is known, or nothing was sent."""
@@ -79,8 +79,8 @@ class LinkedReceiver:
         self.traffic = traffic
         self.links: dict[int, Link] = {}
 
-    def read(self, parcel: Parcel, deadline: Deadline) -> Tensor:
-        """Return the bytes of a parcel, uint8 ``[bytes]``, after its message was received.
+    def read(self, slices: PeerSlices, deadline: Deadline) -> Tensor:
+        """Return the bytes of the slices, uint8 ``[bytes]``, after their message was received.
 
         Raises:
             PeerLost: the sender has not sent in time, or its process ended.
@@ -98,11 +98,11 @@ class LinkedReceiver:
     def start(self) -> None:
         """Do nothing: everything travels in buckets."""
 
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[Parcel, Tensor]]:
-        """Iterate over the parcels of a bucket with their bytes; answer when each was read."""
-        for parcel in self.traffic.buckets[index]:
-            yield parcel, self.read(parcel, deadline)
-            self.links[parcel.peer].send(b"", deadline)
+    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+        """Iterate over the slices of a bucket with their bytes; answer when each was read."""
+        for slices in self.traffic.buckets[index]:
+            yield slices, self.read(slices, deadline)
+            self.links[slices.peer].send(b"", deadline)
 
     def flush(self, deadline: Deadline) -> None:
         """Do nothing: what was received is there."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers.weights.transfer.linked.ends import LinkedReceiver, LinkedSender
 from workers.weights.transfer.linked.links import Link, ListenerAddress
-from workers.weights.transfer.plan import Parcel
+from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Deadline, RankTraffic
 
 __all__ = ["MappedReceiver", "MappedSender"]
@@ -49,9 +49,9 @@ class MappedSender(LinkedSender):
         return self._memory[self._start(index) :][: self.traffic.bucket_bytes]
 
     def send(self, index: int, deadline: Deadline) -> None:
-        """Send each receiver the position of its parcel."""
-        for parcel in self.traffic.buckets[index]:
-            self.send_message(index, parcel, (self._start(index) + parcel.start).to_bytes(8), deadline)
+        """Send each receiver the position of its slices."""
+        for slices in self.traffic.buckets[index]:
+            self.send_message(index, slices, (self._start(index) + slices.start).to_bytes(8), deadline)
 
     def close(self) -> None:
         """Close the links and drop the memory."""
@@ -82,10 +82,10 @@ class MappedReceiver(LinkedReceiver):
         super().connect(addresses, deadline)
         self._memory = {peer: self.map_memory(link, deadline) for peer, link in self.links.items()}
 
-    def read(self, parcel: Parcel, deadline: Deadline) -> Tensor:
+    def read(self, slices: PeerSlices, deadline: Deadline) -> Tensor:
         """Return the part of the sender's bucket that its message names."""
-        start = int.from_bytes(self.links[parcel.peer].receive(deadline)[0])
-        return self._memory[parcel.peer][start : start + parcel.nbytes]
+        start = int.from_bytes(self.links[slices.peer].receive(deadline)[0])
+        return self._memory[slices.peer][start : start + slices.nbytes]
 
     def close(self) -> None:
         """Drop the memory of the senders, and close the links."""

@@ -1,6 +1,7 @@
 """Weights through Ray's object store: the fallback, between any two groups on Ray.
 
-A sender puts each parcel into the store, and sends the reference. It keeps the reference until the parcel was read.
+A sender puts the slices of a bucket for one receiver into the store, and sends the reference. It keeps the reference
+until they were read.
 Ray is imported when it is used: workers also run without it.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.linked.ends import LinkedReceiver, LinkedSender
-from workers.weights.transfer.plan import Holdings, Parcel
+from workers.weights.transfer.plan import PeerSlices, RankWeights
 from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ class _Sender(LinkedSender):
 
         from mcontroller.ray.values.references import write_reference
 
-        for parcel in self.traffic.buckets[index]:
-            reference = ray.put(self._memory[parcel.start : parcel.start + parcel.nbytes].numpy())
+        for slices in self.traffic.buckets[index]:
+            reference = ray.put(self._memory[slices.start : slices.start + slices.nbytes].numpy())
             self._stored.setdefault(index, []).append(reference)
             written = json.dumps([part.hex() for part in write_reference(reference)])
-            self.send_message(index, parcel, written.encode(), deadline)
+            self.send_message(index, slices, written.encode(), deadline)
 
     def wait_until_read(self, index: int, deadline: Deadline) -> None:
         super().wait_until_read(index, deadline)
@@ -58,12 +59,12 @@ class _Sender(LinkedSender):
 
 
 class _Receiver(LinkedReceiver):
-    def read(self, parcel: Parcel, deadline: Deadline) -> Tensor:
+    def read(self, slices: PeerSlices, deadline: Deadline) -> Tensor:
         import ray
 
         from mcontroller.ray.values.references import WrittenReference, read_reference
 
-        link = self.links[parcel.peer]
+        link = self.links[slices.peer]
         parts = json.loads(link.receive(deadline)[0])  # no pickle: on TCP, what follows a proof is not signed
         reference = read_reference(WrittenReference(*map(bytes.fromhex, parts)))
         try:
@@ -73,7 +74,7 @@ class _Receiver(LinkedReceiver):
         return torch.frombuffer(array.data, dtype=torch.uint8)
 
 
-def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
+def _why_not(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
     everyone = (*sources, *targets)
     if any(each.device != "cpu" for each in everyone):
         return "the weights are on GPUs: a copy to the host and back is not implemented"

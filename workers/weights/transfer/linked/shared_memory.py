@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.weights.transfer.linked.links import Link
 from workers.weights.transfer.linked.mapped import MappedReceiver, MappedSender
-from workers.weights.transfer.plan import Holdings
+from workers.weights.transfer.plan import RankWeights
 from workers.weights.transfer.transport import Deadline, Transport
 
 __all__ = ["TRANSPORT"]
@@ -47,7 +47,7 @@ def _mapped(descriptor: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)[:size]
 
 
-def _why_not(sources: Sequence[Holdings], targets: Sequence[Holdings]) -> str:
+def _why_not(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
     everyone = (*sources, *targets)
     nodes = sorted({each.node for each in everyone})
     if len(nodes) > 1:

@@ -18,9 +18,9 @@ from tests.training import Role, new_context
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
 from workers.model.transformer_config import transformer_config
-from workers.weights import refit as refit_module
+from workers.weights import resharding as resharding_module
 from workers.weights.full_state import full_state_dict, load_full_state_dict
-from workers.weights.refit import Refit, RefitReport
+from workers.weights.resharding import Resharding, ReshardingReport
 from workers.weights.shards import named_buffers, named_shards
 
 pytestmark = pytest.mark.simulated
@@ -78,13 +78,13 @@ def difference(some: Model, others: Model) -> float:
 
 def there_and_back(
     model: ModelConfig, here: Axes, there: Axes, bucket_bytes: int
-) -> tuple[float, float, RefitReport, RefitReport]:
+) -> tuple[float, float, ReshardingReport, ReshardingReport]:
     source, target = built(model, here), built(model, there, fill=torch.nan)
-    going = Refit(*source, *target, bucket_bytes=bucket_bytes).run()
+    going = Resharding(*source, *target, bucket_bytes=bucket_bytes).run()
     arrived = difference(target, built(model, there))
     for tensor in tensors(source):
         tensor.fill_(torch.nan)
-    returning = Refit(*target, *source, bucket_bytes=bucket_bytes).run()
+    returning = Resharding(*target, *source, bucket_bytes=bucket_bytes).run()
     return arrived, difference(source, built(model, here)), going, returning
 
 
@@ -104,7 +104,7 @@ def there_and_back(
     ],
     ids=["dp8", "tp4", "vpp", "pp4-cp2", "tied-pp1-pp2", "tied-tp4", "ep2-ep4", "etp2", "pp2-ep4", "bf16"],
 )
-def test_refit_there_and_back_restores_every_number(model: ModelConfig, here: Axes, there: Axes) -> None:
+def test_resharding_there_and_back_restores_every_number(model: ModelConfig, here: Axes, there: Axes) -> None:
     for arrived, returned, going, returning in run_ranks(there_and_back, 8, model, here, there, 1 << 20):
         assert (arrived, returned) == (0.0, 0.0)
         assert going.bytes_sent == going.least_bytes
@@ -118,7 +118,7 @@ def test_small_buckets_copy_the_same_weights() -> None:
 
 
 def separate_experts() -> float:
-    """Refit Megatron's own layers, with one module per expert, into another dtype."""
+    """Reshard Megatron's own layers, with one module per expert, into another dtype."""
 
     def of(ep: int, dtype: str) -> Model:
         parallel, model = ParallelConfig(ep=ep), dataclasses.replace(EXPERTS, dtype=dtype)
@@ -133,11 +133,11 @@ def separate_experts() -> float:
         for shard in named_shards(chunks, context):
             generator = torch.Generator().manual_seed(sum(shard.name.encode()))
             shard.param.data.copy_(shard.slice_of(torch.randn(shard.full_shape, generator=generator)))
-    Refit(*source, *target).run()
+    Resharding(*source, *target).run()
     return difference(target, expected)
 
 
-def test_separate_experts_are_refit_into_another_dtype() -> None:
+def test_separate_experts_are_resharded_into_another_dtype() -> None:
     assert run_ranks(separate_experts, 4) == [0.0] * 4
 
 
@@ -148,9 +148,9 @@ def bytes_to_one_tp_rank() -> tuple[int, int, int]:
     for shard in named_shards(*source):
         if shard.dim is not None:
             whole = torch.Size(shard.full_shape).numel()
-            own = whole - 31 * 32 if shard.rows and shard.group.rank() else shard.param.numel()
+            own = sum(span.stop - span.start for span in shard.spans) * whole // shard.full_shape[shard.dim]
             lacking += 4 * (whole - own)
-    report = Refit(*source, *target).run()
+    report = Resharding(*source, *target).run()
     return lacking, report.bytes_sent, report.most_sent_by_a_rank
 
 
@@ -163,17 +163,17 @@ def test_least_bytes_are_those_that_ranks_lack() -> None:
 def trained(axes: Axes) -> list[torch.Tensor | None]:
     """After each of two steps, logits of a model in the layout it is trained in, and of its copy on plain dp."""
     role, rollout = Role(MODEL, ParallelConfig(**axes), distributed_optimizer=True), Role(MODEL, ParallelConfig())
-    refit = Refit(role.chunks, role.context, rollout.plain_chunks, rollout.context)
+    resharding = Resharding(role.chunks, role.context, rollout.plain_chunks, rollout.context)
     logits = []
     for step in range(2):
         role.train_step(step)
-        refit.run()
+        resharding.run()
         for outputs in (role.outputs(), rollout.outputs()):
             logits.append(None if outputs is None else outputs[..., : MODEL.vocab_size])
     return logits
 
 
-def test_one_refit_serves_a_model_that_goes_on_training() -> None:
+def test_one_resharding_serves_a_model_that_goes_on_training() -> None:
     first, its_copy, second, its_second_copy = run_ranks(trained, 4, TP2_PP2)[-1]
     assert first is not None and second is not None
     torch.testing.assert_close(its_copy, first, atol=1e-5, rtol=0)
@@ -182,16 +182,16 @@ def test_one_refit_serves_a_model_that_goes_on_training() -> None:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Waits for the device, and readings of the clock, in a refit."""
-    refit = Refit(*built(MODEL, {}), *built(MODEL, {}))
+    """Waits for the device, and readings of the clock, in a resharding."""
+    resharding = Resharding(*built(MODEL, {}), *built(MODEL, {}))
     events: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: events.append("wait"))
-    monkeypatch.setattr(refit_module.time, "perf_counter", lambda: float(events.append("clock") or len(events)))
-    refit.run()
+    monkeypatch.setattr(resharding_module.time, "perf_counter", lambda: float(events.append("clock") or len(events)))
+    resharding.run()
     return events
 
 
-def test_seconds_of_a_refit_are_read_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_a_resharding_are_read_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_ranks(timed, 1, monkeypatch) == [["wait", "clock", "wait", "clock"]]
 
 
@@ -203,13 +203,13 @@ def rejected(change: str) -> str:
     if change == "uneven":
         source[0][0].decoder.layers[0].self_attention.linear_qkv.weight.partition_sizes = [16, 8, 8]
     with pytest.raises(DataError) as caught:
-        Refit(*source, *target)
+        Resharding(*source, *target)
     return str(caught.value)
 
 
 def test_tensors_of_unknown_position_are_rejected() -> None:
     for message in run_ranks(rejected, 2, "uneven"):
-        assert message.startswith("cannot refit decoder.layers.0.self_attention.linear_qkv.weight: ")
+        assert message.startswith("cannot move the weights decoder.layers.0.self_attention.linear_qkv.weight: ")
 
 
 def test_another_model_is_rejected_on_every_rank() -> None:

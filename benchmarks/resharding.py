@@ -1,6 +1,6 @@
 """Measure moving weights from a training layout to a generation layout and back, on 8 CPU ranks over gloo.
 
-    python benchmarks/refit.py [--hidden 512] [--rounds 3]
+    python benchmarks/resharding.py [--hidden 512] [--rounds 3]
 
 The bytes sent are compared with the least possible: what ranks need in the new layout and do not have in the old one.
 The seconds are compared with those of one plain all-to-all of as many bytes, evenly between the same ranks, and with
@@ -23,12 +23,12 @@ import torch.multiprocessing
 from parallel_state import ParallelLayout
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ModelConfig, ParallelConfig, RolloutConfig
-from workers.generate.arrival import ArrivalCheck
+from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import HeldWeights, PolicyWeights
 from workers.model.build import build_model
-from workers.weights.fingerprints import model_fingerprints
-from workers.weights.refit import Refit, RefitReport
-from workers.weights.shards import named_shards
+from workers.weights.fingerprints import shard_fingerprints
+from workers.weights.resharding import Resharding, ReshardingReport
+from workers.weights.shards import model_shards, named_shards
 
 WORLD_SIZE = 8
 TRAINING: dict[str, Any] = {"tp": 2, "pp": 2}
@@ -51,21 +51,24 @@ class Row(NamedTuple):
     there: str
     model_bytes: int
     plan_seconds: float
-    report: RefitReport
+    report: ReshardingReport
     all_to_all_seconds: float
     verify_seconds: float
 
 
 class Copy:
-    """The copy of the weights that a refit fills, as far as it is verified."""
+    """The copy of the weights that a resharding fills, as far as it is verified."""
 
     holds_weights = True
 
     def __init__(self, chunks: Any, context: MegatronContext) -> None:
         self.chunks, self.context = chunks, context
 
+    def update_weights(self, weights: PolicyWeights) -> dict[str, float]:
+        return {}
+
     def fingerprints(self) -> HeldWeights:
-        return HeldWeights("megatron", model_fingerprints(self.chunks, self.context))
+        return HeldWeights("megatron", shard_fingerprints(model_shards(self.chunks, self.context)))
 
 
 def size_of(hidden: int) -> ModelConfig:
@@ -100,15 +103,15 @@ def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], ro
     model_bytes = bytes_of_model(*sides[:2])
     dist.barrier()
     start = time.perf_counter()
-    refit = Refit(*sides)
+    resharding = Resharding(*sides)
     plan_seconds = time.perf_counter() - start
     copy: Any = Copy(*sides[2:])
-    check, policy = ArrivalCheck(RolloutConfig(), copy), PolicyWeights(*sides[:2])
+    weights, policy = EngineWeights(RolloutConfig(), copy), PolicyWeights(*sides[:2])
     reports, verified = [], []
-    for update in range(rounds + 1):  # the first makes the plan of the check
+    for update in range(rounds):
         dist.barrier()
-        reports.append(refit.run())
-        verified.append(check.verify(copy, policy, update)["verify_seconds"])
+        reports.append(resharding.run())
+        verified.append(weights.update(copy, policy, update)["verify_seconds"])
     fastest = min(reports, key=lambda report: report.seconds)
     exchange_seconds = all_to_all_seconds(fastest.bytes_sent, rounds)
     return Row(named(here), named(there), model_bytes, plan_seconds, fastest, exchange_seconds, min(verified))
@@ -143,7 +146,17 @@ def all_to_all_seconds(nbytes: int, rounds: int) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    columns = ["model MB", "sent MB", "least MB", "busiest MB", "plan s", "refit s", "exchange s", "verify s", "share"]
+    columns = [
+        "model MB",
+        "sent MB",
+        "least MB",
+        "busiest MB",
+        "plan s",
+        "reshard s",
+        "exchange s",
+        "verify s",
+        "share",
+    ]
     lines = [f"{'from':<14}{'to':<14}" + "".join(f"{column:>11}" for column in columns)]
     for row in rows:
         report = row.report
@@ -171,7 +184,7 @@ def on_rank(rank: int, rendezvous: str, hidden: int, rounds: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model (a multiple of 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="refits of each move; the fastest is reported")
+    parser.add_argument("--rounds", type=int, default=3, help="copies of each move; the fastest is reported")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as directory:

@@ -13,11 +13,12 @@ from tests.ranks import run_ranks
 from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
 from workers.actor import ActorRolloutRefWorker
 from workers.config import RolloutConfig
-from workers.generate.arrival import ArrivalCheck, WeightsNotArrived
-from workers.generate.megatron_rollout import RefitRollout
+from workers.generate.engine_weights import EngineWeights
+from workers.generate.megatron_rollout import ReshardedRollout
 from workers.generate.rollout_protocol import HeldWeights, PolicyWeights
 from workers.weights.fingerprints import tensor_fingerprints
 from workers.weights.shards import named_buffers, named_shards
+from workers.weights.verification import WeightsNotArrived
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"num_query_groups": 4},
@@ -33,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 Fault = Callable[[Tensors, Tensors], None]  # gets the tensors that the engine holds, and the old ones
 
 
-class FaultyRefit(RefitRollout):
+class FaultyCopy(ReshardedRollout):
     """A copy of the weights of which a fault restores old ones after every update."""
 
     fault: Fault | None = None
@@ -88,8 +89,8 @@ class FaultyEngineWorker(ActorRolloutRefWorker):
     def build_rollout(self) -> Any:
         if self.config.rollout.parallel is None:
             return FaultyCopies()
-        refit = super().build_rollout()
-        return FaultyRefit(refit.rollout, self.context)
+        copy = super().build_rollout()
+        return FaultyCopy(copy.rollout, self.context)
 
 
 def all_old(held: Tensors, old: Tensors) -> None:
@@ -291,10 +292,10 @@ class Shared(Unreadable):
 def test_engine_without_fingerprints_is_rejected_if_they_are_required(caplog: pytest.LogCaptureFixture) -> None:
     required = RolloutConfig(verify_weights="fingerprints")
     with pytest.raises(ConfigError, match="Unreadable has no method fingerprints"):
-        ArrivalCheck(required, Unreadable())  # type: ignore[arg-type]
-    ArrivalCheck(required, Shared())  # type: ignore[arg-type]
+        EngineWeights(required, Unreadable())  # type: ignore[arg-type]
+    EngineWeights(required, Shared())  # type: ignore[arg-type]
     assert not caplog.records
-    ArrivalCheck(RolloutConfig(), Unreadable())  # type: ignore[arg-type]
+    EngineWeights(RolloutConfig(), Unreadable())  # type: ignore[arg-type]
     assert "not verified after an update" in caplog.text
 
 
@@ -303,9 +304,9 @@ def test_the_check_is_turned_off_with_a_reason_only(caplog: pytest.LogCaptureFix
         {"verify_weights": "never"},
         {"verify_weights": "never", "unverified_reason": " "},
         {"unverified_reason": "slow"},
-        {"verify_weights": "canary"},
+        {"verify_weights": "always"},
     ):
         with pytest.raises(ConfigError, match=r"rollout\.verify_weights"):
             RolloutConfig(**changes)
-    ArrivalCheck(RolloutConfig(verify_weights="never", unverified_reason="a known engine"), Unreadable())  # type: ignore[arg-type]
+    EngineWeights(RolloutConfig(verify_weights="never", unverified_reason="a known engine"), Unreadable())  # type: ignore[arg-type]
     assert "a known engine" in caplog.text

@@ -1,15 +1,17 @@
 """Plan which rank sends which slices to which rank, to copy the weights of one layout to another.
 
-The planning half of ``workers.weights.refit``: pure, the same on every rank, without tensors or processes.
+Pure: the same on every rank, without tensors or processes. ``workers.weights.resharding`` carries a plan out in the
+ranks of one group, and ``workers.weights.transfer`` between two groups.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
-from math import prod
+from itertools import chain, groupby, zip_longest
+from math import inf, prod
 from typing import NamedTuple
 
 from mcontroller.errors import DataError
@@ -17,15 +19,22 @@ from mcontroller.errors import DataError
 __all__ = [
     "LocalTensor",
     "Move",
-    "RefitPlan",
+    "ReshardingPlan",
     "Span",
+    "TensorInBucket",
     "check_known",
     "in_buckets",
     "interleaved",
+    "places_in_bucket",
     "plan_moves",
-    "plan_refit",
+    "plan_resharding",
+    "plan_whole",
     "spans_of",
+    "whole_tensors",
 ]
+
+_ALIGNMENT = 64  # [bytes] of a tensor in a bucket
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 class Span(NamedTuple):
@@ -89,23 +98,19 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RefitPlan:
-    """All moves of a refit.
+class ReshardingPlan:
+    """All moves of a resharding.
 
     Attributes:
         copies: moves from a rank to itself.
         buckets: moves from rank to rank, of one dtype each. In one bucket no rank sends or receives more than the
-            limit of ``plan_refit``.
+            limit of ``plan_resharding``.
         least_bytes: over all ranks, the bytes of their target parts that their source parts lack. No plan sends less.
     """
 
     copies: tuple[Move, ...]
     buckets: tuple[tuple[Move, ...], ...]
     least_bytes: int
-
-    def sent_by(self, rank: int) -> int:
-        """Return the bytes that one rank sends to others."""
-        return sum(move.nbytes for move in chain.from_iterable(self.buckets) if move.source_rank == rank)
 
 
 def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tuple[Span, ...]:
@@ -124,9 +129,9 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
     return tuple(span for span in spans if span.stop > span.start)
 
 
-def plan_refit(
+def plan_resharding(
     sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]], bucket_bytes: int
-) -> RefitPlan:
+) -> ReshardingPlan:
     """Return the moves that fill every target from the sources, in buckets.
 
     Args:
@@ -138,19 +143,21 @@ def plan_refit(
     Raises:
         DataError: the two are not the same model, or no source has a part of a tensor; with the names.
     """
-    copies, moves = plan_moves(sources, targets)
-    least = sum(move.nbytes for move in chain(*moves))
-    return RefitPlan(tuple(copies), tuple(in_buckets(interleaved(moves), bucket_bytes)), least)
+    moves = plan_moves(sources, targets)
+    copies = [move for of_rank in moves for move in of_rank if move.source_rank == move.target_rank]
+    sent = [[move for move in of_rank if move.source_rank != move.target_rank] for of_rank in moves]
+    least = sum(move.nbytes for move in chain(*sent))
+    return ReshardingPlan(tuple(copies), tuple(in_buckets(interleaved(sent), bucket_bytes)), least)
 
 
 def plan_moves(
     sources: Sequence[Sequence[LocalTensor]],
     targets: Sequence[Sequence[LocalTensor]],
     distance: Callable[[int, int], int] = lambda source, target: 0,
-) -> tuple[list[Move], list[list[Move]]]:
-    """Return the moves that fill every target from the sources: those within a rank, and by target rank all others.
+) -> list[list[Move]]:
+    """Return the moves that fill every target from the sources, by target rank.
 
-    A part that a rank has already is copied within the rank. If several ranks have a part, one of the nearest sends it;
+    A part that a rank has already is moved within the rank. If several ranks have a part, one of the nearest sends it;
     of these the one that has sent the least so far.
 
     Args:
@@ -165,24 +172,95 @@ def plan_moves(
     dims = _dims(chain(*sources, *targets))
     parts = _parts(sources, dims)
     sent = [0] * len(sources)
-    copies: list[Move] = []
     moves: list[list[Move]] = [[] for _ in targets]
     for rank, local in enumerate(targets):
         for slot, target in enumerate(local):
             for span in target.along(dims[target.name]):
-                for move in _into(rank, slot, span, parts[target.name], sent, distance):
-                    (copies if move.source_rank == rank else moves[rank]).append(move)
+                for move in _into(rank, slot, span, target.name, parts[target.name], sent, distance):
+                    moves[rank].append(move)
                     sent[move.source_rank] += move.nbytes if move.source_rank != rank else 0
-            _check_filled(target, rank, dims[target.name], parts[target.name])
-    return copies, moves
+    return moves
+
+
+def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]:
+    """Return every tensor that any rank has a part of, whole, layer after layer.
+
+    Args:
+        sources: by rank, its tensors in the order of its model.
+    """
+    found: dict[str, tuple[float, LocalTensor]] = {}
+    for local in sources:
+        layer = -1.0  # before the layers
+        for tensor in local:
+            if numbered := _LAYER.search(tensor.name):
+                layer = float(numbered[1])
+            elif layer >= 0:
+                layer = inf  # after them
+            found.setdefault(tensor.name, (layer, tensor._replace(dim=None, spans=(), contiguous=True)))
+    return [tensor for _, tensor in sorted(found.values(), key=lambda pair: pair[0])]
+
+
+def plan_whole(
+    sources: Sequence[Sequence[LocalTensor]],
+    targets: Sequence[Sequence[LocalTensor]],
+    bucket_bytes: int,
+    distance: Callable[[int, int], int] = lambda source, target: 0,
+) -> tuple[tuple[Move, ...], ...]:
+    """Return the moves that put whole tensors together, in buckets of one dtype in which every tensor is complete.
+
+    In a bucket no rank sends or receives more bytes than the limit, unless the bucket has one tensor only. Of a bucket,
+    every rank gets its tensors in the order of their slots.
+
+    Args:
+        sources: by rank, its tensors.
+        targets: by rank, the whole tensors that it wants, in the order of ``whole_tensors``.
+        bucket_bytes: the limit.
+        distance: from one rank to another.
+
+    Raises:
+        DataError: no source has a part of a tensor.
+    """
+    order = {tensor.name: number for number, tensor in enumerate(whole_tensors(sources))}
+
+    def number_of(move: Move) -> int:
+        return order[targets[move.target_rank][move.target_slot].name]
+
+    moves = sorted(chain(*plan_moves(sources, targets, distance)), key=lambda move: (move.dtype, number_of(move)))
+    buckets: list[list[Move]] = []
+    nbytes, reached = Counter[tuple[str, int]](), ""
+    for _, of_tensor in groupby(moves, key=number_of):
+        tensor, added = list(of_tensor), Counter[tuple[str, int]]()
+        for move in tensor:
+            added["from", move.source_rank] += move.nbytes
+            added["to", move.target_rank] += move.nbytes
+        if tensor[0].dtype != reached or any(nbytes[key] + more > bucket_bytes for key, more in added.items()):
+            buckets.append([])
+            nbytes, reached = Counter(), tensor[0].dtype
+        buckets[-1] += tensor
+        nbytes += added
+    return tuple(map(tuple, buckets))
+
+
+TensorInBucket = tuple[str, str, tuple[int, ...], int]
+"""Name, name of the dtype, shape, and first byte in the bucket: plain values, which processes of engines unpickle."""
+
+
+def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucket], int]:
+    """Return the places of whole tensors in a bucket, one after another, and the bytes of the bucket."""
+    places: list[TensorInBucket] = []
+    end = 0
+    for tensor in tensors:
+        places.append((tensor.name, tensor.dtype, tensor.shape, end))
+        end += -(-prod(tensor.shape) * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return places, end
 
 
 def check_known(names: Sequence[str]) -> None:
     """Raise DataError if there are ``names``: tensors whose position in the whole model is unknown."""
     if names:
         raise DataError(
-            f"cannot refit {', '.join(names)}: expected plain tensors with at least one dim, divided evenly; of "
-            "experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
+            f"cannot move the weights {', '.join(names)}: expected plain tensors with at least one dim, divided evenly;"
+            " of experts only linear_fc1 and linear_fc2 of decoder layers, grouped or one by one",
             names=names,
         )
 
@@ -215,6 +293,7 @@ def _into(
     rank: int,
     slot: int,
     span: Span,
+    name: str,
     parts: Sequence[_Part],
     sent: Sequence[int],
     distance: Callable[[int, int], int],
@@ -225,6 +304,8 @@ def _into(
         first, last = max(reached, part.start), min(span.stop, part.stop)
         if first >= last:
             continue
+        if part.start > reached:
+            break
         nearest = min(part.holders, key=lambda holder: (distance(holder, rank), sent[holder], holder))
         sender = rank if rank in part.holders else nearest
         its_slot, offset = part.holders[sender]
@@ -241,6 +322,12 @@ def _into(
             target_start=span.offset + first - span.start,
         )
         reached = last
+    if reached < span.stop:
+        raise DataError(
+            f"{name}: rank {rank} needs indices {span.start} to {span.stop} of dim {parts[0].dim}; no rank of the "
+            f"source has index {reached}",
+            name=name,
+        )
 
 
 def interleaved(moves: Sequence[Sequence[Move]]) -> list[Move]:
@@ -323,17 +410,3 @@ def _check_same_model(sources: Sequence[Sequence[LocalTensor]], targets: Sequenc
             unexpected=unexpected,
             differing=differing,
         )
-
-
-def _check_filled(target: LocalTensor, rank: int, dim: int, parts: Sequence[_Part]) -> None:
-    for span in target.along(dim):
-        reached = span.start
-        for part in parts:
-            if part.start <= reached:
-                reached = max(reached, part.stop)
-        if reached < span.stop:
-            raise DataError(
-                f"{target.name}: rank {rank} needs indices {span.start} to {span.stop} of dim {dim}; no rank of the "
-                f"source has index {reached}",
-                name=target.name,
-            )

@@ -1,0 +1,131 @@
+"""Compare the weights that have arrived with those that were sent, by their fingerprints; without tensors.
+
+A tolerance on log-probabilities cannot do this. One update in bfloat16 at a learning rate of 1e-6 changes them by less
+than engine and policy differ anyway. Fingerprints of the tensors are equal or not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from mcontroller.errors import MControllerError
+from workers.weights.fingerprints import Fingerprint, whole_fingerprints
+
+__all__ = ["Verification", "WeightsNotArrived", "dtypes_by_name"]
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsNotArrived(MControllerError):
+    """After an update, the receiver does not hold the weights of the policy; it gets them again before it generates.
+
+    Attributes:
+        update: the number of the update, ``weights_version`` of the worker; the version of the policy if the weights
+            were sent from another group.
+        tensors: by name, the fingerprints of the policy and of the receiver; several if copies differ.
+        old: names of those of ``tensors`` of which the receiver holds the values of the update before.
+        missing: names of tensors of the policy that no rank of the receiver holds.
+        unknown: names of tensors that the receiver holds and the policy does not have.
+        ranks: ranks of the receiver that hold a value of ``tensors`` that is not the policy's.
+    """
+
+    update: int
+    tensors: dict[str, tuple[list[int], list[int]]]
+    old: list[str]
+    missing: list[str]
+    unknown: list[str]
+    ranks: list[int]
+
+
+def dtypes_by_name(of_ranks: Sequence[Sequence[Fingerprint]]) -> dict[str, list[str]]:
+    """Return by name the dtypes in which ranks hold the tensor."""
+    dtypes: dict[str, set[str]] = defaultdict(set)
+    for fingerprints in of_ranks:
+        for each in fingerprints:
+            dtypes[each.name].add(each.dtype)
+    return {name: sorted(found) for name, found in dtypes.items()}
+
+
+class Verification:
+    """Compares a receiver with the policy after every update, and remembers the values of the update before.
+
+    Args:
+        receiver: what weights are sent to, for errors.
+    """
+
+    def __init__(self, receiver: str) -> None:
+        self._receiver = receiver
+        self._before: dict[tuple[str, str], set[int]] = {}
+
+    def check(
+        self, policy: Sequence[Sequence[Fingerprint]], held: Sequence[Sequence[Fingerprint]], update: int
+    ) -> None:
+        """Raise unless the receiver holds the weights of the policy.
+
+        Args:
+            policy: by rank of the policy, the fingerprints of its parts in the dtypes of the receiver.
+            held: by rank of the receiver, those of what it holds.
+            update: the number of the update.
+
+        Raises:
+            WeightsNotArrived: with the ranks and the tensors.
+        """
+        expected, found = whole_fingerprints(policy), whole_fingerprints(held)
+        tensors: dict[str, tuple[list[int], list[int]]] = {}
+        old, ranks = set[str](), set[int]()
+        for key in expected.keys() & found.keys():
+            right, values = expected[key].keys(), found[key].keys()
+            if not values <= right:
+                tensors[key[0]] = sorted(right), sorted(values)
+                ranks |= {rank for value in values - right for rank in found[key][value]}
+                if values <= right | self._before.get(key, set()):
+                    old.add(key[0])
+            elif len(right) > 1:
+                logger.warning("update %d: ranks of the policy hold different values of %s", update, key[0])
+        missing = sorted({name for name, _ in expected.keys() - found.keys()})
+        unknown = sorted({name for name, _ in found.keys() - expected.keys()})
+        if tensors or missing or unknown:
+            on = f" (ranks {_some(sorted(ranks), 16)})" if ranks else ""
+            raise WeightsNotArrived(
+                f"update {update} of the weights did not arrive in {self._receiver}{on}: "
+                + _text(len(expected), tensors, old, missing, unknown),
+                update=update,
+                tensors=dict(sorted(tensors.items())),
+                old=sorted(old),
+                missing=missing,
+                unknown=unknown,
+                ranks=sorted(ranks),
+            )
+        self._before = {key: set(values) for key, values in expected.items()}
+
+
+def _text(
+    count: int,
+    tensors: dict[str, tuple[list[int], list[int]]],
+    old: Collection[str],
+    missing: Sequence[str],
+    unknown: Sequence[str],
+) -> str:
+    parts = []
+    others = sorted(tensors.keys() - old)
+    if old:
+        parts.append(f"it holds values from before the update in {len(old)} of {count} tensors ({_some(sorted(old))})")
+    if others:
+        name = others[0]
+        policy, held = ("/".join(f"{value & (1 << 64) - 1:016x}" for value in side) for side in tensors[name])
+        parts.append(
+            f"other values than the policy in {len(others)} of {count} tensors ({_some(others)}; {name} has the "
+            f"fingerprint {held}, the policy's is {policy})"
+        )
+    if missing:
+        parts.append(f"no rank reports {_some(missing)}")
+    if unknown:
+        parts.append(f"it reports {_some(unknown)}, which the policy does not have under this name")
+    return "; ".join(parts)
+
+
+def _some(values: Sequence[str | int], most: int = 4) -> str:
+    text = ", ".join(map(str, values[:most]))
+    return text + (f" and {len(values) - most} more" if len(values) > most else "")
