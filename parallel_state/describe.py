@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS, dense_grid, expert_grid, product_text
 from parallel_state.errors import TopologyError
 
-__all__ = ["runs_text", "topology_text"]
+__all__ = ["runs_text", "table_text", "topology_text"]
 
 Sizes = Mapping[str, int]
 Indices = Mapping[str, Sequence[int]]
@@ -121,7 +121,7 @@ def _stage_block(sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequ
         body.append([label, *(runs_text(ranks) for ranks in stages.values())])
     inside = [f"{axis} {runs_text(range(sizes[axis]))}" for axis in reversed(cell) if sizes[axis] > 1]
     legend = f"\n(ranks in a cell: {', then '.join(inside)})" if inside else ""
-    return _table(head, body, max_rows) + legend
+    return table_text(head, body, max_rows) + legend
 
 
 def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: int) -> str:
@@ -134,7 +134,7 @@ def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: 
     for node, ranks in ranks_on.items():
         indices = (sorted({columns[axis][rank] for rank in ranks}) for axis in axes)
         body.append([node, runs_text(ranks), *map(runs_text, indices)])
-    text = _table(["node", "ranks", *axes], body, max_rows)
+    text = table_text(["node", "ranks", *axes], body, max_rows)
     return f"{text}\n({_node_crossings(sizes, columns, nodes, axes)})" if axes and len(ranks_on) > 1 else text
 
 
@@ -162,13 +162,18 @@ def _rank_block(sizes: Sizes, columns: Indices, texts: Mapping[str, Sequence[str
     for rank in range(_world_size(columns)):
         indices = (str(columns[axis][rank]) for axis in axes)
         body.append([str(rank), *(values[rank] for values in texts.values()), *indices])
-    return _table(["rank", *texts, *axes], body, max_rows)
+    return table_text(["rank", *texts, *axes], body, max_rows)
 
 
-def _table(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int) -> str:
+def table_text(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int) -> str:
     """Return left-aligned columns.
 
     Rows past ``max_rows`` and columns past the width are replaced by dots; the last rows and the last column remain.
+
+    Args:
+        head: The title of each column.
+        body: The cells of each row.
+        max_rows: The largest number of rows below the head.
     """
     rows = [list(head), *map(list, body)]
     if len(body) > max_rows:

@@ -10,10 +10,9 @@ import difflib
 import sys
 from typing import Any
 
-from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Plan, plan
+from mcontroller.dispatch.modes import Dispatch, DispatchSpec, plan
 from mcontroller.errors import DispatchError
 from mcontroller.locality import locality, nodes_of
-from parallel_state.describe import runs_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
@@ -52,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if found := locality(topology):
         blocks.append("\n".join(found.lines()))
     if arguments.mode is not None:
-        blocks.append(plan_table(plan(mode_named(arguments.mode), topology), arguments.max_rows))
+        blocks.append(plan(mode_named(arguments.mode), topology).describe(arguments.max_rows))
     sys.stdout.write("\n\n".join(blocks) + "\n")
     return 0
 
@@ -71,21 +70,3 @@ def mode_named(name: str) -> DispatchSpec[Any, Any]:
     if spec.in_worker_only:
         raise DispatchError(f"mode {name} is called on the worker itself, never through a group", mode=name)
     return spec
-
-
-def plan_table(planned: Plan, max_rows: int) -> str:
-    """Return the plan as a table of shards: which ranks read each shard, and which of them return a result."""
-    spec, returning = planned.spec, set(planned.collected)
-    split = f"{spec.arguments} split over {' x '.join(spec.axes)}" if spec.axes else "arguments as they are"
-    table = [("shard", "ranks", "returning")]
-    for shard, readers in enumerate(planned.readers()):
-        returns = runs_text([rank for rank in readers if rank in returning]) or "none"
-        table.append((str(shard), runs_text(readers), returns))
-    hidden = len(table) - 1 - max_rows
-    if hidden > 0:
-        table = [*table[: max_rows + 1], ("..", f"{hidden} more shards", "")]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    ranks = f"{len(planned.ranks)} rank{'s' if len(planned.ranks) > 1 else ''}"
-    results = f"{len(planned.collected)} of them return{'s' if len(planned.collected) == 1 else ''} ({spec.result})"
-    return "\n".join([f"{spec.name}: {split}; {ranks} run, {results}", *rows])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
+from parallel_state.describe import runs_text, table_text
 from parallel_state.topology import Topology
 
 __all__ = ["Dispatch", "DispatchSpec", "Execute", "ExecuteMode", "Plan", "RowRule", "plan", "register_dispatch_mode"]
@@ -388,15 +389,21 @@ class Plan:
             readers[shard].append(rank)
         return readers
 
-    def describe(self) -> str:
-        """Return the plan as text: the rule, then for each shard the ranks that read it and those that return."""
-        split = f"split over {' x '.join(self.spec.axes)}" if self.spec.axes else "arguments as they are"
-        lines = [f"{self.spec}: {len(self.ranks)} ranks, {split}, {len(self.collected)} return ({self.spec.result})"]
-        returning = set(self.collected)
-        for shard, ranks in enumerate(self.readers()):
-            marked = " ".join(f"{rank}*" if rank in returning else str(rank) for rank in ranks)
-            lines.append(f"  shard {shard}: ranks {marked}")
-        return "\n".join([*lines, "  * returns its result"])
+    def describe(self, max_rows: int = 32) -> str:
+        """Return the plan as text: the rule, then for each shard the ranks that read it and those that return.
+
+        Args:
+            max_rows: the largest number of shards; those in the middle of a longer table are left out.
+        """
+        spec, returning = self.spec, set(self.collected)
+        split = f"{spec.arguments} split over {' x '.join(spec.axes)}" if spec.axes else "arguments as they are"
+        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
+        results = f"{len(self.collected)} of them return{'s' if len(self.collected) == 1 else ''} ({spec.result})"
+        rows = [
+            (str(shard), runs_text(readers), runs_text([rank for rank in readers if rank in returning]) or "none")
+            for shard, readers in enumerate(self.readers())
+        ]
+        return f"{spec}: {split}; {ranks} run, {results}\n{table_text(('shard', 'ranks', 'returning'), rows, max_rows)}"
 
 
 def plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: Collection[int] | None = None) -> Plan:

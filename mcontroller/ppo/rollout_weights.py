@@ -108,8 +108,8 @@ class RolloutWeights:
 
     def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
         """Whether an engine has slept since it got the weights, so that another group had the memory of its GPUs."""
-        reports = hasattr(rollout.worker_cls, "has_weights")
-        return reports and self._stages.devices.are_shared(rollout) and not rollout.has_weights()
+        may_lose = rollout.offers("has_weights") and self._stages.devices.are_shared(rollout)
+        return may_lose and not rollout.has_weights()
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the last transfer cost, once."""

@@ -13,10 +13,12 @@ import re
 import struct
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
+from typing import Any
 
-from parallel_state.patches.import_hook import Patch, PatchingFinder, PatchingLoader
+from parallel_state.patches.import_hook import ImportHook, Patch
 
 PACKAGES = ("megatron", "mbridge")
 """The top-level packages whose sources are always rewritten; ``add_packages`` adds others."""
@@ -35,7 +37,12 @@ def install_hook(patches: Mapping[str, Patch]) -> None:
     Args:
         patches: Module name -> function that is called with the module right after its import.
     """
-    sys.meta_path.insert(0, _Finder(patches))
+
+    def patch(module: ModuleType) -> None:
+        if module.__name__ in patches:
+            patches[module.__name__](module)
+
+    sys.meta_path.insert(0, _RewritingHook(is_rewritten, patch))
 
 
 def add_packages(names: Iterable[str]) -> None:
@@ -53,15 +60,12 @@ def is_rewritten(fullname: str) -> bool:
     return any(".".join(parts[: i + 1]) in _packages for i in range(len(parts)))
 
 
-class _Finder(PatchingFinder):
-    def wants(self, fullname: str) -> bool:
-        return is_rewritten(fullname)
-
-    def loader(self, fullname: str, path: str) -> PatchingLoader:
-        return _Loader(fullname, path, self.patches.get(fullname))
+class _RewritingHook(ImportHook):
+    def loader(self, found: Any) -> Any:
+        return _Loader(found.name, found.path) if type(found) is SourceFileLoader else found
 
 
-class _Loader(PatchingLoader):
+class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         cache = importlib.util.cache_from_source(path, optimization=_CACHE_TAG)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Patch", "PatchingFinder", "PatchingLoader", "patch_modules"]
+__all__ = ["ImportHook", "Patch", "patch_modules"]
 
 Patch = Callable[[Any], None]
 """Called with a module right after its import."""
@@ -24,46 +24,48 @@ def patch_modules(patches: Mapping[str, Patch]) -> None:
     for name, patch in patches.items():
         if name in sys.modules:
             patch(sys.modules[name])
-    sys.meta_path.insert(0, PatchingFinder({name: patch for name, patch in patches.items() if name not in sys.modules}))
+    later = {name: patch for name, patch in patches.items() if name not in sys.modules}
+    sys.meta_path.insert(0, ImportHook(later.__contains__, lambda module: later[module.__name__](module)))
 
 
-class PatchingLoader(importlib.machinery.SourceFileLoader):
-    """Load a module from its source, then patch it."""
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Finds modules as the other finders do, and calls a function with a module right after its code has run.
 
-    def __init__(self, fullname: str, path: str, patch: Patch | None) -> None:
-        super().__init__(fullname, path)
-        self._patch = patch
+    Args:
+        wanted: Whether the function is called with a module, by its name.
+        loaded: The function.
+    """
 
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code, then its patch."""
-        super().exec_module(module)
-        if self._patch is not None:
-            self._patch(module)
+    def __init__(self, wanted: Callable[[str], bool], loaded: Callable[[ModuleType], None]) -> None:
+        self._wanted, self._loaded = wanted, loaded
+        self._finding: set[str] = set()
 
-
-class PatchingFinder(importlib.abc.MetaPathFinder):
-    """Find modules as the other finders do, with a loader that patches them."""
-
-    def __init__(self, patches: Mapping[str, Patch]) -> None:
-        self.patches = patches
-
-    def wants(self, fullname: str) -> bool:
-        """Whether the module is loaded with ``loader``."""
-        return fullname in self.patches
-
-    def loader(self, fullname: str, path: str) -> PatchingLoader:
-        """Return the loader of a module."""
-        return PatchingLoader(fullname, path, self.patches.get(fullname))
+    def loader(self, found: Any) -> Any:
+        """Return the loader to use in place of the one that was found; by default that one."""
+        return found
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that another finder finds, with a patching loader if it is loaded from source."""
-        if not self.wants(fullname):
+    ) -> ModuleSpec | None:
+        """Return the spec that another finder finds, with a loader that calls the function."""
+        if fullname in self._finding or not self._wanted(fullname):
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = self.loader(spec.loader.name, spec.loader.path)
+        self._finding.add(fullname)
+        try:
+            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((each for each in found if each is not None), None)
+        finally:
+            self._finding.remove(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = self._calling(self.loader(spec.loader))
         return spec
+
+    def _calling(self, loader: Any) -> Any:
+        execute = loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            self._loaded(module)
+
+        loader.exec_module = execute_and_call
+        return loader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -15,7 +15,7 @@ from parallel_state.simulated.errors import CollectiveMismatch
 from parallel_state.simulated.process_group import SimulatedGroup
 from parallel_state.topology import Topology
 
-__all__ = ["AxesOfGroups", "GroupRegistry"]
+__all__ = ["GroupRegistry"]
 
 _numbers = itertools.count()
 
@@ -28,24 +28,29 @@ class GroupRegistry:
 
     Args:
         world_size: The number of ranks.
-        describe: Returns a rank as messages show it.
-        axis_of: Returns the axes of a group from its ranks and description.
+        topology: The coordinates of the ranks; None if they are not known: then messages show those that ranks have in
+            Megatron's groups, by the descriptions of these.
     """
 
-    def __init__(
-        self, world_size: int, describe: Callable[[int], str], axis_of: Callable[[Sequence[int], str], str]
-    ) -> None:
+    def __init__(self, world_size: int, topology: Topology | None) -> None:
         self._world = tuple(range(world_size))
-        self._describe, self._axis_of = describe, axis_of
+        self._topology = topology
         self._groups: list[SharedGroup] = []
         self._local: dict[str, SharedGroup] = {}
         self._created = [0] * world_size
         self._members: list[list[SimulatedGroup]] = [[] for _ in range(world_size)]
         self._prefix = f"simulation {next(_numbers)}"
 
-    def of_rank(self, rank: int) -> Iterable[SharedGroup]:
-        """Return the groups that a rank is a member of and has created."""
-        return [group.shared for group in self._members[rank]]
+    def describe(self, rank: int) -> str:
+        """Return a rank with its index on every axis of more than one rank."""
+        if self._topology is not None:
+            axes = [axis for axis in self._topology.dense_axes if self._topology.size(axis) > 1]
+            return rank_text(rank, {axis: self._topology.coordinates(rank)[axis] for axis in axes})
+        groups = [group.shared for group in self._members[rank]]
+        named = {AXIS_OF_DESCRIPTION[each.description]: each.ranks for each in groups
+                 if each.description in AXIS_OF_DESCRIPTION}  # fmt: skip
+        axes = [axis for axis in ("tp", "cp", "dp", "pp") if len(named.get(axis, ())) > 1]
+        return rank_text(rank, {axis: named[axis].index(rank) for axis in axes})
 
     def create(self, rank: int, ranks: tuple[int, ...], name: str, description: str, tag: Any) -> SharedGroup:
         """Return the group that a rank creates next.
@@ -65,8 +70,8 @@ class GroupRegistry:
             if group.ranks != members:
                 raise CollectiveMismatch(
                     f"call {number} of new_group has different ranks: all ranks create all groups in the same order"
-                    f"\n\n{self._describe(group.creator)}: new_group({members_text(group.ranks)}) {group.description}"
-                    f"\n    at {group.line}\n{self._describe(rank)}: new_group({members_text(members)}) {description}"
+                    f"\n\n{self.describe(group.creator)}: new_group({members_text(group.ranks)}) {group.description}"
+                    f"\n    at {group.line}\n{self.describe(rank)}: new_group({members_text(members)}) {description}"
                     f"\n    at {calling_line()}",
                     ranks=(group.creator, rank),
                 )
@@ -108,8 +113,8 @@ class GroupRegistry:
             return None
         group = self._groups[self._created[fewer[0]]]
         return (
-            f"{self._describe(fewer[0])} called new_group {self._created[fewer[0]]} times, and rank {group.creator} "
-            f"{most} times: all ranks create all groups\n\n{self._describe(group.creator)}: new_group("
+            f"{self.describe(fewer[0])} called new_group {self._created[fewer[0]]} times, and rank {group.creator} "
+            f"{most} times: all ranks create all groups\n\n{self.describe(group.creator)}: new_group("
             f"{members_text(group.ranks)}) {group.description}\n    at {group.line}\n    not called on ranks "
             f"{members_text(fewer)}",
             (*fewer, group.creator),
@@ -118,46 +123,7 @@ class GroupRegistry:
     def _new(self, name: str, description: str, ranks: tuple[int, ...], rank: int) -> SharedGroup:
         return SharedGroup(name, description, ranks, rank, calling_line(), self._axis_of(ranks, description))
 
-
-def _group_name(name: str) -> Any:
-    """Return a name in the type that torch 2.13 has for names of groups."""
-    return name
-
-
-class AxesOfGroups:
-    """The axes of a topology; without one, those of Megatron's groups by their descriptions.
-
-    Args:
-        topology: The coordinates of the ranks; None, or a number of ranks, if they are not known.
-    """
-
-    def __init__(self, topology: Topology | int | None) -> None:
-        self._topology = topology if isinstance(topology, Topology) else None
-
-    def describe(self, rank: int, groups: Iterable[SharedGroup]) -> str:
-        """Return a rank with its index on every axis of more than one rank.
-
-        Args:
-            rank: The rank.
-            groups: The groups that it has created, for ranks without a topology.
-        """
-        if self._topology is not None:
-            axes = [axis for axis in self._topology.dense_axes if self._topology.size(axis) > 1]
-            coordinates = {axis: self._topology.coordinates(rank)[axis] for axis in axes}
-        else:
-            named = {
-                AXIS_OF_DESCRIPTION[each.description]: each
-                for each in groups
-                if each.description in AXIS_OF_DESCRIPTION
-            }
-            coordinates = {
-                axis: named[axis].ranks.index(rank)
-                for axis in ("tp", "cp", "dp", "pp")
-                if axis in named and len(named[axis].ranks) > 1
-            }
-        return rank_text(rank, coordinates)
-
-    def of_group(self, ranks: Sequence[int], description: str) -> str:
+    def _axis_of(self, ranks: Sequence[int], description: str) -> str:
         """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""
         if self._topology is None or len(ranks) == 1:
             return AXIS_OF_DESCRIPTION.get(description, "")
@@ -165,3 +131,8 @@ class AxesOfGroups:
         axes = self._topology.expert_axes if expert else self._topology.dense_axes
         coordinates = [self._topology.coordinates(rank) for rank in ranks]
         return "-".join(axis for axis in axes if len({each[axis] for each in coordinates}) > 1)
+
+
+def _group_name(name: str) -> Any:
+    """Return a name in the type that torch 2.13 has for names of groups."""
+    return name

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from parallel_state.patches.import_hook import ImportHook
 from parallel_state.rank_state import Attributes, RankState, StatePart, StateValue, distributed_parts
 
 __all__ = ["ProcessState", "has_megatron"]
@@ -47,7 +46,7 @@ class ProcessState:
     def __init__(self, functions: Mapping[Any, tuple[str, ...]], modules: tuple[str, ...] = ()) -> None:
         self._packages = (*_MODULES, *modules)
         self._known: set[str] = set()
-        self._environment = Environment()
+        self._environment = StateValue(lambda: dict(_variables()), _set_variables)
         self._replaced = {id(owner): Attributes(owner, names, _same) for owner, names in functions.items()}
         self.parts: list[StatePart] = [
             *distributed_parts(),
@@ -58,7 +57,7 @@ class ProcessState:
             StateValue(np.random.get_state, np.random.set_state),
             StateValue(torch.get_rng_state, torch.set_rng_state),
             StateValue(torch.get_default_dtype, torch.set_default_dtype),
-            Directory(),
+            StateValue(os.getcwd, _change_directory),
         ]
         if has_megatron():
             self._add_megatron()
@@ -101,7 +100,7 @@ class ProcessState:
     @contextlib.contextmanager
     def watched_imports(self) -> Iterator[None]:
         """Return a context manager in which a module is added at the end of its import, with its first values."""
-        watch = ImportWatch(self._is_swapped, self._add)
+        watch = ImportHook(self._is_swapped, self._add)
         sys.meta_path.insert(0, watch)
         try:
             yield
@@ -146,97 +145,31 @@ class FirstValues(Attributes):
         return {name: self._copied(value) for name, value in self._first.items()}
 
 
-class ImportWatch(importlib.abc.MetaPathFinder):
-    """Finds modules as the other finders do, and reports those that were loaded.
-
-    Args:
-        wanted: Whether a module is reported, by its name.
-        loaded: Called with a module right after its code has run.
-    """
-
-    def __init__(self, wanted: Callable[[str], bool], loaded: Callable[[ModuleType], None]) -> None:
-        self._wanted, self._loaded = wanted, loaded
-        self._finding: set[str] = set()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that another finder finds, with a loader that reports the module."""
-        if fullname in self._finding or not self._wanted(fullname):
-            return None
-        self._finding.add(fullname)
-        try:
-            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((each for each in found if each is not None), None)
-        finally:
-            self._finding.remove(fullname)
-        if spec is not None and spec.loader is not None:
-            self._report(spec.loader)
-        return spec
-
-    def _report(self, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def execute_and_report(module: ModuleType) -> None:
-            execute(module)
-            self._loaded(module)
-
-        loader.exec_module = execute_and_report
-
-
 def has_megatron() -> bool:
     """Whether Megatron-Core is installed."""
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
-class Environment:
-    """The environment variables."""
-
-    def fresh(self) -> dict[bytes, bytes]:
-        """Return those of this process."""
-        return self.read()
-
-    def read(self) -> dict[bytes, bytes]:
-        """Return a copy."""
-        return dict(_variables())
-
-    def write(self, value: dict[bytes, bytes]) -> None:
-        """Set and delete variables until they are ``value``."""
-        now = _variables()
-        if now == value:
-            return
-        for name in [name for name in now if name not in value]:
-            del os.environb[name]
-        for name, each in value.items():
-            if now.get(name) != each:
-                os.environb[name] = each
-
-
-class Directory:
-    """The current directory. A value is written right after another was read, which saves one system call of two."""
-
-    def __init__(self) -> None:
-        self._now = os.getcwd()
-
-    def fresh(self) -> str:
-        """Return that of this process."""
-        return self.read()
-
-    def read(self) -> str:
-        """Return it."""
-        self._now = os.getcwd()
-        return self._now
-
-    def write(self, value: str) -> None:
-        """Change to it."""
-        if value != self._now:
-            os.chdir(value)
-            self._now = value
-
-
 def _variables() -> dict[bytes, bytes]:
     variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
     return variables
+
+
+def _set_variables(value: dict[bytes, bytes]) -> None:
+    """Set and delete environment variables until they are ``value``."""
+    now = _variables()
+    if now == value:
+        return
+    for name in [name for name in now if name not in value]:
+        del os.environb[name]
+    for name, each in value.items():
+        if now.get(name) != each:
+            os.environb[name] = each
+
+
+def _change_directory(directory: str) -> None:
+    if os.getcwd() != directory:
+        os.chdir(directory)
 
 
 def _same(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
@@ -27,7 +28,7 @@ from parallel_state.simulated.errors import (
     UnsupportedError,
 )
 from parallel_state.simulated.exchange import Exchange
-from parallel_state.simulated.groups import AxesOfGroups, GroupRegistry
+from parallel_state.simulated.groups import GroupRegistry
 from parallel_state.simulated.process_group import SimulatedGroup, SimulatedStore
 from parallel_state.simulated.process_state import ProcessState, has_megatron
 from parallel_state.simulated.scheduler import RankThread, Scheduler
@@ -79,8 +80,8 @@ class Simulation:
         self.world_size = layout if isinstance(layout, int) else layout.world_size
         self.failed_rank: int | None = None
         self._values: dict[str, bytes] = {}  # of the store
-        self._axes = AxesOfGroups(Topology.from_layout(layout) if isinstance(layout, ParallelLayout) else layout)
-        self._groups = GroupRegistry(self.world_size, self.describe, self._axes.of_group)
+        topology = Topology.from_layout(layout) if isinstance(layout, ParallelLayout) else layout
+        self._groups = GroupRegistry(self.world_size, topology if isinstance(topology, Topology) else None)
         self._exchange = Exchange(self.describe, check_async)
         self._trace = trace
         self._key_waits: dict[int, KeyWait] = {}
@@ -139,7 +140,7 @@ class Simulation:
 
     def describe(self, rank: int) -> str:
         """Return a rank with its coordinates, as messages show it."""
-        return self._axes.describe(rank, self._groups.of_rank(rank))
+        return self._groups.describe(rank)
 
     def missing(self, call: Call) -> list[int]:
         """Return the ranks that a call waits for."""
@@ -148,7 +149,7 @@ class Simulation:
     def announce(self, call: Call) -> None:
         """Match a call of the running rank with those of others; see ``Announcements``."""
         self._scheduler.check_running()
-        with _Failing(self._scheduler):
+        with self._failing():
             self._check_caller(call)
             if self._trace is not None and "check" not in call.options:
                 self._trace.add(Transfer.of(call))
@@ -161,12 +162,12 @@ class Simulation:
     def wait(self, call: Call) -> None:
         """Let other ranks run until a call is complete."""
         self._scheduler.check_running()
-        with _Failing(self._scheduler):
+        with self._failing():
             self._check_thread(f"wait of {call.operation}")
         self._scheduler.wait(call)
         if not call.waited:
             call.waited = True
-            with _Failing(self._scheduler):
+            with self._failing():
                 self._exchange.check_unchanged(call)
             call.guarded = []
 
@@ -190,6 +191,17 @@ class Simulation:
         for waiting in self._key_waits.values():
             waiting.done = all(key in self._values for key in waiting.keys)
         self._scheduler.wake({rank: waiting for rank, waiting in self._key_waits.items() if waiting.done})
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End all ranks at once if the block raises, even if the program catches the error."""
+        try:
+            yield
+        except RankStopped:
+            raise
+        except BaseException as error:
+            self._scheduler.fail(error)
+            raise
 
     def _check_caller(self, call: Call) -> None:
         self._check_thread(call.operation)
@@ -286,7 +298,7 @@ class Simulation:
                       backend_options: Any = None, timeout: Any = None, pg_tag: Any = None, device_id: Any = None,
                       group_desc: str | None = None) -> tuple[Any, Any]:  # fmt: skip
             self._scheduler.check_running()
-            with _Failing(self._scheduler):
+            with self._failing():
                 self._check_thread("new_group")
                 shared = self._groups.create(rank, tuple(ranks), name, group_desc or "", pg_tag)
                 if rank not in shared.ranks:
@@ -351,20 +363,6 @@ def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
         return {}
     importlib.import_module("parallel_state.megatron")  # patches Megatron before its first import
     return in_process_writers()
-
-
-class _Failing:
-    """A block whose errors end all ranks at once, even if the program catches them."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, RankStopped):
-            self._scheduler.fail(error)
 
 
 # ---- the text of a deadlock: its cause, and for every rank where it is and whom it waits for -----------------------

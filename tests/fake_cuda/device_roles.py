@@ -16,7 +16,7 @@ from workers.config import ParallelConfig
 from workers.megatron_worker import MegatronWorker
 
 
-class Ported(MegatronWorker):
+class UsesDevicesFirst(MegatronWorker):
     """Notes the devices that its code would use before it calls ``super().__init__()``, and after."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.ray.worker_group import RayWorkerGroup
-from tests.fake_cuda.device_roles import Ported, Sharded
+from tests.fake_cuda.device_roles import Sharded, UsesDevicesFirst
 from workers.config import ParallelConfig
 
 HERE = Path(__file__).parent
@@ -19,7 +19,7 @@ PRETEND = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}
 
 
 def seen_by_two_ranks(isolated: bool) -> tuple[list[Any], list[float]]:
-    init = RayClassWithInitArgs(Ported).update_options(PRETEND)
+    init = RayClassWithInitArgs(UsesDevicesFirst).update_options(PRETEND)
     with RayResourcePool([2], isolate_gpus=isolated) as pool, RayWorkerGroup(pool, init) as group:
         return group.devices(), group.total()
 

@@ -126,7 +126,7 @@ class Generator:
         if self._weights is None or self._weights.chunks is not self._state.model:
             model, context = self._state.model, self._state.context
             whole = hf_whole_tensors(model, context, self._config.rollout.vllm.bucket_bytes)
-            self._weights = PolicyWeights(model, context, whole)
+            self._weights = PolicyWeights(model, context, whole, self._device)
         return self._weights
 
     def _weights_of_checkpoint(self) -> PolicyWeights:

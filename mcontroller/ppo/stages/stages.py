@@ -222,11 +222,6 @@ class StageCall:
         self._future = self.method.options(blocking=False)(*self._arguments)
         self._arguments = None
 
-    @property
-    def is_started(self) -> bool:
-        """Whether the call was sent."""
-        return self._future is not None
-
     def ended(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of the call; return whether it has ended, and record its interval then."""
         assert self._future is not None

@@ -164,10 +164,10 @@ def test_a_plan_is_made_once_for_each_mode_and_topology() -> None:
 
 def test_a_plan_describes_itself() -> None:
     assert plan(Dispatch.MEGATRON_COMPUTE, TP2_PP2_DP2).describe() == (
-        "MEGATRON_COMPUTE: 8 ranks, split over dp, 2 return (list)\n"
-        "  shard 0: ranks 0 1 4* 5\n"
-        "  shard 1: ranks 2 3 6* 7\n"
-        "  * returns its result"
+        "MEGATRON_COMPUTE: entries split over dp; 8 ranks run, 2 of them return (list)\n"
+        "shard   ranks      returning\n"
+        "0       0-1, 4-5   4\n"
+        "1       2-3, 6-7   6"
     )
 
 

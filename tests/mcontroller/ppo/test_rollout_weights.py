@@ -32,7 +32,7 @@ def sending(rollout_cls: type, *, shared: bool) -> tuple[RolloutWeights, Any, li
     transfer = SimpleNamespace(run=lambda: sent.append(1) or report)
     actor_cls = SimpleNamespace(transfer_weights=lambda *_, **__: transfer)
     rollout: Any = rollout_cls()
-    rollout.worker_cls = rollout_cls
+    rollout.offers = lambda method: hasattr(rollout_cls, method)
     stages: Any = lambda name, method=None: nullcontext()  # noqa: E731
     stages.devices = SimpleNamespace(are_shared=lambda group: shared)
     weights = RolloutWeights(stages, TrainerConfig())

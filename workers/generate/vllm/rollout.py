@@ -190,7 +190,7 @@ class VllmRollout:
         try:
             if self.engine is None:
                 return sum(map(_nbytes, arriving))
-            self.engine.call("begin_update")
+            self.engine.call("begin_update", hashes=self._config.rollout.verify_weights != "never")
             for tensors in arriving:
                 if in_flight:
                     self.engine.result()

@@ -29,17 +29,17 @@ class PolicyReceiver:
     policy_names_expected: frozenset[str]
     policy_names_received: set[str]
     policy_sums: dict[tuple[str, str], torch.Tensor]
-    policy_keys: IndexKeys
+    policy_keys: IndexKeys | None
     policy_buckets: dict[str, torch.Tensor]
 
-    def begin_policy_update(self) -> None:
-        """Prepare the layers for new weights."""
+    def begin_policy_update(self, hashes: bool = True) -> None:
+        """Prepare the layers for new weights, which are hashed as they arrive if ``hashes``."""
         model = self.model_runner.get_model()
         # Before the layers are prepared: a tied output layer has a parameter of its own afterwards, with no weight.
         self.policy_names_expected = frozenset(name for name, _ in model.named_parameters())
         initialize_layerwise_reload(model)
         self.policy_names_received = set()
-        self.policy_sums, self.policy_keys = {}, IndexKeys()
+        self.policy_sums, self.policy_keys = {}, IndexKeys() if hashes else None
         self._unmap_buckets()  # of an update that failed
 
     def receive_policy_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
@@ -71,8 +71,7 @@ class PolicyReceiver:
         missing = sorted(self.policy_names_expected - self.policy_names_received)
         if missing:
             raise RuntimeError(f"the update had no values for {len(missing)} weights of vLLM's model: {missing[:8]}")
-        sums, self.policy_keys = self.policy_sums, IndexKeys()
-        self.policy_sums = {}
+        sums, self.policy_sums, self.policy_keys = self.policy_sums, {}, None
         values = torch.stack(list(sums.values())).tolist() if sums else []
         return [(name, dtype, value) for (name, dtype), value in zip(sums, values, strict=True)]
 
@@ -111,8 +110,9 @@ class PolicyReceiver:
         for name, dtype, shape, first in tensors:
             content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
             copy = content.to(self.device, copy=True, non_blocking=True)
-            whole = copy if shape else copy.view(1)
-            self.policy_sums[name, dtype] = sum_of_bits(whole, [0] * whole.dim(), copy.dtype, self.policy_keys)
+            if self.policy_keys is not None:
+                whole = copy if shape else copy.view(1)
+                self.policy_sums[name, dtype] = sum_of_bits(whole, [0] * whole.dim(), copy.dtype, self.policy_keys)
             yield name, copy
 
     def _divide_logits(self) -> None:

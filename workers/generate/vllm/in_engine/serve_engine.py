@@ -101,15 +101,15 @@ class Served:
             self._report_progress()
         return [answers[number] for number in range(first, self._requests)]
 
-    def begin_update(self) -> None:
-        """Start an update of the weights.
+    def begin_update(self, hashes: bool = True) -> None:
+        """Start an update of the weights, which are hashed as they arrive if ``hashes``.
 
         On a GPU, only the weights have memory until ``generate``: those of the engine and of the policy, tensors on
         their way and the cache would not fit together.
         """
         self.sleep()
         self._wake("weights")
-        self._llm.collective_rpc("begin_policy_update")
+        self._llm.collective_rpc("begin_policy_update", args=(hashes,))
 
     def receive_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
         """Load the tensors of a bucket; see ``policy_receiver``."""
