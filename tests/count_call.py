@@ -28,6 +28,7 @@ PAYLOAD = (
     "mcontroller.partition.",
     "mcontroller.ray.values.references.",
     "mcontroller.ray.values.wire.",
+    "workers.config.roles.MicroBatchSize",
     "workers.distinct_tokens",
     "workers.train.batches.",
     "workers.train.micro_batches.",
