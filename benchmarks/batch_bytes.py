@@ -31,10 +31,10 @@ from typing import Any
 import psutil
 import ray
 import torch
-
-from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
 from mcontroller.dispatch.future import Future
 from mcontroller.dispatch.referenced import ReferencedBatch
+
+from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
 from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, TrainerConfig
 from mcontroller.ray import ResourcePoolManager, Role
 from mcontroller.ray.values import wire

@@ -3,29 +3,79 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.future import DataProtoFuture, Future, LazyBatch
+from mcontroller.data.remote import RemoteColumns
 from mcontroller.dispatch.modes import RowRule
 from mcontroller.dispatch.prepared_call import PreparedCall
-from mcontroller.dispatch.referenced import ReferencedBatch, ReferencedShard
 from mcontroller.dispatch.registration import written_parameters
-from mcontroller.dispatch.remote_batch import Part, RemoteBatch, ResultBatch, Split, Window, take_shard
+from mcontroller.errors import DispatchError
 from mcontroller.partition import Partition, split_rows
-from mcontroller.transport import Arguments, Executor
+from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle
 
-__all__ = ["dispatch"]
+__all__ = ["SentBatch", "dispatch"]
 
 Key = int | str
 """The position or the keyword of an argument."""
 
-CountedBatch = DataProto | ReferencedBatch
-"""An argument whose number of rows is known."""
+LOSS_MASKS = ("response_mask", "loss_mask")
+
+
+@dataclass(frozen=True)
+class SentBatch(Deferred):
+    """A batch as it is sent to a rank, which fetches the tensors that are kept on workers.
+
+    Attributes:
+        here: the columns that are sent, and the ``meta_info``.
+        remote: the tensors to fetch.
+        lazy: whether they are fetched when the method reads them.
+        loss_free: this many rows at the end do not count in a loss.
+    """
+
+    here: DataProto
+    remote: tuple[RemoteColumns, ...]
+    lazy: bool = False
+    loss_free: int = 0
+
+    def handles(self) -> Sequence[Handle]:
+        """Return the handles of the tensors to fetch."""
+        return [part for each in self.remote for part in each.parts]
+
+    def private(self, copy: Callable[[Any], Any]) -> SentBatch:
+        """Return the same with a private copy of the columns that are sent."""
+        return replace(self, here=copy(self.here))
+
+    def resolve(self, fetch: Fetch) -> DataProto:
+        """Return the batch."""
+        here = self.here
+        remote = [replace(each, fetch=fetch) for each in self.remote]
+        batch = here.derive(here.stored_batch, here.non_tensor_batch, here.meta_info, remote)
+        batch = batch if self.lazy else batch.get()
+        return without_loss(batch, self.loss_free) if self.loss_free else batch
+
+
+def without_loss(batch: DataProto, rows: int) -> DataProto:
+    """Return the batch with loss masks, in new memory, that are 0 in the last ``rows`` rows.
+
+    Raises:
+        DispatchError: the batch has no loss mask.
+    """
+    names = [name for name in LOSS_MASKS if name in batch.tensor_names]
+    if not names:
+        raise DispatchError(
+            f"padding='zero_loss' sets {' or '.join(LOSS_MASKS)} to 0 in padding rows, and the batch has neither: add "
+            "one, or pad with 'repeat'",
+            columns=tuple(batch.tensor_names),
+        )
+    masks = {name: mask.clone() for name, mask in batch.tensors(names).items()}
+    for mask in masks.values():
+        mask[len(batch) - rows :] = 0
+    return batch.with_tensors(masks)
 
 
 def dispatch(
@@ -51,28 +101,25 @@ def dispatch(
         DispatchError: the arguments do not fit the method or its mode.
     """
     plan, group = call.plan, call.group
-    if plan.spec.functions is not None or plan.spec.arguments != "rows":
-        args = [value.here() if isinstance(value, ReferencedBatch) else value for value in args]
-        kwargs = {key: value.here() if isinstance(value, ReferencedBatch) else value for key, value in kwargs.items()}
     if plan.spec.functions is not None:
         args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
     _check_leading_function(call, args)
     _check_signature(call, args, kwargs)
     named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
-    values = {key: _fetch_if_foreign(value, group.executor) for key, value in named}
+    values = {key: _sendable(value, group.executor) for key, value in named}
     if plan.spec.arguments == "entries":
-        return replace(call, shards=_entries(call, values, materialize))
+        return replace(call, shards=_entries(call, values, lazy=not materialize))
     if plan.spec.arguments == "whole":
-        whole = {key: _passed(value, materialize) for key, value in values.items()}
-        return replace(call, shards=[_arguments(whole)])
-    shards, origin = _split(call, values, rule)
+        return replace(call, shards=[_arguments({key: _sent(value, not materialize) for key, value in values.items()})])
+    shards, origin = _split(call, values, rule, lazy=not materialize)
     plain = {key: value for key, value in values.items() if key not in shards}
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
-    by_shard = [_of_shard(values, plain, shards, shard, materialize) for shard in range(plan.shard_count)]
-    result = next((key for key, of_key in shards.items() if isinstance(of_key[0], Part)), None)
-    received = None if result is None else values[result].rows.as_received()
-    return replace(call, shards=[_arguments(of_shard) for of_shard in by_shard], origin=origin, received=received)
+    by_shard = [
+        {key: shards[key][shard] if key in shards else plain[key] for key in values}
+        for shard in range(plan.shard_count)
+    ]
+    return replace(call, shards=[_arguments(of_shard) for of_shard in by_shard], origin=origin)
 
 
 def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -118,25 +165,41 @@ def _arguments(values: Mapping[Key, Any]) -> Arguments:
     )
 
 
-def _of_shard(
-    keys: Iterable[Key], plain: Mapping[Key, Any], shards: Mapping[Key, Sequence[Any]], shard: int, materialize: bool
-) -> dict[Key, Any]:
-    return {key: _passed(shards[key][shard], materialize) if key in shards else plain[key] for key in keys}
+def _sendable(value: Any, executor: Executor) -> Any:
+    """Return what no transport, or another one, passes on as a value that is here; any other value unchanged."""
+    if isinstance(value, Future):
+        return value.get()
+    if isinstance(value, DataProto) and any(each.transport != executor.transport for each in value.remote):
+        return value.slice().get()
+    return value
 
 
-def _fetch_if_foreign(value: Any, executor: Executor) -> Any:
-    """Return the value of what the group's transport cannot pass on; any other value unchanged."""
-    if isinstance(value, ReferencedBatch):
-        return value if value.transports <= {executor.transport} else value.here()
-    if not isinstance(value, Future) or (isinstance(value, DataProtoFuture) and value.transport == executor.transport):
+def _sent(value: Any, lazy: bool, loss_free: int = 0) -> Any:
+    """Return the form in which a batch with tensors on workers is sent; any other value unchanged."""
+    if not isinstance(value, DataProto) or not value.remote:
         return value
-    return value.get()
+    return SentBatch(_own(value), tuple(each.sent() for each in value.remote), lazy, loss_free)
 
 
-def _passed(value: Any, materialize: bool) -> Any:
-    """Return the ``Deferred`` that replaces a future; any other value unchanged."""
-    rows = value.rows if isinstance(value, DataProtoFuture) else value
-    return rows if materialize or not isinstance(rows, RemoteBatch | Part) else LazyBatch(rows)
+def _own(batch: DataProto) -> DataProto:
+    """Return the columns of a batch that are on no worker."""
+    return batch.select([name for name in batch.tensors_here() if name not in batch.remote_names])
+
+
+def _shards(batch: DataProto, partition: Partition, lazy: bool) -> list[Any]:
+    """Return the rows of each shard as they are sent."""
+    if batch.remote:  # without copies of what is on the workers
+        own = _own(batch)
+        batch = own.derive(own.stored_batch, own.non_tensor_batch, own.meta_info, batch.remote)
+    shards = []
+    for rows, pads in zip(partition.shards, partition.pads, strict=True):
+        taken = batch.slice(rows.start, rows.stop) if isinstance(rows, range) else batch.select_idxs(rows)
+        loss_free = pads if partition.zero_loss else 0
+        if taken.remote:
+            shards.append(_sent(taken, lazy, loss_free))
+        else:
+            shards.append(without_loss(taken, loss_free) if loss_free else taken)
+    return shards
 
 
 def _from_function(call: PreparedCall, returned: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -149,7 +212,7 @@ def _from_function(call: PreparedCall, returned: Any) -> tuple[Sequence[Any], Ma
     )
 
 
-def _entries(call: PreparedCall, values: Mapping[Key, Any], materialize: bool) -> list[Arguments]:
+def _entries(call: PreparedCall, values: Mapping[Key, Any], lazy: bool) -> list[Arguments]:
     """Return the ``Arguments`` of each shard; shards with the same objects as entries share one."""
     count = call.plan.shard_count
     for key, value in values.items():
@@ -175,14 +238,14 @@ def _entries(call: PreparedCall, values: Mapping[Key, Any], materialize: bool) -
         if identity not in by_identity:
             executor = call.group.executor
             by_identity[identity] = _arguments(
-                {key: _passed(_fetch_if_foreign(value, executor), materialize) for key, value in entries.items()}
+                {key: _sent(_sendable(value, executor), lazy) for key, value in entries.items()}
             )
         shards.append(by_identity[identity])
     return shards
 
 
 def _entries_hint(value: Any) -> str:
-    if isinstance(value, DataProto | DataProtoFuture):
+    if isinstance(value, DataProto):
         return ": split it with chunk(), or register the method with a mode whose name ends in PROTO"
     return ": to send every rank the same value, register the method with Dispatch.ONE_TO_ALL"
 
@@ -197,42 +260,32 @@ def _check_leading_function(call: PreparedCall, args: Sequence[Any]) -> None:
 
 
 def _split(
-    call: PreparedCall, values: Mapping[Key, Any], rule: RowRule
-) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
+    call: PreparedCall, values: Mapping[Key, Any], rule: RowRule, lazy: bool
+) -> tuple[dict[Key, Sequence[Any]], Partition | None]:
     """Return the shards of every argument that has rows, and how the rows were split."""
-    batches = {key: value for key, value in values.items() if isinstance(value, DataProto | ReferencedBatch)}
-    futures = {key: value.rows for key, value in values.items() if isinstance(value, DataProtoFuture)}
-    rows = _same_rows(call, batches)
-    if values and not (batches or futures or call.plan.spec.leading_function):
+    batches = {key: value for key, value in values.items() if isinstance(value, DataProto)}
+    if values and not (batches or call.plan.spec.leading_function):
         listed = ", ".join(f"{_name(key)} is {type(value).__name__}" for key, value in values.items())
         raise call.error(
             f"none of its arguments has rows to split: {listed}; pass a DataProto (made by from_dict or "
             "from_tensordict), or register the method with Dispatch.ONE_TO_ALL"
         )
-    if futures:
-        return _split_futures(call, batches, futures, rows, rule)
     if not batches:
         return {}, None
-    partition = _partition(call, batches, rows, rule)
-    return {key: _take(batch, partition) for key, batch in batches.items()}, partition
+    partition = _partition(call, batches, _same_rows(call, batches), rule)
+    return {key: _shards(batch, partition, lazy) for key, batch in batches.items()}, partition
 
 
-def _take(batch: CountedBatch, partition: Partition) -> Sequence[DataProto | ReferencedShard]:
-    if isinstance(batch, ReferencedBatch):
-        return batch.split(partition)
-    return [take_shard(batch, partition, shard) for shard in range(len(partition.shards))]
-
-
-def _same_rows(call: PreparedCall, batches: Mapping[Key, CountedBatch]) -> int | None:
-    """Return the number of rows of all batches; None if there are none."""
+def _same_rows(call: PreparedCall, batches: Mapping[Key, DataProto]) -> int:
+    """Return the number of rows of all batches."""
     lengths = {key: len(batch) for key, batch in batches.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{_name(key)} has {length}" for key, length in lengths.items())
         raise call.error(f"batches of one call must have the same number of rows: {listed}", lengths=lengths)
-    return next(iter(lengths.values()), None)
+    return next(iter(lengths.values()))
 
 
-def _partition(call: PreparedCall, batches: Mapping[Key, CountedBatch], rows: int | None, rule: RowRule) -> Partition:
+def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int, rule: RowRule) -> Partition:
     lengths = groups = within = None
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
@@ -241,20 +294,15 @@ def _partition(call: PreparedCall, batches: Mapping[Key, CountedBatch], rows: in
     if rule.within is not None:
         within = _labels(call, _with_column(call, batches, rule.within), rule.within, several=True)
     padding = rule.padding
-    whole = [batch.columns if isinstance(batch, ReferencedBatch) else batch for batch in batches.values()]
-    if padding is None and any(batch.is_padding_enabled() for batch in whole):
+    if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
         padding = "repeat"
     shards = call.plan.shard_count
-    return split_rows(rows or 0, shards, padding=padding, lengths=lengths, groups=groups, within=within)
+    return split_rows(rows, shards, padding=padding, lengths=lengths, groups=groups, within=within)
 
 
-def _with_column(call: PreparedCall, batches: Mapping[Key, CountedBatch], column: str) -> DataProto:
-    for each in batches.values():
-        if isinstance(each, DataProto):
-            batch = each
-        else:
-            batch = each.read([column]).columns if column in each.names else each.columns
-        if column in batch.non_tensor_batch or column in batch.tensors():
+def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: str) -> DataProto:
+    for batch in batches.values():
+        if column in batch.column_names():
             return batch
     raise call.error(
         f"rows are split by column {column!r}, which no batch of the call has: add it, or call with "
@@ -265,7 +313,8 @@ def _with_column(call: PreparedCall, batches: Mapping[Key, CountedBatch], column
 
 def _labels(call: PreparedCall, batch: DataProto, column: str, several: bool = False) -> list[Hashable]:
     """Return the label of each row; with ``several``, a row of a tensor of two dims is a label."""
-    values: Any = batch.non_tensor_batch[column] if column in batch.non_tensor_batch else batch.tensors()[column]
+    found = batch.non_tensor_batch if column in batch.non_tensor_batch else batch.tensors([column])
+    values: Any = found[column]
     labels: list[Any] = [tuple(row) if several and isinstance(row, list) else row for row in values.tolist()]
     wrong = next((label for label in labels if not isinstance(label, Hashable)), None)
     if wrong is not None:
@@ -274,48 +323,6 @@ def _labels(call: PreparedCall, batch: DataProto, column: str, several: bool = F
             column=column,
         )
     return labels
-
-
-def _split_futures(
-    call: PreparedCall, batches: Mapping[Key, CountedBatch], futures: Mapping[Key, Any], rows: int | None, rule: RowRule
-) -> tuple[dict[Key, Sequence[Any]], Partition | Split | None]:
-    """Split part by part if every future has one part per shard and the same split; otherwise by overlapping rows.
-
-    The rows of futures are not balanced: they keep the split of their own call.
-    """
-    count = call.plan.shard_count
-    first, *others = futures.values()
-    aligned = all(isinstance(future, ResultBatch) and len(future.parts) == count for future in futures.values())
-    if aligned and all(future.origin == first.origin for future in others):
-        origin = first.origin
-        if not batches:
-            return {key: _parts(futures, key) for key in futures}, origin
-        if isinstance(origin, Partition) and origin.size == rows:
-            taken = {key: _take(batch, origin) for key, batch in batches.items()}
-            sizes = [len(origin.rows(shard)) for shard in range(count)]
-            lengths = {_name(key): sizes for key in taken}
-            return {**taken, **{key: _parts(futures, key, lengths) for key in futures}}, origin
-    expected = first.counts_only() if rows is None and others else rows
-    shards: dict[Key, Sequence[Any]] = {
-        key: [Window(future, shard, count, rule.padding, expected) for shard in range(count)]
-        for key, future in futures.items()
-    }
-    if rows is None:
-        return shards, Split(first.counts_only(), count, rule.padding)
-    partition = split_rows(rows, count, padding=rule.padding)
-    return {**shards, **{key: _take(batch, partition) for key, batch in batches.items()}}, partition
-
-
-def _parts(
-    futures: Mapping[Key, ResultBatch], key: Key, batch_lengths: Mapping[str, Sequence[int]] | None = None
-) -> list[Part]:
-    """Return the parts of one future; each must have as many rows as its shard of the other arguments."""
-    lengths: dict[str, Sequence[Any]] = {_name(other): rows.lengths for other, rows in futures.items() if other != key}
-    lengths.update(batch_lengths or {})
-    return [
-        Part(part, futures[key].lengths[shard], tuple((name, of[shard]) for name, of in lengths.items()))
-        for shard, part in enumerate(futures[key].parts)
-    ]
 
 
 def _name(key: Key) -> str:

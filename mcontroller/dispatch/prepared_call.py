@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
-from mcontroller.data.copies import concat_on_one_thread
+import numpy as np
+import torch
+
 from mcontroller.data.protocol import DataProto, concat_batches
-from mcontroller.dispatch.future import DataProtoFuture, Future
+from mcontroller.data.remote import RemoteColumns
+from mcontroller.data.rows import concat_on_one_thread
 from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule
-from mcontroller.dispatch.remote_batch import ResultBatch, Split, differing_rows, received_rows
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration
-from mcontroller.transport import Arguments, Executor, Fetch, InFlightCall, countdown
+from mcontroller.transport import Arguments, Executor, Future, InFlightCall
 
 __all__ = ["CallingGroup", "PreparedCall"]
+
+_ROW = "the row in the results of the ranks"
+"""Name of a column of row numbers."""
 
 
 class CallingGroup(Protocol):
@@ -43,8 +49,7 @@ class PreparedCall:
         method: name of the method.
         plan: which rank gets which shard, and which ranks return.
         shards: the arguments of each shard; empty until ``dispatch`` has split the caller's arguments.
-        origin: how rows were split; None if they were not. For parts of an earlier result: how its rows were.
-        received: this result, as ``ResultBatch.as_received``; None if the shards are no parts of a result.
+        origin: how rows were split; None if they were not.
         changes_rows: whether the method may return another number of rows than it got.
     """
 
@@ -52,8 +57,7 @@ class PreparedCall:
     method: str
     plan: Plan
     shards: Sequence[Arguments] = ()
-    origin: Partition | Split | None = None
-    received: ResultBatch | None = None
+    origin: Partition | None = None
     changes_rows: bool = False
 
     def error(self, text: str, **fields: Any) -> DispatchError:
@@ -73,22 +77,40 @@ class PreparedCall:
 
     def future(self, in_flight: InFlightCall) -> Future[Any]:
         """Return the future of the collected result."""
-        executor = self.group.executor
 
         def collected(timeout: float | None) -> Any:
-            joined, left = self.concatenates and len(self.plan.collected) > 1, countdown(timeout)
-            values = in_flight.result(timeout, joined=joined)
-            return self.collect(values, lambda handles, timeout=None: executor.fetch(handles, left()))
+            joined = self.concatenates and len(self.plan.collected) > 1
+            return self.collect(in_flight.result(timeout, joined=joined))
 
-        if not (self.concatenates and in_flight.lengths):
-            return Future([in_flight], collected)
-        source = f"{self.group.name}.{self.method}"
-        ranks = None if self.changes_rows else tuple(self.plan.collected)
-        lengths = tuple(in_flight.lengths)
-        rows = ResultBatch(tuple(in_flight.parts), lengths, self.origin, source, ranks, self.received)
-        return DataProtoFuture(rows, executor.fetch, [in_flight], transport=executor.transport, collect=collected)
+        return Future(in_flight, collected)
 
-    def collect(self, values: Sequence[Any], fetch: Fetch | None = None) -> Any:
+    def kept(self, in_flight: InFlightCall) -> DataProto:
+        """Return the collected result of a call that has succeeded; its tensors stay on the workers.
+
+        Raises:
+            DispatchError: as ``collect``.
+            DataError: as ``collect``.
+        """
+        outlines = None if in_flight.is_read else self.group.executor.fetch(in_flight.outlines)
+        if outlines is None or None in outlines or len({frozenset(names) for names, _ in outlines}) > 1:
+            whole: DataProto = self.collect(in_flight.result())  # raises if the values cannot be concatenated
+            return whole
+        names, batches = outlines[0][0], [batch for _, batch in outlines]
+        starts = np.cumsum([0, *map(len, batches)])
+        if not names:
+            joined: DataProto = self.collect(batches)
+            return joined
+        rows = [torch.arange(start, stop) for start, stop in pairwise(starts)]
+        numbered: DataProto = self.collect(
+            [batch.with_tensors({_ROW: row}) for batch, row in zip(batches, rows, strict=True)]
+        )
+        index = numbered.pop([_ROW]).tensors()[_ROW].numpy()
+        executor = self.group.executor
+        sources = {name: name for name in names}
+        remote = RemoteColumns(sources, tuple(in_flight.parts), starts, index, executor.transport, executor.fetch)
+        return numbered.derive(None, numbered.non_tensor_batch, numbered.meta_info, [remote])
+
+    def collect(self, values: Sequence[Any]) -> Any:
         """Return the caller's result from the values of the returning ranks, in the order of the results.
 
         With the result ``concat``, DataProtos are joined in the order of the caller's rows, without padding rows.
@@ -98,7 +120,6 @@ class PreparedCall:
 
         Args:
             values: the values.
-            fetch: reads row counts that are still on the workers; None for the group's own.
 
         Raises:
             DispatchError: a rank returned something other than a DataProto for ``concat``, or another number of rows
@@ -110,25 +131,20 @@ class PreparedCall:
             return spec.functions[1](self.group, list(values))
         if spec.result == "value":
             return values[0]
-        fetch = fetch or self.group.executor.fetch
-        origin = self.origin.partition(fetch) if isinstance(self.origin, Split) else self.origin
         if not self.concatenates:
-            return [self._without_padding(origin, shard, value) for shard, value in enumerate(values)]
+            return [self._without_padding(shard, value) for shard, value in enumerate(values)]
         for rank, value in zip(self.plan.collected, values, strict=True):
             if not isinstance(value, DataProto):
                 raise self.error(_not_a_batch(self.plan.spec, rank, value), rank=rank, type=type(value).__name__)
-        return self._join(origin, values, fetch)
+        return self._join(values)
 
-    def _join(self, origin: Partition | None, values: Sequence[DataProto], fetch: Fetch) -> DataProto:
-        if origin is None or not any(value.has_columns() for value in values):
+    def _join(self, values: Sequence[DataProto]) -> DataProto:
+        if self.origin is None or not any(value.has_columns() for value in values):
             return self._concat(values)
         lengths = [len(value) if value.has_columns() else 0 for value in values]
         if not self.changes_rows:
-            received = received_rows(origin, self.received, fetch)
-            reason = differing_rows(received, lengths, self.plan.collected)
-            if reason is not None:
-                raise self.error(reason, returned=tuple(lengths), ranks=self.plan.collected)
-        keep, order = self._restored(origin, lengths)
+            self._check_same_rows(self.origin, lengths)
+        keep, order = self._restored(self.origin, lengths)
         kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
         joined = self._concat(kept)
         return joined if order is None else joined.select_idxs(order)
@@ -143,7 +159,25 @@ class PreparedCall:
             call = f"{self.group.name}.{self.method}"
             raise DataError(f"{call}: its results cannot be concatenated ({parts}): {error}", **fields) from error
 
-    def _without_padding(self, origin: Partition | None, shard: int, value: Any) -> Any:
+    def _check_same_rows(self, origin: Partition, lengths: Sequence[int]) -> None:
+        received = [len(rows) for rows in origin.shards]
+        differing = [
+            f"rank {rank} got {rows} rows and returned {count}"
+            for rank, rows, count in zip(self.plan.collected, received, lengths, strict=True)
+            if count != rows
+        ]
+        if not differing or not any(received):  # a batch of meta_info alone promises nothing
+            return
+        more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+        raise self.error(
+            f"{'; '.join(differing[:8])}{more}: return a row for each row, or declare that the method returns another "
+            "number with @register(..., changes_rows=True)",
+            returned=tuple(lengths),
+            ranks=self.plan.collected,
+        )
+
+    def _without_padding(self, shard: int, value: Any) -> Any:
+        origin = self.origin
         if origin is None or not origin.pads[shard] or not isinstance(value, DataProto) or not value.has_columns():
             return value
         lengths = [len(value) if index == shard else 0 for index in range(len(origin.shards))]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.future import Future
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import DataError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.data import columns
@@ -33,8 +31,8 @@ sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a respo
 
 def start_responses(
     rollout: WorkerGroup[Any], problems: DataProto, sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
-) -> Future[Any] | DataProto:
-    """Start to generate the responses to problems; return their future, or what ``rollout_fn`` returns.
+) -> DataProto:
+    """Start to generate the responses to problems, and return them; only ``rollout_fn`` is waited for.
 
     Args:
         rollout: the group that generates.
@@ -48,8 +46,8 @@ def start_responses(
     if rollout_fn is None:
         prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
         prompts.meta_info = dict(sampling)
-        future: Future[Any] = rollout.generate_sequences.options(blocking=False)(prompts)
-        return future
+        generated: DataProto = rollout.generate_sequences.options(blocking=False)(prompts)
+        return generated
     asked = problems.select(["input_ids", "attention_mask"])
     asked.meta_info = dict(sampling)
     responses = rollout_fn(asked, rollout.generate_sequences)
@@ -61,20 +59,18 @@ def generate_responses(
     rollout: WorkerGroup[Any],
     problems: DataProto,
     sampling: Mapping[str, Any],
-    read: Collection[str] | None,
     rollout_fn: RolloutFunction | None,
-) -> tuple[ReferencedBatch, DataProto]:
+) -> tuple[DataProto, DataProto]:
     """Return the responses to problems, and the problems' other columns, repeated for each response.
 
     Args:
         rollout: the group that generates.
         problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
         sampling: the ``meta_info`` of ``generate_sequences``.
-        read: the columns of the responses to read here; the others stay on the workers. None: all.
-        rollout_fn: calls the rollout; all columns that it returns are here. None: one call.
+        rollout_fn: calls the rollout. None: one call.
     """
     others = problems.select([], non_tensor_batch_keys=None)
-    responses = ReferencedBatch.of(start_responses(rollout, problems, sampling, rollout_fn), read)
+    responses = start_responses(rollout, problems, sampling, rollout_fn)
     return responses, others.repeat(len(responses) // len(problems))
 
 

@@ -89,7 +89,7 @@ def mismatch_metrics(data: DataProto) -> dict[str, float]:
     Raises:
         DataError: another column is missing.
     """
-    if "rollout_log_probs" not in data.tensors():
+    if "rollout_log_probs" not in data.tensor_names:
         return {}
     policy, rollout, mask = columns(data, "old_log_probs", "rollout_log_probs", "response_mask")
     policy, rollout = policy[mask.bool()].double(), rollout[mask.bool()].double()

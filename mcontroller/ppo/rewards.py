@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from mcontroller.config.checks import check_known_keys
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.data import ROUTED_EXPERTS
+from mcontroller.ppo.data import ROUTED_EXPERTS, columns, without
 from mcontroller.transport import complete
 
 __all__ = [
@@ -73,8 +72,8 @@ sequence, in which None is no score: the reward does not apply to the row, which
 class RewardFunction(Protocol):
     """A function from a batch to its scores. It may be async.
 
-    The tensor columns of responses stay on the workers. A function with an attribute ``reads``, the names of those that
-    it reads, gets only these; a function without it gets all of them.
+    The tensor columns of responses are on the workers: ``batch.tensors(names)`` fetches some of them, and
+    ``batch.batch`` all. A function with an attribute ``reads``, the names of those that it reads, gets only these.
     """
 
     def __call__(self, batch: DataProto) -> Scores | Awaitable[Scores]:
@@ -202,7 +201,7 @@ class RewardSources:
         self.held_out = val_reward_fn or reward_fn
         self.combine = combine
 
-    def start(self, batch: ReferencedBatch, problems: DataProto) -> None:
+    def start(self, batch: DataProto, problems: DataProto) -> None:
         """Start to score a batch of responses to train on, if the reward function can.
 
         Args:
@@ -212,16 +211,17 @@ class RewardSources:
         if isinstance(self.training, StartableReward):
             self.training.start(self.seen(batch).union(problems))
 
-    def seen(self, batch: ReferencedBatch, *, held_out: bool = False) -> DataProto:
-        """Return a batch of responses with the columns here that the reward function reads.
+    def seen(self, batch: DataProto, *, held_out: bool = False) -> DataProto:
+        """Return a batch of responses with the tensors that the reward function reads.
 
         A function that does not name any gets all but the experts of tokens, the largest column.
         """
         function = self.held_out if held_out else self.training
-        reads: Collection[str] | None = ("response_mask",) if function is None else getattr(function, "reads", None)
-        return (
-            batch.without([ROUTED_EXPERTS]).here() if reads is None else batch.read({*reads, "response_mask"}).columns
-        )
+        reads = ("response_mask",) if function is None else getattr(function, "reads", None)
+        if reads is None:
+            return without(batch, [ROUTED_EXPERTS])
+        seen = batch.select([name for name in batch.tensor_names if name in reads or name == "response_mask"])
+        return seen.prefetch()
 
     def of(self, batch: DataProto, *, held_out: bool = False) -> Reward:
         """Return the Reward of a batch.
@@ -233,7 +233,7 @@ class RewardSources:
         Raises:
             DataError: a function returned values that do not fit the responses.
         """
-        model: Tensor | None = batch.tensors().get("rm_scores")
+        model = columns(batch, "rm_scores")[0] if "rm_scores" in batch.tensor_names else None
         function = self.held_out if held_out else self.training
         if function is None:
             assert model is not None
@@ -259,7 +259,7 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
     Raises:
         DataError: the function returned values that do not fit the responses.
     """
-    mask = batch.tensors()["response_mask"]
+    (mask,) = columns(batch, "response_mask")
     reward = _as_reward(complete(reward_fn(batch)), mask, name)
     expected = tuple(mask.shape)
     if tuple(reward.token_level_scores.shape) != expected:

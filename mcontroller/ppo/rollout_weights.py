@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from mcontroller.dispatch.future import Future
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig, TrainerConfig
@@ -58,7 +58,7 @@ class RolloutWeights:
         self._stale = True
         self._metrics: dict[str, float] = {}
         self._report: SentReport | None = None
-        self._generating: Future[Any] | None = None
+        self._generating: DataProto | None = None
 
     def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
         """Send from ``actor`` to ``rollout`` from now on; do nothing if they are the same group."""
@@ -75,7 +75,7 @@ class RolloutWeights:
         """Send the weights before the next generation: the policy has changed."""
         self._stale = True
 
-    def wait_for(self, generating: Future[Any]) -> None:
+    def wait_for(self, generating: DataProto) -> None:
         """Do not send weights before this generation has ended."""
         self._generating = generating
 

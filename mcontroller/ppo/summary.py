@@ -80,9 +80,9 @@ def experience_metrics(batch: DataProto, eos_token_ids: Collection[int] = ()) ->
         "response/length_min": float(lengths.min()),
         "response/length_max": float(lengths.max()),
     }
-    if "responses" in batch.tensors():
+    if "responses" in batch.tensor_names:
         metrics["response/truncated"] = float(truncated_rows(batch, eos_token_ids).float().mean())
-    if "values" in batch.tensors():
+    if "values" in batch.tensor_names:
         returns, values = (column[mask] for column in columns(batch, "returns", "values"))
         variance = float(returns.var(correction=0)) if len(returns) else 0.0
         if variance > 1e-12 * max(1.0, float(returns.square().mean())):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from mcontroller.closing import close_all
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.advantages import compute_advantage
@@ -17,7 +16,6 @@ from mcontroller.ppo.ahead.checks import check_generates_alone
 from mcontroller.ppo.ahead.generations import DRAWN, Generations, staleness_metrics
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
-    RESPONSE_COLUMNS,
     ROUTED_EXPERTS,
     TOKENS,
     BatchStream,
@@ -30,6 +28,7 @@ from mcontroller.ppo.data import (
     stop_tokens,
     tokens_of,
     with_tokens,
+    without,
 )
 from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
@@ -291,18 +290,19 @@ class RayPPOTrainer:
         batch, metrics = self.experience(problems)
         with stage("advantages"):
             batch, of_advantages = self.advantages(batch)
-        metrics |= of_advantages | experience_metrics(batch.columns, stop_tokens(self.tokenizer))
-        batch = self.seen_by_callbacks(batch)
+        metrics |= of_advantages | experience_metrics(batch, stop_tokens(self.tokenizer))
+        for callback in self.callbacks:
+            callback.batch_ready(self, batch)
         metrics = self.update(batch) | metrics  # the mismatch before the update, if it is known
         self.num_tokens += tokens_of(batch)
         metrics |= self._progress(batch, len(problems)) | self.rollout_weights.take_metrics()
         return metrics | stage.timing(started, tokens_of(batch), len(batch)) | stage.take_memory()
 
-    def experience(self, problems: DataProto) -> tuple[ReferencedBatch, dict[str, float]]:
+    def experience(self, problems: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return responses to as many problems with scores, log-probabilities and values, and metrics of all drawn.
 
         With ``algorithm.filter_groups``, groups without a signal are replaced by those of further problems first. The
-        batch has the columns of its problems too. The columns that only models read stay on the workers.
+        batch has the columns of its problems too. Its tensors stay on the workers until they are read.
         """
         rule = self.config.algorithm
         groups = GroupFilter(rule.filter_groups, len(problems))
@@ -311,8 +311,8 @@ class RayPPOTrainer:
             problems, batch, asked, of_generation = self.generations.exchange(problems, self.draw)
             self.rewards.start(batch, asked)
             metrics |= of_generation
-            metrics |= mean_of_parts(batch.columns) if "metrics" in batch.columns.meta_info else {}
-            batch.columns.meta_info.pop("metrics", None)
+            metrics |= mean_of_parts(batch) if "metrics" in batch.meta_info else {}
+            batch.meta_info.pop("metrics", None)
             batch = with_tokens(batch, asked)
             with self.stages.overlapping() as start:
                 policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
@@ -329,19 +329,19 @@ class RayPPOTrainer:
             with self.stages.overlapping() as start:
                 policies = self.score_policies(batch, start)
             batch = self.with_results(batch, policies)
-        if "old_log_probs" in batch.columns.tensors() and rule.old_log_probs != "rollout":
-            metrics |= mismatch_metrics(batch.columns)
+        if "old_log_probs" in batch.tensor_names and rule.old_log_probs != "rollout":
+            metrics |= mismatch_metrics(batch)
         if self.config.trainer.max_staleness:
-            metrics |= staleness_metrics(batch.columns, self.rollout_weights.version)
+            metrics |= staleness_metrics(batch, self.rollout_weights.version)
         reward = groups.reward()
         self.show_samples(reward)
         return batch, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
 
-    def score_policies(self, batch: ReferencedBatch, start: OverlappingStages) -> list[StageCall]:
+    def score_policies(self, batch: DataProto, start: OverlappingStages) -> list[StageCall]:
         """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
-        rows, old, calls = batch.without_text(), self.config.algorithm.old_log_probs, []
-        others = rows.without([ROUTED_EXPERTS])
-        once = updates_once(self.config, self.role_workers[0], len(rows), rows.columns.meta_info.get("n", 1))
+        rows, old, calls = batch.select(non_tensor_batch_keys=[]), self.config.algorithm.old_log_probs, []
+        others = without(rows, [ROUTED_EXPERTS])
+        once = updates_once(self.config, self.role_workers[0], len(rows), rows.meta_info.get("n", 1))
         if old == "policy" or (old == "auto" and not once):
             calls.append(start("old log-probs", self.balance.of(self.actor.compute_log_prob), rows))
         if self.reference is not None:
@@ -350,54 +350,49 @@ class RayPPOTrainer:
             calls.append(start("values", self.balance.of(self.critic.compute_values), others))
         return calls
 
-    def with_results(self, batch: ReferencedBatch, calls: Sequence[StageCall]) -> ReferencedBatch:
+    def with_results(self, batch: DataProto, calls: Sequence[StageCall]) -> DataProto:
         """Return the batch with the results of ``score_policies``, and ``old_log_probs`` if they are the rollout's."""
-        in_reward, here = self.config.algorithm.kl_in_reward, batch.columns.tensors()
         if self.config.algorithm.old_log_probs == "rollout":
-            batch = batch.union(DataProto.from_dict({"old_log_probs": columns(batch.columns, "rollout_log_probs")[0]}))
-        reads = {"values"} | ({"old_log_probs", "ref_log_prob"} if in_reward else set())
-        reads |= {"old_log_probs"} if "rollout_log_probs" in here else set()
+            batch = batch.with_tensors({"old_log_probs": columns(batch, "rollout_log_probs")[0]})
         for call in calls:
-            batch = batch.union(ReferencedBatch.of(call.future(), reads))
+            batch = batch.union(call.get())
         return batch
 
-    def update(self, batch: ReferencedBatch) -> dict[str, float]:
+    def update(self, batch: DataProto) -> dict[str, float]:
         """Train critic and actor on the batch, and return their metrics."""
-        batch, metrics, trainer, step = batch.without_text(), dict[str, float](), self.config.trainer, self.global_steps
+        metrics, trainer, step = dict[str, float](), self.config.trainer, self.global_steps
+        batch = batch.select(non_tensor_batch_keys=[])
         if self.config.algorithm.mask_truncated:
-            batch = trained_on(batch, ~truncated_rows(batch.columns, stop_tokens(self.tokenizer)))
-        if not bool(columns(batch.columns, "response_mask")[0].any()):
+            batch = trained_on(batch, ~truncated_rows(batch, stop_tokens(self.tokenizer)))
+        if not bool(columns(batch, "response_mask")[0].any()):
             return {"actor/skipped_steps": 1.0}
         calls: list[StageCall] = []
         unread = {name: unread_by_update(self.role_workers, name) for name in self._trained_groups()}
         with self.stages.overlapping() as start:
             if self.critic is not None:
-                rows = batch.without(unread["critic"])
+                rows = without(batch, unread["critic"])
                 calls.append(start("update critic", *self.balance.update(self.critic.update_critic, rows, step)))
             if step >= trainer.critic_warmup:
-                rows, update = batch.without(unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
+                rows, update = without(batch, unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
                 calls.append(start("update actor", *self.balance.update(self.actor.update_actor, rows, update)))
                 self.rollout_weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
         return {name.replace("actor/rollout_", "training/rollout_"): value for name, value in metrics.items()}
 
-    def generate(
-        self, problems: DataProto, read: Collection[str] | None = None, **sampling: Any
-    ) -> tuple[ReferencedBatch, DataProto]:
+    def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.
 
         Args:
             problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
-            read: the columns of the responses to read here; the others stay on the workers. None: all.
             sampling: fields of the rollout's configuration for this call.
         """
         sampling = special_tokens(self.tokenizer) | sampling
-        return generate_responses(self.rollout, problems, sampling, read, self.rollout_fn)
+        return generate_responses(self.rollout, problems, sampling, self.rollout_fn)
 
     def scored(
-        self, batch: ReferencedBatch, problems: DataProto, start: OverlappingStages, held_out: bool = False
-    ) -> tuple[ReferencedBatch, Reward]:
+        self, batch: DataProto, problems: DataProto, start: OverlappingStages, held_out: bool = False
+    ) -> tuple[DataProto, Reward]:
         """Return ``token_level_scores``, with the scores of the reward model, and the reward that they are from.
 
         Args:
@@ -406,49 +401,38 @@ class RayPPOTrainer:
             start: starts the reward model; the reward function is called while the other stages run.
             held_out: whether the problems are held out: ``val_reward_fn`` scores them.
         """
-        scores = ReferencedBatch(DataProto())
+        scores = DataProto()
         if self.reward_model is not None:
-            stage, rows = "held-out" if held_out else "reward model", batch.without([ROUTED_EXPERTS])
+            stage, rows = "held-out" if held_out else "reward model", without(batch, [ROUTED_EXPERTS])
             score = self.reward_model.compute_rm_score
-            call = start(stage, self.balance.of(score) if TOKENS in rows.columns.tensors() else score, rows)
-            scores = ReferencedBatch.of(call.future())
+            call = start(stage, self.balance.of(score) if TOKENS in rows.tensor_names else score, rows)
+            scores = call.get()
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
             seen = self.rewards.seen(batch, held_out=held_out)
-            reward = self.rewards.of(seen.union(problems).union(scores.columns), held_out=held_out)
+            reward = self.rewards.of(seen.union(problems).union(scores), held_out=held_out)
             if (overlong := self.config.algorithm.overlong).buffer and not held_out:
                 reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
-    def with_greedy_scores(self, batch: ReferencedBatch, problems: DataProto) -> ReferencedBatch:
+    def with_greedy_scores(self, batch: DataProto, problems: DataProto) -> DataProto:
         """Return the batch with ``greedy_scores``, the score of the greedy response to the problem of each row."""
         with self.stages("generate", self.rollout.generate_sequences):
-            greedy, asked = self.generate(problems, RESPONSE_COLUMNS, do_sample=False, n=1)
+            greedy, asked = self.generate(problems, do_sample=False, n=1)
         with self.stages.overlapping() as start:
             scores = self.scored(greedy, asked, start)[1].row_scores().repeat_interleave(len(batch) // len(problems))
         return trained_on(batch.union(DataProto.from_dict({"greedy_scores": scores.nan_to_num()})), ~scores.isnan())
 
-    def advantages(self, batch: ReferencedBatch) -> tuple[ReferencedBatch, dict[str, float]]:
+    def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return the batch with rewards, ``advantages``, ``returns`` and importance weights, and their metrics."""
         rule = self.config.algorithm
-        reads = ADVANTAGE_ESTIMATORS[rule.adv_estimator].reads
-        batch = batch.read(batch.names if reads is None else reads)
-        here, metrics = apply_kl_penalty(batch.columns, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
-        here = compute_advantage(here, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
-        metrics |= signal_metrics(here)
+        batch, metrics = apply_kl_penalty(batch, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
+        batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
+        metrics |= signal_metrics(batch)
         if rule.importance.level != "none":
-            weights, limited = importance_weights(here, rule.importance)
-            here, metrics = here.union(DataProto.from_dict({"importance_weights": weights})), metrics | limited
-        return batch.with_here(here), metrics
-
-    def seen_by_callbacks(self, batch: ReferencedBatch) -> ReferencedBatch:
-        """Return the batch as the callbacks leave it; its columns are read only if a callback looks at them."""
-        looking = [each for each in self.callbacks if type(each).batch_ready is not Callback.batch_ready]
-        if looking:
-            batch = ReferencedBatch(batch.here())
-        for callback in looking:
-            callback.batch_ready(self, batch.columns)
-        return batch
+            weights, limited = importance_weights(batch, rule.importance)
+            batch, metrics = batch.with_tensors({"importance_weights": weights}), metrics | limited
+        return batch, metrics
 
     def warm_up(self) -> None:
         """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""
@@ -479,7 +463,7 @@ class RayPPOTrainer:
         for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
             self.rollout_weights.update()
             with self.stages("held-out", self.rollout.generate_sequences):
-                responses, asked = self.generate(problems, RESPONSE_COLUMNS, **validation.sampling())
+                responses, asked = self.generate(problems, **validation.sampling())
             with self.stages.overlapping() as start:
                 rewards.append(self.scored(responses, asked, start, held_out=True)[1])
         metrics = validation_metrics(joined(rewards), validation.n)
@@ -564,7 +548,7 @@ class RayPPOTrainer:
             with self.stages("reference", self.reference.sync_reference):
                 self.reference.sync_reference(trainer.ref_sync_mix)
 
-    def _progress(self, batch: ReferencedBatch, prompts: int) -> dict[str, float]:
+    def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
         return {
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,

@@ -30,7 +30,7 @@ from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
+from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
 
@@ -170,11 +170,11 @@ class WorkerProcess:
         while True:
             call = self._endpoint.receive()
             starts = self._endpoint.cancellation.start(call.caller, call.number)
-            error, rows, encoded = None, None, _NOTHING
+            error, outlined, encoded = None, _NOTHING, _NOTHING
             try:
                 (role, method, returning, keep), content = read_call(call.body)
             except DataError as malformed:
-                self._answer(call, False, self._error_of("", "serve", malformed), rows, encoded)
+                self._answer(call, False, self._error_of("", "serve", malformed), outlined, encoded)
                 continue
             keep = keep and self._identity.rank in returning
             if starts:
@@ -190,7 +190,7 @@ class WorkerProcess:
                         value = complete(getattr(worker, method)(*args, **kwargs))
                     del args, kwargs  # free them before the value is serialized
                     if self._identity.rank in returning:
-                        rows = row_count(value) if keep else None
+                        outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
                         encoded = encode(value, self._inline_bytes)
                     del value
                 except BaseException as raised:
@@ -199,16 +199,16 @@ class WorkerProcess:
                     self._running = None
             elif keep:  # an error for who reads the value; the answer has none, because no rank has failed
                 cancelled = GroupError(f"{role}.{method} was cancelled", role=role, method=method)
-                self._kept.put((call.caller, call.number), (cancelled, None, _NOTHING))
+                self._kept.put((call.caller, call.number), (cancelled, _NOTHING, _NOTHING))
                 keep = False
-            self._answer(call, keep, error, rows, encoded)
-            del call, error, encoded  # the next call may come much later
+            self._answer(call, keep, error, outlined, encoded)
+            del call, error, outlined, encoded  # the next call may come much later
 
     def _answer(
-        self, call: ReceivedCall, keep: bool, error: GroupError | None, rows: int | None, encoded: Encoded
+        self, call: ReceivedCall, keep: bool, error: GroupError | None, outlined: Encoded, encoded: Encoded
     ) -> None:
         if keep or encoded.stored is not None:
-            self._kept.put((call.caller, call.number), (error, rows, encoded))
+            self._kept.put((call.caller, call.number), (error, outlined, encoded))
         self._finished[call.caller] = call.number
         sent = _NOTHING if keep else encoded
         self._endpoint.answer(call, write_answer(error, sent.content), sent.frames)
@@ -264,18 +264,17 @@ class WorkerProcess:
 
     # ---- queries, answered on another thread -------------------------------------------------------------------------
 
-    def _read_value(self, reply: Reply, caller: bytes, number: int, rows: bool) -> None:
-        """Reply with (error, content) of a kept value, and its frames; or with (error, content) of its row count."""
+    def _read_value(self, reply: Reply, caller: bytes, number: int, outlined: bool) -> None:
+        """Reply with (error, content) of a kept value, or of its outline, and the frames."""
 
-        def read(kept: tuple[GroupError | None, int | None, Encoded] | None) -> None:
+        def read(kept: tuple[GroupError | None, Encoded, Encoded] | None) -> None:
             if kept is None:
                 reply((GroupError(f"the result of call {number} was released before it was read"), None))
             elif kept[0] is not None:
                 reply((kept[0], None))
-            elif rows:
-                reply((None, encode(kept[1], self._inline_bytes).content))
             else:
-                reply((None, kept[2].content), kept[2].frames)
+                encoded = kept[1] if outlined else kept[2]
+                reply((None, encoded.content), encoded.frames)
 
         self._kept.read((caller, number), number <= self._finished.get(caller, -1), read)
 

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.future import Future
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError, DataError, GroupError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
@@ -39,7 +37,7 @@ class _Generation:
 
     number: int | None
     problems: DataProto
-    result: Future[Any] | DataProto
+    responses: DataProto
     memory: Callable[[], dict[str, float]]
 
 
@@ -83,7 +81,7 @@ class Generations:
 
     def exchange(
         self, problems: DataProto, draw: Callable[[], DataProto]
-    ) -> tuple[DataProto, ReferencedBatch, DataProto, dict[str, float]]:
+    ) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
         """Start to generate the responses to problems with the newest weights, and return those of the oldest batch.
 
         Args:
@@ -91,9 +89,8 @@ class Generations:
             draw: returns the next problems, as long as fewer than ``ahead`` batches are in flight.
 
         Returns:
-            The problems of the oldest batch, with the non-tensor column ``uid``; the responses to them, whose columns
-            that only models read stay on the workers; their non-tensor columns, repeated for each response; and the
-            memory that was used.
+            The problems of the oldest batch, with the non-tensor column ``uid``; the responses to them; the problems'
+            non-tensor columns, repeated for each response; and the memory that was used.
 
         Raises:
             ConfigError: no group generates yet.
@@ -120,19 +117,18 @@ class Generations:
     def _begin(self, number: int | None, problems: DataProto) -> None:
         self._weights.update()
         with self._stages("generate", self._rollout.generate_sequences):
-            result = start_responses(self._rollout, problems, self._sampling, self._rollout_fn)
+            responses = start_responses(self._rollout, problems, self._sampling, self._rollout_fn)
         memory: Callable[[], dict[str, float]] = dict
         if self._ahead:
             memory = self._stages.ask_memory([self._rollout.name])
-            if isinstance(result, Future):
-                self._weights.wait_for(result)
-        self._queue.append(_Generation(number, problems, result, memory))
+            self._weights.wait_for(responses)
+        self._queue.append(_Generation(number, problems, responses, memory))
 
-    def _taken(self) -> tuple[DataProto, ReferencedBatch, DataProto, dict[str, float]]:
+    def _taken(self) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
         oldest = self._queue.popleft()
         reads = (*RESPONSE_COLUMNS, VERSION) if self._ahead else RESPONSE_COLUMNS
         with self._stages("generate"):
-            batch = ReferencedBatch.of(oldest.result, reads)
+            batch = oldest.responses.prefetch(reads)
         others = oldest.problems.select([], non_tensor_batch_keys=None)
         asked = others.repeat(len(batch) // len(oldest.problems))
         return oldest.problems, batch, asked, oldest.memory()
@@ -169,7 +165,7 @@ class Generations:
                     "a batch in flight cannot be saved: its problems were passed to train_step, and were not drawn "
                     "with draw(), so a run that resumes cannot draw them again. Set trainer.max_staleness=0"
                 )
-            saved.append(BatchInFlight(each.number, ReferencedBatch.of(each.result).here()))
+            saved.append(BatchInFlight(each.number, each.responses.slice().get()))
         return tuple(saved)
 
     def restore(

@@ -51,7 +51,7 @@ def compute_gae(
     return advantages, returns
 
 
-@register_advantage_estimator("gae", needs_critic=True, options=GAEOptions, reads=())
+@register_advantage_estimator("gae", needs_critic=True, options=GAEOptions)
 def gae(data: DataProto, *, gamma: float, lam: float, options: GAEOptions) -> tuple[Tensor, Tensor]:
     """Return ``compute_gae`` with the critic's ``values``."""
     rewards, values, mask = columns(data, "token_level_rewards", "values", "response_mask")

@@ -50,7 +50,7 @@ class GPGOptions:
         check_one_of("algorithm.gpg.scale", self.scale, ("group", "none"))
 
 
-@register_advantage_estimator("grpo", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GRPOOptions, reads=())
+@register_advantage_estimator("grpo", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GRPOOptions)
 def grpo(data: DataProto, *, gamma: float, lam: float, options: GRPOOptions) -> tuple[Tensor, Tensor]:
     """Return ``(R - mean) / std`` on each token, over the responses to the same prompt.
 
@@ -69,7 +69,7 @@ def grpo(data: DataProto, *, gamma: float, lam: float, options: GRPOOptions) -> 
     return result.on_tokens(centered / (std + EPSILON))
 
 
-@register_advantage_estimator("rloo", needs_group=True, reads=())
+@register_advantage_estimator("rloo", needs_group=True)
 def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the score minus the mean of the other responses to the same prompt, on each token.
 
@@ -80,7 +80,7 @@ def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     return result.on_tokens((result.scores - groups.mean(result.scores)) * others)
 
 
-@register_advantage_estimator("opo", needs_group=True, reads=())
+@register_advantage_estimator("opo", needs_group=True)
 def opo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the score minus the mean of the group weighted by the length of the responses, on each token.
 
@@ -94,7 +94,7 @@ def opo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     return result.on_tokens(result.scores - baseline)
 
 
-@register_advantage_estimator("gpg", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GPGOptions, reads=())
+@register_advantage_estimator("gpg", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GPGOptions)
 def gpg(data: DataProto, *, gamma: float, lam: float, options: GPGOptions) -> tuple[Tensor, Tensor]:
     """Return ``alpha * (R - mean)`` on each token, over the responses to the same prompt.
 

@@ -96,7 +96,7 @@ def outcomes(data: DataProto, gamma: float) -> Outcomes:
         DataError: a column is missing.
     """
     rewards, mask = columns(data, "token_level_rewards", "response_mask")
-    scores = data.tensors().get("token_level_scores", rewards)
+    scores = columns(data, "token_level_scores")[0] if "token_level_scores" in data.tensor_names else rewards
     penalty = None
     if scores is not rewards and not torch.equal(scores, rewards):
         later = packed_left(inside(rewards.float() - scores.float(), mask), mask)

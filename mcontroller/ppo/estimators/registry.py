@@ -68,8 +68,6 @@ class AdvantageEstimator:
         needs_greedy: whether it reads ``greedy_scores``, the score of the greedy response to each prompt.
         kl_in_reward: whether a KL penalty may be part of the reward.
         options: class of its options, a dataclass; None if it has none.
-        reads: the columns of responses that it reads besides ``response_mask`` and those that the trainer computes
-            (scores, rewards, ``values``, ``greedy_scores``). Others stay on the workers. None: it may read any column.
     """
 
     estimate: Callable[..., tuple[Tensor, Tensor]]
@@ -78,7 +76,6 @@ class AdvantageEstimator:
     needs_greedy: bool = False
     kl_in_reward: KLInReward = KLInReward.ALLOWED
     options: type | None = None
-    reads: tuple[str, ...] | None = None
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
@@ -95,7 +92,6 @@ def register_advantage_estimator(
     needs_greedy: bool = False,
     kl_in_reward: KLInReward | None = None,
     options: type | None = None,
-    reads: tuple[str, ...] | None = None,
 ) -> Callable[[F], F]:
     """Return a decorator that registers an advantage estimator under ``name``.
 
@@ -109,7 +105,6 @@ def register_advantage_estimator(
             by default.
         options: class of its options, a dataclass. The function gets an instance as ``options``; its fields are set
             with ``algorithm.custom``.
-        reads: the columns of responses that it reads besides ``response_mask``; see ``AdvantageEstimator.reads``.
 
     Raises:
         ConfigError: another advantage estimator is registered under this name.
@@ -117,7 +112,7 @@ def register_advantage_estimator(
     kl = kl_in_reward or (KLInReward.DEFAULT if needs_critic else KLInReward.ALLOWED)
 
     def add(estimate: F) -> F:
-        entry = AdvantageEstimator(estimate, needs_critic, needs_group, needs_greedy, kl, options, reads)
+        entry = AdvantageEstimator(estimate, needs_critic, needs_group, needs_greedy, kl, options)
         ADVANTAGE_ESTIMATORS.add(name, entry)
         return estimate
 

@@ -42,9 +42,7 @@ class ReinforcePlusPlusBaselineOptions:
     """Divide advantages by their standard deviation over all responses of the batch."""
 
 
-@register_advantage_estimator(
-    "reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions, reads=()
-)
+@register_advantage_estimator("reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions)
 def reinforce_plus_plus(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusOptions
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +57,7 @@ def reinforce_plus_plus(
 
 
 @register_advantage_estimator(
-    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions, reads=()
+    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions
 )
 def reinforce_plus_plus_baseline(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusBaselineOptions
@@ -76,7 +74,7 @@ def reinforce_plus_plus_baseline(
     return result.on_tokens(advantages)
 
 
-@register_advantage_estimator("remax", needs_greedy=True, reads=())
+@register_advantage_estimator("remax", needs_greedy=True)
 def remax(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return ``sum_k gamma^k * r_{t+k}`` minus the score of the greedy response to the same prompt.
 

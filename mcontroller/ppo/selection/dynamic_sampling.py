@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import strict_fields
-from mcontroller.dispatch.referenced import ReferencedBatch
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ppo.estimators.outcomes import groups_of
 from mcontroller.ppo.rewards import Reward, joined
@@ -53,10 +53,10 @@ class GroupFilter:
         self.config = config
         self.prompts = prompts
         self.rewards: list[Reward] = []
-        self._batches: list[ReferencedBatch] = []
+        self._batches: list[DataProto] = []
         self._kept: list[Tensor] = []
 
-    def add(self, batch: ReferencedBatch, reward: Reward) -> None:
+    def add(self, batch: DataProto, reward: Reward) -> None:
         """Add the responses to a batch of prompts.
 
         Args:
@@ -68,7 +68,7 @@ class GroupFilter:
         """
         self._batches.append(batch)
         self.rewards.append(reward)
-        self._kept.append(~groups_of(batch.columns).equal(self._values(reward)) if self.config.enable else _all(batch))
+        self._kept.append(~groups_of(batch).equal(self._values(reward)) if self.config.enable else _all(batch))
 
     @property
     def is_complete(self) -> bool:
@@ -77,7 +77,7 @@ class GroupFilter:
         enough = sum(int(kept.sum()) for kept in self._kept) >= rows
         return not self.config.enable or enough or len(self._batches) == self.config.max_batches
 
-    def batch(self) -> tuple[ReferencedBatch, dict[str, float]]:
+    def batch(self) -> tuple[DataProto, dict[str, float]]:
         """Return the responses to ``prompts`` prompts, and how many were drawn, dropped and filled up.
 
         Groups with a signal come first, in the order in which they were drawn; groups without one fill the rest.
@@ -95,13 +95,13 @@ class GroupFilter:
             "dynamic_sampling/prompts_filled": float(max(self.prompts - with_signal, 0)),
             "dynamic_sampling/prompts_dropped": float(max(with_signal - self.prompts, 0)),
         }
-        return ReferencedBatch.concat(self._batches).select_idxs(chosen), metrics
+        return DataProto.concat(self._batches).select_idxs(chosen), metrics
 
     def without_signal(self) -> Tensor:
         """Return whether the responses to a prompt have equal scores, bool ``[prompts]``, of all that were drawn."""
         parts = []
         for batch, reward in zip(self._batches, self.rewards, strict=True):
-            equal = groups_of(batch.columns).equal(reward.row_scores())
+            equal = groups_of(batch).equal(reward.row_scores())
             parts.append(equal[:: len(batch) // self.prompts])
         return torch.cat(parts)
 
@@ -123,5 +123,5 @@ class GroupFilter:
         return torch.where(reward.row_scores().isnan(), torch.nan, torch.as_tensor(values, dtype=torch.float64))
 
 
-def _all(batch: ReferencedBatch) -> Tensor:
+def _all(batch: DataProto) -> Tensor:
     return torch.ones(len(batch), dtype=torch.bool)

@@ -62,7 +62,7 @@ def truncated_rows(batch: DataProto, eos_token_ids: Collection[int]) -> Tensor:
             ``response_mask`` ``[rows, response]``: a response without a stop token at its end was cut off.
         eos_token_ids: the stop tokens.
     """
-    if "truncated" in batch.tensors():
+    if "truncated" in batch.tensor_names:
         return columns(batch, "truncated")[0]
     responses, mask = columns(batch, "responses", "response_mask")
     last = responses.gather(1, (_lengths(mask)[:, None] - 1).clamp(min=0)).squeeze(1)

@@ -6,9 +6,10 @@ import logging
 import time
 from typing import Any, Protocol
 
-from mcontroller.dispatch.future import Future
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
+from mcontroller.transport import Future
 
 __all__ = ["OverlappingStages", "StageCall"]
 
@@ -57,52 +58,43 @@ class StageCall:
         self.method = method
         self._stages = stages
         self._arguments: tuple[Any, ...] | None = arguments
-        self._future: Future[Any] | None = None
+        self._result: Future[Any] | DataProto | None = None
         self._started = 0.0
 
     def get(self) -> Any:
-        """Wait for the stage and return its result.
-
-        Raises:
-            GroupError: the first error of any of the stages that run at the same time.
-        """
-        return self.future().get()
-
-    def future(self) -> Future[Any]:
-        """Wait for the stage and return its future, whose result has arrived: it can be passed to other groups.
+        """Wait for the stage and return its result; the tensors of a batch stay on the workers.
 
         Raises:
             GroupError: the first error of any of the stages that run at the same time.
         """
         self._stages.wait_for(self)
-        assert self._future is not None
-        return self._future
+        return self._result.get() if isinstance(self._result, Future) else self._result
 
     def start(self) -> None:
         """Send the call."""
         assert self._arguments is not None
         self._started = time.perf_counter()
-        self._future = self.method.options(blocking=False)(*self._arguments)
+        self._result = self.method.options(blocking=False)(*self._arguments)
         self._arguments = None
 
     @property
     def is_started(self) -> bool:
         """Whether the call was sent."""
-        return self._future is not None
+        return self._result is not None
 
     def ended(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the end of the call; return whether it has ended, and record its interval then."""
-        assert self._future is not None
-        if not self._future.wait(seconds):
+        assert self._result is not None
+        if not self._result.wait(seconds):
             return False
         self._stages.recorder.ran(self.name, self._started, time.perf_counter())
         return True
 
     def error(self) -> GroupError | None:
         """Return the error of a call that has ended; None if there is none."""
-        assert self._future is not None
+        assert self._result is not None
         try:
-            self._future.check()
+            self._result.check()
         except GroupBroken as error:  # of the group that the failure of this call, or an earlier one, has broken
             return error.first_cause if isinstance(error.first_cause, GroupError) else error
         except GroupError as error:
@@ -111,8 +103,8 @@ class StageCall:
 
     def cancel(self) -> None:
         """Cancel the call, or drop its result if it has begun."""
-        if self._future is not None:
-            self._future.cancel()
+        if self._result is not None:
+            self._result.cancel()
 
 
 class OverlappingStages:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.dispatch.referenced import ReferencedBatch
+from mcontroller.data.protocol import DataProto
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ppo.data import MINI_BATCHES, PROMPTS, TOKENS, columns
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
@@ -43,7 +43,7 @@ class TokenBalance:
         shares = getattr(config, "share_prompts", False) and not getattr(config, "packed", False)
         return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
 
-    def update(self, method: Method, batch: ReferencedBatch, update: int) -> tuple[Method, ReferencedBatch]:
+    def update(self, method: Method, batch: DataProto, update: int) -> tuple[Method, DataProto]:
         """Return an update that splits each of its mini-batches by tokens, and the batch with these mini-batches.
 
         Worker classes without a class method ``mini_batches`` have the tokens of the whole batch balanced.
@@ -55,11 +55,11 @@ class TokenBalance:
         """
         balanced, worker = self.of(method), self._worker(method)
         draw = getattr(worker.cls, "mini_batches", None)
-        (mask,) = columns(batch.columns, "response_mask")
+        (mask,) = columns(batch, "response_mask")
         counted = mask.bool().any(1)
         if balanced is method or draw is None or not bool(counted.any()):
             return balanced, batch
-        drawn = draw(worker.kwargs["config"], int(counted.sum()), batch.columns.meta_info.get("n", 1), update)
+        drawn = draw(worker.kwargs["config"], int(counted.sum()), batch.meta_info.get("n", 1), update)
         numbers = torch.full((len(batch), drawn.size(1)), -1)
         numbers[counted] = drawn
         return balanced.options(within=MINI_BATCHES), batch.with_tensors({MINI_BATCHES: numbers})

@@ -74,7 +74,7 @@ class RayExecutor:
         returning: Sequence[int],
         *,
         timeout: float | None = None,
-        measure: bool = False,
+        keep: bool = False,
     ) -> RayCall:
         """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
         processes, expected = self.processes, frozenset(returning)
@@ -93,7 +93,7 @@ class RayExecutor:
                 returning,
                 timeout=timeout,
                 number=processes.next_call(),
-                keep=measure,
+                keep=keep,
             )
             messages: dict[int, tuple[bytes, list[bytes]]] = {}
             ordered = []
@@ -101,7 +101,7 @@ class RayExecutor:
                 key = id(each)
                 message = messages.get(key)
                 if message is None:
-                    header = (self.role, method, readers[key], measure)
+                    header = (self.role, method, readers[key], keep)
                     message = messages[key] = self._message(call, header, each)
                 ordered.append(message)
             try:
@@ -173,17 +173,22 @@ class RayCall(SentCall):
     @property
     def parts(self) -> list[Any]:
         """Handles of the returned values, in the order of the results."""
-        return [self._handle(rank, rows=False) for rank in self._returning]
+        return [self._handle(rank, outline=False) for rank in self._returning]
 
     @property
-    def lengths(self) -> list[Any]:
-        """Handles of the row counts of the returned values; empty unless the call is measured."""
-        return [self._handle(rank, rows=True) for rank in self._returning] if self._keep else []
+    def outlines(self) -> list[Any]:
+        """Handles of the outlines of the returned values; empty unless they are kept on the ranks."""
+        return [self._handle(rank, outline=True) for rank in self._returning] if self._keep else []
 
-    def _handle(self, rank: int, *, rows: bool) -> RemoteValue:
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are in this process."""
+        return self._values is not None
+
+    def _handle(self, rank: int, *, outline: bool) -> RemoteValue:
         handles = self._processes.handles
         source = Source(handles.infos[rank].address, handles.actor_ids[rank])
-        return RemoteValue(source, self._processes.caller, self.number, rows, self._kept)
+        return RemoteValue(source, self._processes.caller, self.number, outline, self._kept)
 
     def _keep_values(self, ranks: Sequence[int]) -> KeptValues:
         handles, caller = self._processes.handles, self._processes.caller
@@ -213,7 +218,7 @@ class RayCall(SentCall):
             return decode([self._contents[rank] for rank in self._returning], joined, timeout)
         except GetTimeoutError:
             stored = [rank for rank in self._returning if is_stored(self._contents[rank][0])]
-            raise ValuesLate([(self._handle(rank, rows=False).source, self.number) for rank in stored]) from None
+            raise ValuesLate([(self._handle(rank, outline=False).source, self.number) for rank in stored]) from None
 
     def read_before_end(self, timeout: float) -> bool:
         """Read the values that the processes keep, unless that was done or the call has failed."""

@@ -82,24 +82,24 @@ class KeptValues:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RemoteValue:
-    """The value that a call returned on one rank, or its row count.
+    """The value that a call returned on one rank, or its outline.
 
     Attributes:
         source: the process of the rank.
         caller: the controller of the call.
         number: the number of the call there.
-        rows: whether this is the row count.
+        outline: whether this is the outline.
         kept: keeps the value from being released; only in the controller.
     """
 
     source: Source
     caller: bytes
     number: int
-    rows: bool = False
+    outline: bool = False
     kept: KeptValues | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteValue, (self.source, self.caller, self.number, self.rows)
+        return RemoteValue, (self.source, self.caller, self.number, self.outline)
 
 
 class StoredValue:
@@ -167,7 +167,7 @@ def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
 
 
 def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | None]) -> list[Any]:
-    queries = [("value", (handle.caller, handle.number, handle.rows)) for handle in handles]
+    queries = [("value", (handle.caller, handle.number, handle.outline)) for handle in handles]
     answers, late = ask_each([handle.source.address for handle in handles], queries, left())
     if late:
         raise ValuesLate([(handles[position].source, handles[position].number) for position in late])

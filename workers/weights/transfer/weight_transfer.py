@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from mcontroller.dispatch.future import Future
+
 from mcontroller.errors import GroupError
 from mcontroller.group import WorkerGroup
 from workers.weights.transfer.endpoint import Opening, TransferOutcome

@@ -46,7 +46,7 @@ class Clock:
 
 class TimedCall(LocalCall):
     def __init__(self, call: LocalCall, clock: Clock, ends: float) -> None:
-        self.parts, self.lengths, self._error = call.parts, call.lengths, call._error
+        self.parts, self.outlines, self._error = call.parts, call.outlines, call._error
         self.clock, self.ends, self.cancelled = clock, ends, False
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -265,7 +265,7 @@ def test_a_result_is_read_in_any_order_and_after_the_block():
         with trainer.stages.overlapping() as start:
             values = start("values", trainer.critic.compute_values, batch)
             scores = start("reward model", trainer.reward_model.compute_rm_score, batch)
-            assert torch.equal(scores.get().batch["rm_scores"], batch.columns.batch["responses"].float() / 10)
+            assert torch.equal(scores.get().batch["rm_scores"], batch.tensors()["responses"].float() / 10)
         assert values.get().batch["values"].shape == (48, 1)
         with pytest.raises(GroupError), trainer.stages.overlapping() as start:
-            start("values", trainer.critic.compute_values, batch.columns.select(["responses"]))
+            start("values", trainer.critic.compute_values, batch.select(["responses"]))
