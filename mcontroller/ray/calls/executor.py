@@ -19,10 +19,8 @@ from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import (
     ArgumentFailed,
     KeptValues,
-    RayObject,
     RemoteValue,
     Source,
-    Stored,
     StoredValue,
     ValuesLate,
     fetch,
@@ -62,10 +60,10 @@ class RayExecutor:
         self.processes.coordinates[self.role] = coordinates
 
     def share(self, value: Any, readers: int) -> Any:
-        """Return a ``Stored`` if several ranks read a large value, else the value."""
+        """Return a ``StoredValue`` if several ranks read a large value, else the value."""
         if readers <= 1 or not is_larger(value, self.processes.handles.options.inline_bytes):
             return value
-        return Stored(StoredValue(store(value)))
+        return StoredValue(store(value))
 
     def submit(
         self,
@@ -262,9 +260,12 @@ def _with_objects(arguments: Arguments) -> Arguments:
     """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
     if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
         return arguments
-    args = tuple(RayObject(value) if isinstance(value, ray.ObjectRef) else value for value in arguments.args)
-    named = arguments.kwargs.items()
-    return Arguments(args, {name: RayObject(v) if isinstance(v, ray.ObjectRef) else v for name, v in named})
+    args = tuple(map(_with_object, arguments.args))
+    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
+
+
+def _with_object(value: Any) -> Any:
+    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value
 
 
 def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:
