@@ -33,8 +33,8 @@ import ray
 import torch
 
 from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
-from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, TrainerConfig
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
+from mcontroller.ray import ResourcePoolManager
 from mcontroller.ray.values import wire
 from mcontroller.transport import Future
 

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from mcontroller.mode_functions import get_predefined_execute_fn as get_predefined_execute_fn
     from mcontroller.mode_functions import register_dispatch_mode as register_dispatch_mode
     from mcontroller.mode_functions import update_dispatch_mode as update_dispatch_mode
+    from mcontroller.ppo.roles import Role as Role
     from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs
     from mcontroller.ray.class_with_init import create_colocated_worker_cls as create_colocated_worker_cls
     from mcontroller.ray.class_with_init import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
     from mcontroller.ray.resource_pool import ResourcePool as ResourcePool
     from mcontroller.ray.resource_pool import ResourcePoolManager as ResourcePoolManager
-    from mcontroller.ray.resource_pool import Role as Role
     from mcontroller.ray.resource_pool import extract_pg_from_exist as extract_pg_from_exist
     from mcontroller.ray.resource_pool import merge_resource_pool as merge_resource_pool
     from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup

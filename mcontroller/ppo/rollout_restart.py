@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.roles import Role
 from mcontroller.ppo.trainer import RayPPOTrainer
-from mcontroller.ray.resource_pool import Role
 
 __all__ = ["restart_rollout"]
 

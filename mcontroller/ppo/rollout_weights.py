@@ -1,17 +1,15 @@
-"""The weights of a rollout group of its own, which are those of the actor before every generation."""
+"""The weights of a rollout group of its own, which are those of the actor before every generation; and its restart."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.config import PPOConfig, TrainerConfig
-from mcontroller.ppo.stages.stages import Stages
-from mcontroller.ray.resource_pool import ResourcePoolManager, Role
+from mcontroller.ppo.config import TrainerConfig
+from mcontroller.ppo.stages import Stages
 
-__all__ = ["RolloutWeights", "check_colocated", "check_transfer"]
+__all__ = ["RolloutWeights"]
 
 
 class SentReport(Protocol):
@@ -114,42 +112,3 @@ class RolloutWeights:
         """End the connections between the groups."""
         if self._transfer is not None:
             self._transfer.close()
-
-
-def check_transfer(config: PPOConfig, actor: Any, rollout: Any) -> None:
-    """Raise ConfigError if the weights of the actor cannot become those of the rollout.
-
-    Args:
-        config: the configuration of the run.
-        actor: the worker class of the actor.
-        rollout: the worker class of the rollout.
-    """
-    if not hasattr(actor, "transfer_weights"):
-        raise ConfigError(
-            f"{actor.__name__} has no class method transfer_weights, which Role.Actor and Role.Rollout need: derive it "
-            "from workers.ActorRolloutRefWorker, or map Role.ActorRollout",
-            key="role_worker_mapping",
-            value=actor.__name__,
-        )
-    if config.rollout is not None:
-        actor.check_transfer(config.actor_rollout_ref, config.rollout, config.trainer.weight_transport)
-
-
-def check_colocated(pools: ResourcePoolManager, actor: Role, rollout: Role) -> None:
-    """Raise ConfigError if actor and rollout share GPUs of several nodes, between which no transport carries weights.
-
-    Args:
-        pools: the pools of the run.
-        actor: the role that weights come from.
-        rollout: the role that weights go to.
-    """
-    pool = pools.mapping.get(rollout)
-    nodes = len(pools.resource_pool_spec.get(pool or "", ()))
-    if pools.use_gpu and nodes > 1 and pool == pools.mapping.get(actor):
-        raise ConfigError(
-            f"{actor} and {rollout} share the GPUs of pool {pool!r} on {nodes} nodes, and weights travel between "
-            f"groups that share GPUs within one node only: give {rollout} a pool of its own (pools.rollout), let the "
-            "processes of the actor generate (Role.ActorRollout; in a file, no section rollout), or use one node",
-            key="role_worker_mapping",
-            value=pool,
-        )

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
-from mcontroller.ppo.estimators.outcomes import groups_of, outcomes
+from mcontroller.ppo.estimators.built_in import groups_of, outcomes
 from mcontroller.ppo.rewards import Reward
-from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
-from mcontroller.ppo.selection.overlong import truncated_rows
+from mcontroller.ppo.selection import GroupFilter, truncated_rows
 
 __all__ = [
     "experience_metrics",

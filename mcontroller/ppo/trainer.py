@@ -11,9 +11,6 @@ from mcontroller.closing import close_all
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.advantages import compute_advantage
-from mcontroller.ppo.ahead.checks import check_generates_alone
-from mcontroller.ppo.ahead.generations import DRAWN, Generations, staleness_metrics
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
     ROUTED_EXPERTS,
@@ -31,14 +28,15 @@ from mcontroller.ppo.data import (
     without,
 )
 from mcontroller.ppo.display import Callback, Display
-from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
-from mcontroller.ppo.generation import RolloutFunction, generate_responses
-from mcontroller.ppo.kl import apply_kl_penalty
-from mcontroller.ppo.kl_control import make_kl_controller
+from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, compute_advantage
+from mcontroller.ppo.generation import DRAWN, Generations, RolloutFunction, generate_responses, staleness_metrics
+from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
 from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
 from mcontroller.ppo.roles import (
+    Role,
     RoleWorker,
+    check_generates_alone,
     check_reference_sync,
     check_roles,
     reads_reference,
@@ -51,13 +49,8 @@ from mcontroller.ppo.rollout_weights import RolloutWeights
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.run_record import read_record
-from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
-from mcontroller.ppo.selection.overlong import penalized, truncated_rows
-from mcontroller.ppo.selection.trained_rows import trained_on
-from mcontroller.ppo.stages.devices import SharedDevices
-from mcontroller.ppo.stages.overlap import OverlappingStages, StageCall
-from mcontroller.ppo.stages.stages import Stages
-from mcontroller.ppo.stages.token_balance import TokenBalance
+from mcontroller.ppo.selection import GroupFilter, penalized, trained_on, truncated_rows
+from mcontroller.ppo.stages import OverlappingStages, SharedDevices, StageCall, Stages
 from mcontroller.ppo.summary import (
     experience_metrics,
     group_metrics,
@@ -66,7 +59,8 @@ from mcontroller.ppo.summary import (
     signal_metrics,
     validation_metrics,
 )
-from mcontroller.ray.resource_pool import RayResourcePool, ResourcePoolManager, Role
+from mcontroller.ppo.token_balance import TokenBalance
+from mcontroller.ray.resource_pool import RayResourcePool, ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
 

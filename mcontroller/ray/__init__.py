@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
     from mcontroller.ray.resource_pool import ResourcePool as ResourcePool
     from mcontroller.ray.resource_pool import ResourcePoolManager as ResourcePoolManager
-    from mcontroller.ray.resource_pool import Role as Role
     from mcontroller.ray.resource_pool import extract_pg_from_exist as extract_pg_from_exist
     from mcontroller.ray.resource_pool import merge_resource_pool as merge_resource_pool
     from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup

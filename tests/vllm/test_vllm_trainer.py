@@ -19,10 +19,11 @@ from mcontroller.ppo import (
     ImportanceConfig,
     PPOConfig,
     RayPPOTrainer,
+    Role,
     TrainerConfig,
     restart_rollout,
 )
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ray import ResourcePoolManager
 from tests.e2e.test_one_step_off_policy import exported, log_probs_of
 from tests.vllm.policies import EOS, PAD, POLICIES, Actor, actor_config, prompts
 from tests.workers.off_policy.runs import Lines, evenness

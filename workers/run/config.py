@@ -17,7 +17,7 @@ from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.datasets.config import DatasetConfig, ProblemsConfig
 from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
 from mcontroller.ppo.scoring.config import RewardsConfig
-from mcontroller.ppo.turns.environment import MultiTurnConfig
+from mcontroller.ppo.turns import MultiTurnConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcontroller.config.extras import import_extra
-from mcontroller.ppo.datasets.gym_package import import_reasoning_gym
+from mcontroller.ppo.datasets.sources import import_reasoning_gym
 
 __all__ = ["exact_match", "math_verify", "reasoning_gym"]
 

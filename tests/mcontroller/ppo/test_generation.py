@@ -52,5 +52,5 @@ def test_rows_of_a_rollout_function_may_have_prompts_of_another_width():
         batch, metrics = trainer.experience(problems)
     assert batch.non_tensor_batch["asked"].tolist() == asked.repeat_interleave(2).tolist()
     assert len(batch) == 96 and metrics["train/accuracy"] == pytest.approx(
-        float((batch.columns.batch["responses"].flatten() == (asked.repeat_interleave(2) + 1) % LETTERS).float().mean())
+        float((batch.batch["responses"].flatten() == (asked.repeat_interleave(2) + 1) % LETTERS).float().mean())
     )

@@ -8,12 +8,10 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import AlgorithmConfig
+from mcontroller.ppo import AlgorithmConfig, Role
 from mcontroller.ppo.rewards import Reward, outcome_scores
-from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig, GroupFilter
-from mcontroller.ppo.selection.overlong import OverlongConfig, penalized, truncated_rows
+from mcontroller.ppo.selection import FilterGroupsConfig, GroupFilter, OverlongConfig, penalized, truncated_rows
 from mcontroller.ppo.summary import validation_metrics
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 LENGTHS = torch.tensor([3, 6, 8, 10])

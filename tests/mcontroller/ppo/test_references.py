@@ -12,10 +12,9 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
-from mcontroller.ppo import AlgorithmConfig, Callback
+from mcontroller.ppo import AlgorithmConfig, Callback, Role
 from mcontroller.ppo.data import ROUTED_EXPERTS, columns
 from mcontroller.ppo.estimators.registry import register_advantage_estimator
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
 
 RECEIVED: dict[str, DataProto] = {}

@@ -19,11 +19,11 @@ from mcontroller.ppo import (
     ImportanceConfig,
     KLControlConfig,
     PPOConfig,
+    Role,
     ValidationConfig,
     WarmUpConfig,
     rule_only,
 )
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.toy import (
     CALLS,
     LETTERS,

@@ -10,10 +10,9 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ppo import AlgorithmConfig, DataConfig, Reward, compute_advantage
-from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig, GroupFilter
+from mcontroller.ppo import AlgorithmConfig, DataConfig, Reward, Role, compute_advantage
+from mcontroller.ppo.selection import FilterGroupsConfig, GroupFilter
 from mcontroller.ppo.summary import validation_metrics
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 SCORES = [-1.0, -1.0, -1.0, None, *[None] * 4, 1.0, 0.0, None, 2.0, 0.0, 1.0, 0.0, 1.0]

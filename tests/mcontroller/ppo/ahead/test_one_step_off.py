@@ -20,9 +20,10 @@ from mcontroller.ppo import (
     ImportanceConfig,
     PPOConfig,
     RayPPOTrainer,
+    Role,
     TrainerConfig,
 )
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ray import ResourcePoolManager
 from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
 from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, problems, toy_config, toy_trainer
 

@@ -26,11 +26,11 @@ from mcontroller.ppo import (
     KLControlConfig,
     PPOConfig,
     RayPPOTrainer,
+    Role,
     ValidationConfig,
 )
 from mcontroller.ppo.saving.preemption import Preempted
 from mcontroller.ppo.saving.run_record import read_record
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
 from tests.mcontroller.ppo.toy import problems, toy_config, toy_trainer
 

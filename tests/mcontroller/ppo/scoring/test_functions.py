@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from mcontroller.ppo.datasets.config import DatasetConfig
-from mcontroller.ppo.datasets.loading import load_records
+from mcontroller.ppo.datasets.sources import load_records
 from mcontroller.ppo.scoring.functions import exact_match, math_verify, reasoning_gym
 
 needs_math = pytest.mark.skipif(

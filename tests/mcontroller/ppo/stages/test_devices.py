@@ -8,8 +8,8 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
-from mcontroller.ppo import TrainerConfig
-from mcontroller.ray import RayResourcePool, ResourcePoolManager, Role
+from mcontroller.ppo import Role, TrainerConfig
+from mcontroller.ray import RayResourcePool, ResourcePoolManager
 from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer
 
 

@@ -15,10 +15,9 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import GroupError, WorkerError
 from mcontroller.local.executor import LocalCall, LocalExecutor
 from mcontroller.local.group import LocalWorkerGroup
-from mcontroller.ppo import AlgorithmConfig, KLControlConfig, weighted_sum
-from mcontroller.ppo.stages.devices import SharedDevices
-from mcontroller.ppo.stages.stages import Stages
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ppo import AlgorithmConfig, KLControlConfig, Role, weighted_sum
+from mcontroller.ppo.stages import SharedDevices, Stages
+from mcontroller.ray import ResourcePoolManager
 from mcontroller.transport import Arguments
 from mcontroller.worker import Worker
 from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer

@@ -10,7 +10,7 @@ import pytest
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import WorkerError
-from mcontroller.ppo.stages.stages import Stages
+from mcontroller.ppo.stages import Stages
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.worker import Worker
 

@@ -7,8 +7,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.turns.environment import ENVIRONMENTS, Conversation, MultiTurnConfig, make_environment
-from mcontroller.ppo.turns.rollout import MultiTurnRollout
+from mcontroller.ppo.turns import ENVIRONMENTS, Conversation, MultiTurnConfig, MultiTurnRollout, make_environment
 
 PAD, EOS, CALL = 0, 1, 2
 PROMPT, RESPONSE = 4, 10

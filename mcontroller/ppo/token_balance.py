@@ -14,6 +14,7 @@ from mcontroller.ray.class_with_init import RayClassWithInitArgs
 
 __all__ = ["TokenBalance"]
 
+
 Method = GroupMethod[..., Any, Any]
 
 
