@@ -23,7 +23,7 @@ from rich.table import Table
 
 from mcontroller import DataProto
 from mcontroller.ppo import AlgorithmConfig, Callback, DataConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
-from mcontroller.ppo.rewards import Reward, outcome_scores
+from mcontroller.ppo.rewards.reward import Reward, outcome_scores
 from mcontroller.ray import ResourcePoolManager
 from mcontroller.testing import simulated_worker_group
 from workers import ActorRolloutRefWorker

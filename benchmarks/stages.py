@@ -22,7 +22,7 @@ import torch
 
 from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayWorkerGroup, Worker, register
 from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
-from mcontroller.ppo.rewards import Reward, outcome_scores, weighted_sum
+from mcontroller.ppo.rewards.reward import Reward, outcome_scores, weighted_sum
 from mcontroller.ppo.stages import SharedDevices
 from mcontroller.ray import ResourcePoolManager
 from workers import ActorRolloutRefWorker, CriticWorker

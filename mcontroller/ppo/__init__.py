@@ -55,17 +55,17 @@ if TYPE_CHECKING:
     from mcontroller.ppo.losses.registry import PolicyLoss as PolicyLoss
     from mcontroller.ppo.losses.registry import register_policy_loss as register_policy_loss
     from mcontroller.ppo.mismatch import ImportanceConfig as ImportanceConfig
-    from mcontroller.ppo.rewards import Reward as Reward
-    from mcontroller.ppo.rewards import RewardFunction as RewardFunction
-    from mcontroller.ppo.rewards import outcome_scores as outcome_scores
-    from mcontroller.ppo.rewards import rule_only as rule_only
-    from mcontroller.ppo.rewards import sum_of_rewards as sum_of_rewards
-    from mcontroller.ppo.rewards import weighted_sum as weighted_sum
+    from mcontroller.ppo.rewards.config import RewardFunctionConfig as RewardFunctionConfig
+    from mcontroller.ppo.rewards.config import RewardsConfig as RewardsConfig
+    from mcontroller.ppo.rewards.configured import FunctionRewards as FunctionRewards
+    from mcontroller.ppo.rewards.reward import Reward as Reward
+    from mcontroller.ppo.rewards.reward import RewardFunction as RewardFunction
+    from mcontroller.ppo.rewards.reward import outcome_scores as outcome_scores
+    from mcontroller.ppo.rewards.reward import rule_only as rule_only
+    from mcontroller.ppo.rewards.reward import sum_of_rewards as sum_of_rewards
+    from mcontroller.ppo.rewards.reward import weighted_sum as weighted_sum
     from mcontroller.ppo.roles import Role as Role
     from mcontroller.ppo.rollout_restart import restart_rollout as restart_rollout
-    from mcontroller.ppo.scoring.config import RewardFunctionConfig as RewardFunctionConfig
-    from mcontroller.ppo.scoring.config import RewardsConfig as RewardsConfig
-    from mcontroller.ppo.scoring.reward import FunctionRewards as FunctionRewards
     from mcontroller.ppo.selection import FilterGroupsConfig as FilterGroupsConfig
     from mcontroller.ppo.selection import OverlongConfig as OverlongConfig
     from mcontroller.ppo.stages import Stages as Stages

@@ -15,7 +15,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.built_in import groups_of
-from mcontroller.ppo.rewards import Reward, joined, outcome_scores
+from mcontroller.ppo.rewards.reward import Reward, joined, outcome_scores
 
 __all__ = ["FilterGroupsConfig", "GroupFilter", "OverlongConfig", "penalized", "trained_on", "truncated_rows"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.built_in import groups_of, outcomes
-from mcontroller.ppo.rewards import Reward
+from mcontroller.ppo.rewards.reward import Reward
 from mcontroller.ppo.selection import GroupFilter, truncated_rows
 
 __all__ = [

@@ -31,8 +31,8 @@ from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, compute_advantage
 from mcontroller.ppo.generation import DRAWN, Generations, RolloutFunction, generate_responses, staleness_metrics
 from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
-from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
-from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
+from mcontroller.ppo.mismatch import MISMATCH, importance_weights, mismatch_metrics
+from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources, Scores, joined
 from mcontroller.ppo.roles import (
     Role,
     RoleWorker,
@@ -303,14 +303,14 @@ class RayPPOTrainer:
         metrics: dict[str, float] = {}
         while True:
             problems, batch, asked, of_generation = self.generations.exchange(problems, self.draw)
-            self.rewards.start(batch, asked)
+            started = self.rewards.start(batch, asked)
             metrics |= of_generation
             metrics |= mean_of_parts(batch) if "metrics" in batch.meta_info else {}
             batch.meta_info.pop("metrics", None)
             batch = with_tokens(batch, asked)
             with self.stages.overlapping() as start:
                 policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
-                scores, reward = self.scored(batch, asked, start)
+                scores, reward = self.scored(batch, asked, start, started=started)
             batch = trained_on(self.with_results(batch, policies).union(scores), ~reward.row_scores().isnan())
             if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
                 batch = self.with_greedy_scores(batch, problems)
@@ -372,7 +372,10 @@ class RayPPOTrainer:
                 self.rollout_weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
-        return {name.replace("actor/rollout_", "training/rollout_"): value for name, value in metrics.items()}
+        for name in MISMATCH:
+            if f"actor/{name}" in metrics:
+                metrics[f"training/{name}"] = metrics.pop(f"actor/{name}")
+        return metrics
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.
@@ -385,7 +388,13 @@ class RayPPOTrainer:
         return generate_responses(self.rollout, problems, sampling, self.rollout_fn)
 
     def scored(
-        self, batch: DataProto, problems: DataProto, start: OverlappingStages, held_out: bool = False
+        self,
+        batch: DataProto,
+        problems: DataProto,
+        start: OverlappingStages,
+        *,
+        held_out: bool = False,
+        started: Callable[[], Scores] | None = None,
     ) -> tuple[DataProto, Reward]:
         """Return ``token_level_scores``, with the scores of the reward model, and the reward that they are from.
 
@@ -394,6 +403,7 @@ class RayPPOTrainer:
             problems: the further columns of their problems, in the same order.
             start: starts the reward model; the reward function is called while the other stages run.
             held_out: whether the problems are held out: ``val_reward_fn`` scores them.
+            started: the scores of the reward function, if it has been started.
         """
         scores = DataProto()
         if self.reward_model is not None:
@@ -404,7 +414,7 @@ class RayPPOTrainer:
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
             seen = self.rewards.seen(batch, held_out=held_out)
-            reward = self.rewards.of(seen.union(problems).union(scores), held_out=held_out)
+            reward = self.rewards.of(seen.union(problems).union(scores), held_out=held_out, started=started)
             if (overlong := self.config.algorithm.overlong).buffer and not held_out:
                 reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward

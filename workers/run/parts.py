@@ -14,11 +14,10 @@ from mcontroller.ppo.datasets.sources import Records, load_records
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
-from mcontroller.ppo.rewards import CombineRewards, weighted_sum
+from mcontroller.ppo.rewards.configured import TRIED, FunctionRewards, check_functions
+from mcontroller.ppo.rewards.processes import LoadedFunction
+from mcontroller.ppo.rewards.reward import CombineRewards, weighted_sum
 from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role_workers
-from mcontroller.ppo.scoring.reward import FunctionRewards, check_functions
-from mcontroller.ppo.scoring.server import LoadedFunction
-from mcontroller.ppo.scoring.trial import TRIED
 from mcontroller.ppo.turns import Demonstrating, MultiTurnRollout, make_environment
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker

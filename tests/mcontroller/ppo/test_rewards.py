@@ -9,7 +9,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import Reward, outcome_scores, rule_only, sum_of_rewards, weighted_sum
-from mcontroller.ppo.rewards import RewardSources, joined, rewarded
+from mcontroller.ppo.rewards.reward import RewardSources, joined, rewarded
 from mcontroller.ppo.summary import reward_metrics
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])

@@ -24,7 +24,7 @@ from mcontroller.ppo import (
     Role,
     TrainerConfig,
 )
-from mcontroller.ppo.rewards import outcome_scores
+from mcontroller.ppo.rewards.reward import outcome_scores
 from mcontroller.ray import ResourcePoolManager
 from mcontroller.worker import Worker
 

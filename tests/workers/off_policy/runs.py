@@ -17,7 +17,7 @@ from mcontroller.ppo import (
     Role,
     TrainerConfig,
 )
-from mcontroller.ppo.rewards import outcome_scores
+from mcontroller.ppo.rewards.reward import outcome_scores
 from mcontroller.ray import ResourcePoolManager
 from tests.workers.roles import EOS, MODEL, PAD, PROMPT, RESPONSE, prompts
 from workers.actor import ActorRolloutRefWorker

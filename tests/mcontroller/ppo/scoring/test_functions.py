@@ -6,7 +6,7 @@ import pytest
 
 from mcontroller.ppo.datasets.config import DatasetConfig
 from mcontroller.ppo.datasets.sources import load_records
-from mcontroller.ppo.scoring.functions import exact_match, math_verify, reasoning_gym
+from mcontroller.ppo.rewards.functions import exact_match, math_verify, reasoning_gym
 
 needs_math = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="the extra math: no math-verify"

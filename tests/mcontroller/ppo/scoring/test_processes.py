@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mcontroller.ppo.scoring.config import RewardFunctionConfig
-from mcontroller.ppo.scoring.processes import ScoringProcesses, Task
-from mcontroller.ppo.scoring.server import ScoreOutcome
+from mcontroller.ppo.rewards.config import RewardFunctionConfig
+from mcontroller.ppo.rewards.processes import ScoreOutcome, ScoringProcesses, Task
 
 SCORES = Path(__file__).with_name("scores.py")
 LARGE = "x" * (4 << 20)

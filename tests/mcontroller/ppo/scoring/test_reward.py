@@ -13,8 +13,8 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.scoring.config import RewardFunctionConfig, RewardsConfig
-from mcontroller.ppo.scoring.reward import FunctionRewards
+from mcontroller.ppo.rewards.config import RewardFunctionConfig, RewardsConfig
+from mcontroller.ppo.rewards.configured import FunctionRewards
 
 SCORES = Path(__file__).with_name("scores.py")
 PROCESSES = pytest.mark.processes
@@ -83,10 +83,9 @@ def test_failures_are_reported_with_their_sample_and_do_not_lose_the_batch(caplo
 def test_a_batch_that_was_started_early_has_the_same_scores():
     each = rewards(right="right")
     given = batch(["4", "no"], ["4", "5"])
-    each.start(given)
-    assert each(given).columns["right"] == [1.0, 0.0]
-    each.start(given)
+    started = each.start(given)
     assert each(batch(["5", "5"], ["4", "5"])).columns["right"] == [0.0, 1.0]
+    assert started().columns["right"] == [1.0, 0.0]
     each.close()
 
 

@@ -89,8 +89,8 @@ class RewardFunction(Protocol):
 class StartableReward(Protocol):
     """A reward function that can score a batch while the groups work on it."""
 
-    def start(self, batch: DataProto) -> None:
-        """Start to score a batch; the next call with it returns its scores. ``rm_scores`` are not in it yet."""
+    def start(self, batch: DataProto) -> Callable[[], Scores]:
+        """Start to score a batch, without ``rm_scores``; return a function that waits for its scores."""
 
 
 CombineRewards = Callable[[Tensor, Tensor], Tensor]
@@ -201,15 +201,16 @@ class RewardSources:
         self.held_out = val_reward_fn or reward_fn
         self.combine = combine
 
-    def start(self, batch: DataProto, problems: DataProto) -> None:
-        """Start to score a batch of responses to train on, if the reward function can.
+    def start(self, batch: DataProto, problems: DataProto) -> Callable[[], Scores] | None:
+        """Start to score a batch of responses to train on, if the reward function can; return what ``of`` waits for.
 
         Args:
             batch: responses.
             problems: the further columns of their problems.
         """
         if isinstance(self.training, StartableReward):
-            self.training.start(self.seen(batch).union(problems))
+            return self.training.start(self.seen(batch).union(problems))
+        return None
 
     def seen(self, batch: DataProto, *, held_out: bool = False) -> DataProto:
         """Return a batch of responses with the tensors that the reward function reads.
@@ -223,12 +224,13 @@ class RewardSources:
         seen = batch.select([name for name in batch.tensor_names if name in reads or name == "response_mask"])
         return seen.prefetch()
 
-    def of(self, batch: DataProto, *, held_out: bool = False) -> Reward:
+    def of(self, batch: DataProto, *, held_out: bool = False, started: Callable[[], Scores] | None = None) -> Reward:
         """Return the Reward of a batch.
 
         Args:
             batch: responses with the columns of their problems, and ``rm_scores`` if there is a reward model.
             held_out: whether the problems are held out.
+            started: what ``start`` returned for the batch.
 
         Raises:
             DataError: a function returned values that do not fit the responses.
@@ -238,7 +240,7 @@ class RewardSources:
         if function is None:
             assert model is not None
             return rewarded(lambda batch: Reward(model), batch, "the reward model")
-        rule = rewarded(function, batch)
+        rule = rewarded(function if started is None else lambda batch: started(), batch)
         if model is None or self.combine is None:
             return rule
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
