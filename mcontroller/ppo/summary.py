@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -22,7 +19,6 @@ __all__ = [
     "mean_of_parts",
     "reward_metrics",
     "signal_metrics",
-    "validation_metrics",
 ]
 
 
@@ -113,37 +109,6 @@ def group_metrics(groups: GroupFilter) -> dict[str, float]:
     """Return ``train/frac_reward_zero_std``, the share of prompts whose responses have equal scores, of all drawn."""
     equal = groups.without_signal()
     return {"train/frac_reward_zero_std": _mean(equal.float())}
-
-
-def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
-    """Return statistics of the scores of ``n`` responses to each problem, under ``held_out/``.
-
-    ``score`` is the mean over all responses. With more than one response, ``mean_at_<n>`` is that mean as well,
-    ``best_at_<n>`` the mean over problems of the best score, and, if the reward has ``answers``, ``maj_at_<n>`` the
-    mean over problems of the score of the most frequent answer, of several the one that occurs first. Responses without
-    a score do not count.
-
-    Args:
-        reward: of the responses; those to one problem are neighbors.
-        n: responses to each problem.
-    """
-    metrics = reward_metrics("held_out", reward)
-    if n == 1:
-        return metrics
-    best, voted, scores = [], [], reward.row_scores().view(-1, n).tolist()
-    for problem, of_problem in enumerate(scores):
-        rows = [row for row in range(n) if not math.isnan(of_problem[row])]
-        if not rows:
-            continue
-        best.append(max(of_problem[row] for row in rows))
-        if reward.answers is not None:
-            answers = [reward.answers[problem * n + row] for row in rows]
-            voted.append(of_problem[rows[answers.index(Counter(answers).most_common(1)[0][0])]])
-    if best:
-        metrics |= {f"held_out/mean_at_{n}": metrics["held_out/score"], f"held_out/best_at_{n}": fmean(best)}
-    if voted:
-        metrics[f"held_out/maj_at_{n}"] = fmean(voted)
-    return metrics
 
 
 def _with_response(batch: DataProto) -> DataProto:

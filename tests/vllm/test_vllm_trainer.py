@@ -149,7 +149,7 @@ def test_training_goes_on_with_a_new_rollout_after_its_engine_has_failed(
         trainer.train_step(trainer.draw())
         processes = trainer.actor.pid()
         if staleness:
-            trainer.generations.state()  # waits for the batch in flight
+            trainer.step.generations.state()  # waits for the batch in flight
         trainer.rollout.signal_engine(signal)
         with pytest.raises(WorkerError, match="rollout rank 0") as caught:
             for _ in range(staleness + 1):  # the first of them trains on the batch in flight

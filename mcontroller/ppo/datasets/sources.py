@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mcontroller.config.extras import import_extra
@@ -16,12 +13,12 @@ from mcontroller.config.registry import Registry
 from mcontroller.config.suggestions import close_names
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.config import DatasetConfig
+from mcontroller.ppo.rewards.functions import import_reasoning_gym
 
 __all__ = [
     "DATASET_SOURCES",
     "Records",
     "checked_record",
-    "import_reasoning_gym",
     "load_records",
     "read_hf",
     "read_jsonl",
@@ -29,17 +26,6 @@ __all__ = [
     "read_reasoning_gym",
     "source_of_path",
 ]
-
-
-def import_reasoning_gym() -> ModuleType:
-    """Return reasoning-gym, importable without pycosat.
-
-    pycosat is a C extension without wheels that only the zebra puzzles use, but importing any task imports all of
-    them. If it is not installed, an empty module replaces it: zebra puzzles then fail, all other tasks work.
-    """
-    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
-        sys.modules["pycosat"] = ModuleType("pycosat")
-    return import_extra("reasoning_gym", "demo", "task")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from mcontroller.config.extras import import_extra
-from mcontroller.ppo.datasets.sources import import_reasoning_gym
 
-__all__ = ["exact_match", "math_verify", "reasoning_gym"]
+__all__ = ["exact_match", "import_reasoning_gym", "math_verify", "reasoning_gym"]
 
 
 def reasoning_gym(response: str, entry: Mapping[str, Any]) -> dict[str, float]:
@@ -41,6 +43,17 @@ def math_verify(response: str, answer: str) -> float:
     if not gold:
         raise ValueError(f"math-verify cannot parse the answer {answer!r}")
     return float(library.verify(gold, library.parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+def import_reasoning_gym() -> ModuleType:
+    """Return reasoning-gym, importable without pycosat.
+
+    pycosat is a C extension without wheels that only the zebra puzzles use, but importing any task imports all of
+    them. If it is not installed, an empty module replaces it: zebra puzzles then fail, all other tasks work.
+    """
+    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
+        sys.modules["pycosat"] = ModuleType("pycosat")
+    return import_extra("reasoning_gym", "demo", "task")
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import AlgorithmConfig, Role
 from mcontroller.ppo.rewards.reward import Reward, outcome_scores
 from mcontroller.ppo.selection import FilterGroupsConfig, GroupFilter, OverlongConfig, penalized, truncated_rows
-from mcontroller.ppo.summary import validation_metrics
+from mcontroller.ppo.validation import validation_metrics
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 LENGTHS = torch.tensor([3, 6, 8, 10])

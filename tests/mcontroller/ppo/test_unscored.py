@@ -12,7 +12,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.ppo import AlgorithmConfig, DataConfig, Reward, Role, compute_advantage
 from mcontroller.ppo.selection import FilterGroupsConfig, GroupFilter
-from mcontroller.ppo.summary import validation_metrics
+from mcontroller.ppo.validation import validation_metrics
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 SCORES = [-1.0, -1.0, -1.0, None, *[None] * 4, 1.0, 0.0, None, 2.0, 0.0, 1.0, 0.0, 1.0]

@@ -133,7 +133,7 @@ def test_validation_generates_with_the_newest_weights_between_the_batches() -> N
     one = ["update_actor", "transfer", "generate_sequences"]  # validation; then the next batch, with the same weights
     begin = ["transfer", "generate_sequences", "generate_sequences"]
     assert [call for call in CALLS if call in SEEN] == [*begin, *[*one, "generate_sequences"] * 2, *one]
-    assert trainer.rollout_weights.version == 3
+    assert trainer.step.weights.version == 3
     assert trainer.actor.workers[0].table.equal(without.actor.workers[0].table)
 
 
