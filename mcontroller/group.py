@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.arguments import dispatch
+from mcontroller.dispatch.call import PreparedCall, dispatch
 from mcontroller.dispatch.explain import Explanation, explain
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan
-from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.partition import Padding

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcontroller.dispatch.arguments import dispatch
+from mcontroller.dispatch.call import PreparedCall, dispatch
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, ExecuteMode, Plan, RowRule, mode_of_functions, plan
-from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.errors import DispatchError
 from mcontroller.group import WorkerGroup
 

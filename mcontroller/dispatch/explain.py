@@ -12,9 +12,8 @@ import torch
 
 from mcontroller.data.columns import format_bytes
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.arguments import SentBatch
+from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
-from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.locality import locality
 from mcontroller.transport import Arguments, Deferred
 from parallel_state.topology import Topology

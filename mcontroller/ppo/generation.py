@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,36 +33,12 @@ __all__ = [
 ]
 
 
-class SentReport(Protocol):
-    """What one transfer cost."""
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the policy that was sent; read with ``trainer.max_staleness=1`` only."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers to log."""
-        ...
-
-
-class SentWeights(Protocol):
-    """A transfer of weights between two groups, such as ``workers.weights.transfer.weight_transfer.WeightTransfer``."""
-
-    def run(self) -> SentReport:
-        """Send the current weights."""
-        ...
-
-    def close(self) -> None:
-        """End the connections."""
-        ...
-
-
 class RolloutWeights:
     """Sends the weights of the actor to the group that generates, if they have changed since the last time.
 
     The worker class of the actor has the class method ``transfer_weights(source, target, transport, timeout)``, which
-    returns the transfer. Without a group that only generates, nothing is sent.
+    returns the transfer: its ``run()`` sends the current weights, and returns a report with ``metrics()`` and
+    ``policy_version``; ``close()`` ends the connections. Without a group that only generates, nothing is sent.
 
     Args:
         stages: the stage ``weights`` gets the seconds.
@@ -73,10 +49,10 @@ class RolloutWeights:
         self._stages = stages
         self._options = {"transport": config.weight_transport, "timeout": config.weight_timeout}
         self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
-        self._transfer: SentWeights | None = None
+        self._transfer: Any = None
         self._stale = True
         self._metrics: dict[str, float] = {}
-        self._report: SentReport | None = None
+        self._report: Any = None
         self._generating: DataProto | None = None
 
     def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
@@ -101,8 +77,8 @@ class RolloutWeights:
     @property
     def version(self) -> int:
         """The version of the policy that was sent last."""
-        assert self._report is not None
-        return self._report.policy_version
+        version: int = self._report.policy_version
+        return version
 
     def update(self) -> None:
         """Send the weights now, if the policy has changed; first wait for the generation in flight.
