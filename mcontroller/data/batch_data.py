@@ -274,8 +274,13 @@ class BatchData(OutOfBand):
         return future
 
     def _become(self, other: BatchData) -> None:
-        self.__dict__.pop("_later", None)
-        self.__dict__.update({name: getattr(other, name) for name in _FIELDS})
+        was_computed = self.__dict__.pop("_later", None) is None
+        for name in _FIELDS:
+            if was_computed or name not in self.__dict__:  # else it was set before the batch was computed
+                setattr(self, name, getattr(other, name))
+
+    def _set_columns(self, other: BatchData) -> None:
+        self.stored_batch, self.non_tensor_batch, self.remote = other.stored_batch, other.non_tensor_batch, other.remote
 
     def get(self, timeout: float | None = None) -> Self:
         """Wait until the batch is computed, fetch all its columns, and return it: then no column is remote.

@@ -254,7 +254,7 @@ class DataProto(BatchData):
             DataError: If a row occurs twice or not at all.
         """
         checks.check_permutation(checks.row_index(indices, len(self)), len(self))
-        self._become(self.select_idxs(indices))
+        self._set_columns(self.select_idxs(indices))
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
         """Append ``padding_size`` repeats of one row to this batch, in place, and return it.
@@ -276,7 +276,7 @@ class DataProto(BatchData):
             )
         row = 0 if padding_candidate == "first" else len(self) - 1
         if padding_size:
-            self._become(self.select_idxs([*range(len(self)), *[row] * padding_size]))
+            self._set_columns(self.select_idxs([*range(len(self)), *[row] * padding_size]))
         return self
 
     def unpad(self, pad_size: int) -> Self:

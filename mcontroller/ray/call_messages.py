@@ -20,8 +20,8 @@ CallHeader = tuple[str | None, str, Sequence[int], bool]
 """The header of a call to the ranks that get the same arguments; it is sent in front of the arguments.
 
 The role whose worker runs the method, None for a method of the process itself; the name of the method; the ranks, of
-those with these arguments, whose values are sent back; whether the value stays in the process, and only its outline
-is sent back."""
+those with these arguments, whose values are sent back; whether the value stays in the process until it is
+asked for."""
 
 
 def write_call(header: CallHeader, arguments: Content) -> bytes:

@@ -219,6 +219,12 @@ def test_a_batch_without_the_column_that_balances_is_rejected_and_not_sent():
         call(generated())
 
 
+def test_a_field_that_was_set_before_the_batch_was_read_stays_set():
+    batch = generated()
+    batch.meta_info = {"epoch": 3}
+    assert len(batch) == ROWS and batch.meta_info == {"epoch": 3}
+
+
 def test_a_batch_that_is_here_has_been_computed():
     batch = numbered()
     assert batch.done() and batch.wait(0) and batch.get() is batch and batch.prefetch() is batch
