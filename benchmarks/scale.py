@@ -40,8 +40,7 @@ from mcontroller import (
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import Links, configure
-from mcontroller.channel.local_connection import OutgoingMessage
-from mcontroller.channel.messages import pack_answer, pack_call, unpack_answer, unpack_call
+from mcontroller.channel.messages import CallHeader, pack_answer, pack_call, unpack_answer, unpack_call
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
@@ -200,7 +199,7 @@ def serve_light(pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     context: zmq.Context[Any] = zmq.Context()
     context.max_sockets = 60_000
-    answer = pickle.dumps((None, (0, None)))
+    answer = pickle.dumps(None)
     sockets: list[zmq.Socket[Any]] = []
     while True:
         keys, count, answers = pipe.recv()
@@ -223,7 +222,7 @@ def answer_calls(sock: zmq.Socket[Any], answer: bytes, answers: int) -> None:
     """Answer every call that has arrived."""
     while int(sock.get(zmq.EVENTS)) & int(zmq.POLLIN):
         caller, first, *_ = sock.recv_multipart()
-        packed = pack_answer(unpack_call(first)[0][0], answer)
+        packed = pack_answer(unpack_call(first)[0].number, None, False, answer)
         sock.send_multipart([caller, packed if answers == 1 else pickle.dumps([packed] * answers)])
 
 
@@ -271,7 +270,7 @@ def report_light(ranks: int, processes: list[LightProcess]) -> None:
 def report_parts(ranks: int, processes: list[LightProcess]) -> None:
     """Report what a call on light endpoints consists of: sockets, hub, and planning, pickling and bookkeeping."""
     addresses = start_light(processes, ranks)
-    first = pack_call((0, 0, None), b"x" * 100)
+    first = pack_call(CallHeader(0, 0, None, None, "empty"), b"x" * 100)
     links, ids = Links(b"sockets"), [b"rank" + rank.to_bytes(4, "big") for rank in range(ranks)]
     for link, address in zip(ids, addresses, strict=True):
         links.connect(link, address.calls, address)
@@ -292,7 +291,7 @@ def report_parts(ranks: int, processes: list[LightProcess]) -> None:
 
     def over_hub() -> None:
         missing[0] = ranks
-        hub.send((rank, OutgoingMessage([first])) for rank in range(ranks))
+        hub.send((rank, [first]) for rank in range(ranks))
         hub.wait(lambda: missing[0] == 0, None)
 
     group = light_group(addresses)
@@ -313,7 +312,7 @@ def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> N
 
     def deliver(rank: int, frames: list[Any]) -> None:
         for answer in pickle.loads(frames[0]):  # what remains to be done for every rank
-            pickle.loads(unpack_answer(answer)[1])
+            pickle.loads(unpack_answer(answer)[-1])
             missing[0] -= 1
 
     hub = Hub(b"controller", deliver, lambda rank, established: None)
@@ -321,8 +320,8 @@ def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> N
 
     def call() -> None:
         missing[0] = ranks
-        first = pack_call((0, 0, None), b"x" * 100)
-        hub.send((relay, OutgoingMessage([first])) for relay in range(ranks // per_relay))
+        first = pack_call(CallHeader(0, 0, None, None, "empty"), b"x" * 100)
+        hub.send((relay, [first]) for relay in range(ranks // per_relay))
         hub.wait(lambda: missing[0] == 0, None)
 
     median, cpu = measure({"relay": call}, 50)["relay"]
