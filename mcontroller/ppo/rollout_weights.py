@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from mcontroller.dispatch.future import Future
 from mcontroller.errors import ConfigError
@@ -14,36 +14,13 @@ from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 __all__ = ["RolloutWeights", "check_colocated", "check_transfer"]
 
 
-class SentReport(Protocol):
-    """What one transfer cost."""
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the policy that was sent; read with ``trainer.max_staleness=1`` only."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers to log."""
-        ...
-
-
-class SentWeights(Protocol):
-    """A transfer of weights between two groups, such as ``workers.weights.transfer.weight_transfer.WeightTransfer``."""
-
-    def run(self) -> SentReport:
-        """Send the current weights."""
-        ...
-
-    def close(self) -> None:
-        """End the connections."""
-        ...
-
-
 class RolloutWeights:
     """Sends the weights of the actor to the group that generates, if they have changed since the last time.
 
     The worker class of the actor has the class method ``transfer_weights(source, target, transport, timeout)``, which
-    returns the transfer. Without a group that only generates, nothing is sent.
+    returns the transfer, such as ``workers.weights.transfer.weight_transfer.WeightTransfer``: ``run()`` sends the
+    current weights and returns a report with ``metrics()``, the numbers to log, and ``policy_version``, the version of
+    the policy that was sent; ``close()`` ends the connections. Without a group that only generates, nothing is sent.
 
     Args:
         stages: the stage ``weights`` gets the seconds.
@@ -54,10 +31,10 @@ class RolloutWeights:
         self._stages = stages
         self._options = {"transport": config.weight_transport, "timeout": config.weight_timeout}
         self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
-        self._transfer: SentWeights | None = None
+        self._transfer: Any = None
         self._stale = True
         self._metrics: dict[str, float] = {}
-        self._report: SentReport | None = None
+        self._report: Any = None
         self._generating: Future[Any] | None = None
 
     def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
@@ -82,8 +59,7 @@ class RolloutWeights:
     @property
     def version(self) -> int:
         """The version of the policy that was sent last."""
-        assert self._report is not None
-        return self._report.policy_version
+        return int(self._report.policy_version)
 
     def update(self) -> None:
         """Send the weights now, if the policy has changed; first wait for the generation in flight.
