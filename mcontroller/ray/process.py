@@ -176,7 +176,7 @@ class WorkerProcess:
                 self._running = header.method
                 self._record_calls()
                 try:
-                    value = self._run(call)
+                    value = _run(self if header.role is None else self._roles[header.role], call)
                     if self._identity.rank in header.returning:
                         rows = row_count(value) if keep else None
                         encoded = encode(value, self._inline_bytes)
@@ -196,16 +196,6 @@ class WorkerProcess:
             sent = _NOTHING if keep else encoded
             self._endpoint.answer(call, sent.data, sent.frames, error=error, stored=sent.stored is not None)
             del call, header, error, encoded, sent  # the next call may come much later
-
-    def _run(self, call: ReceivedCall) -> Any:
-        """Return what the method returns; nothing else keeps the arguments meanwhile."""
-        [arguments] = decode([(call.data, call.frames)])
-        args, kwargs = resolve(arguments, fetch)
-        del arguments
-        call.frames.clear()
-        worker = self if call.header.role is None else self._roles[call.header.role]
-        with call_context(worker, call.header.method):
-            return complete(getattr(worker, call.header.method)(*args, **kwargs))
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.
@@ -309,6 +299,16 @@ class WorkerProcess:
             followers=0,
             failed_at=time.time(),
         )
+
+
+def _run(worker: Any, call: ReceivedCall) -> Any:
+    """Return what the method returns; nothing else keeps the arguments meanwhile."""
+    [arguments] = decode([(call.data, call.frames)])
+    args, kwargs = resolve(arguments, fetch)
+    del arguments
+    call.frames.clear()
+    with call_context(worker, call.header.method):
+        return complete(getattr(worker, call.header.method)(*args, **kwargs))
 
 
 _NOTHING = encode(None, 0)
