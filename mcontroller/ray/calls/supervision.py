@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -162,15 +162,18 @@ class GroupProcesses:
         self._calls[call.number] = call
         if call.keep:
             self.keeping.add(call)
-        packed: dict[tuple[int, Place | None], list[bytes]] = {}
-        for rank, each, after in zip(call.ranks, arguments, places, strict=True):
-            message = packed.get((id(each), after))
-            if message is None:
-                header = CallHeader(call.number, settled, after, role, method, returning[id(each)], call.keep)
-                value = encoded[id(each)]
-                message = packed[id(each), after] = [pack_call(header, value.data), *value.frames]
-            call.sent[rank] = message
-        self.hub.send(call.sent.items())
+
+        def messages() -> Iterator[tuple[int, list[bytes]]]:
+            packed: dict[tuple[int, Place | None], list[bytes]] = {}
+            for rank, each, after in zip(call.ranks, arguments, places, strict=True):
+                key = id(each), after
+                if key not in packed:
+                    header = CallHeader(call.number, settled, after, role, method, returning[id(each)], call.keep)
+                    packed[key] = [pack_call(header, encoded[id(each)].data), *encoded[id(each)].frames]
+                call.sent[rank] = packed[key]  # to be sent again if the connection is lost
+                yield rank, packed[key]
+
+        self.hub.send(messages())
 
     def _places(self, call: GroupCall) -> list[Place | None]:
         """Return the call that each rank of a call runs before it; ask rank 0 again if the connection is lost.
