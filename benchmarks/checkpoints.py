@@ -29,9 +29,8 @@ from rich.table import Table
 
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, own_shard
-from workers.checkpoint.load import load_checkpoint
-from workers.checkpoint.manifest import read_manifest
-from workers.checkpoint.verify import verify
+from workers.checkpoint.directories import read_manifest
+from workers.checkpoint.load import load_checkpoint, verify
 
 PARALLEL = {"tp": 2, "pp": 2}
 WORLD_SIZE, ROWS, ROUNDS = 8, 16, 3
@@ -80,7 +79,7 @@ def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, An
         add("verify", lambda manifest=manifest, checkpoint=checkpoint: verify(checkpoint, manifest))
         add(
             "load",
-            lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.training(), checkpoint, manifest),
+            lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.state, checkpoint, manifest),
         )
     written = sum(file.stat().st_size for file in checkpoint.glob(f"__{dist.get_rank()}_*"))
     return {"rounds": rounds, "written": written}

@@ -78,11 +78,11 @@ class Measured(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, transfer: str, timeout: float) -> TransferOutcome:
-        return self._measured(lambda: super(Measured, self).send_weights(transfer, timeout))
+        return self._measured(lambda: self.sender.send_weights(transfer, timeout))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
-        return self._measured(lambda: super(Measured, self).receive_weights(transfer, timeout))
+        return self._measured(lambda: self.sender.receive_weights(transfer, timeout))
 
     def _measured(self, move: Callable[[], TransferOutcome]) -> TransferOutcome:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak

@@ -375,7 +375,7 @@ class WorkerGroup(Generic[W_co]):
     def _execute(
         self, spec: DispatchSpec[Any, Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        if not hasattr(self.worker_cls, method):
+        if not hasattr(self.worker_cls, method) and method not in self._methods:
             raise DispatchError(f"{self.worker_cls.__name__} has no method {method!r}", role=self.name, method=method)
         registration = Registration(spec, Execute.ALL, blocking=False)
         called: GroupMethod[..., Future[Any], Future[Any]] = GroupMethod(self, method, registration)

@@ -13,14 +13,14 @@ When mypy applies it to a method, the plugin stores them in the metadata of the 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mypy.checker import TypeChecker
 from mypy.errorcodes import ATTR_DEFINED
 from mypy.maptype import map_instance_to_supertype
-from mypy.nodes import ARG_NAMED, ARG_NAMED_OPT, ARG_OPT, ARG_POS, ARG_STAR, ARG_STAR2, Decorator, TypeInfo
+from mypy.nodes import ARG_NAMED, ARG_NAMED_OPT, ARG_OPT, ARG_POS, ARG_STAR, ARG_STAR2, Decorator, TypeInfo, Var
 from mypy.plugin import AttributeContext, FunctionContext, FunctionSigContext, MethodContext, MethodSigContext, Plugin
 from mypy.typeops import make_simplified_union
 from mypy.types import (
@@ -158,6 +158,7 @@ def _group_method(context: AttributeContext, name: str) -> Type:
         return default
     if worker.type.fullname == SEVERAL_ROLES:
         return AnyType(TypeOfAny.special_form)  # a role of a fused group, known at run time only
+    worker = _owner(worker, name)
     symbol = worker.type.get(name)
     if symbol is None:
         return _no_method(context, checker, worker.type, name)
@@ -172,11 +173,27 @@ def _group_method(context: AttributeContext, name: str) -> Type:
 def _no_method(context: AttributeContext, checker: TypeChecker, worker: TypeInfo, name: str) -> Type:
     if worker.fallback_to_any or checker.current_node_deferred:
         return context.default_attr_type
-    names = sorted({method for base in worker.mro for method in base.metadata.get(KEY, {})})
+    owners = (worker, *(component.type for component in _components(worker)))
+    names = sorted({method for owner in owners for base in owner.mro for method in base.metadata.get(KEY, {})})
     close = difflib.get_close_matches(name, names, n=1)
     hint = f'; did you mean "{close[0]}"?' if close else f"; it has {', '.join(names)}" if names else ""
     context.api.fail(f'The group of {worker.name} has no method "{name}"{hint}', context.context, code=ATTR_DEFINED)
     return AnyType(TypeOfAny.from_error)
+
+
+def _components(worker: TypeInfo) -> Iterator[Instance]:
+    """The types of the attributes that a worker class declares and whose classes have registered methods."""
+    for symbol in (symbol for base in worker.mro for symbol in base.names.values()):
+        declared = get_proper_type(symbol.node.type) if isinstance(symbol.node, Var) else None
+        if isinstance(declared, Instance) and any(KEY in base.metadata for base in declared.type.mro):
+            yield declared
+
+
+def _owner(worker: Instance, name: str) -> Instance:
+    """Return the type that has a method: the worker, or else one of its components."""
+    if worker.type.get(name) is not None:
+        return worker
+    return next((each for each in _components(worker.type) if _rules(each.type, name) is not None), worker)
 
 
 def _not_registered(context: AttributeContext, worker: TypeInfo, name: str) -> Type:

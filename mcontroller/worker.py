@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Self
 
 from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13
 
 from mcontroller.dispatch.modes import Dispatch, Execute
-from mcontroller.dispatch.registration import register
+from mcontroller.dispatch.registration import register, registration_of
 from mcontroller.errors import ConfigError
 
 __all__ = ["ClassWithInitArgs", "RankEnvironment", "Worker"]
@@ -72,8 +72,20 @@ class RankEnvironment:
 
 
 class Worker:
-    """The base class of workers: one object per rank. Subclasses need not call ``super().__init__()``."""
+    """The base class of workers: one object per rank. Subclasses need not call ``super().__init__()``.
 
+    Attributes:
+        components: the classes of objects that the worker holds, by the name of the attribute. Their registered methods
+            are called through the group, and on the worker, as if they were its own; a method of the worker with the
+            same name takes precedence. For mypy, declare the attributes too.
+
+    Example:
+        >>> class Trained(Worker):
+        ...     components: ClassVar = {"checkpointer": Checkpointer}
+        ...     checkpointer: Checkpointer
+    """
+
+    components: ClassVar[Mapping[str, type]] = {}
     _environment: RankEnvironment
 
     if not TYPE_CHECKING:  # for a type checker, the arguments of a subclass are those of its __init__
@@ -83,6 +95,13 @@ class Worker:
             worker = super().__new__(cls)
             worker._environment = RankEnvironment.from_variables(os.environ)
             return worker
+
+        def __getattr__(self, name):
+            """Return a registered method of a component."""
+            for attribute, component in type(self).components.items():
+                if registration_of(component, name) is not None:
+                    return getattr(getattr(self, attribute), name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,8 @@ PAYLOAD = (
     "mcontroller.partition.",
     "mcontroller.ray.values.references.",
     "mcontroller.ray.values.wire.",
-    "workers.distinct_tokens.",
+    "workers.config.roles.MicroBatchSize",
+    "workers.distinct_tokens",
     "workers.train.batches.",
     "workers.train.micro_batches.",
 )

@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
-from mcontroller.ppo.data import MINI_BATCHES, ROUTED_EXPERTS
+from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
 from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles, require_role, serves_engine
-from workers.checkpoint.state import TrainingState
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
-from workers.generate.engine_weights import EngineWeights
 from workers.generate.engines import ROLLOUT_ENGINES
-from workers.generate.generate_batch import generate_batch
-from workers.generate.megatron_rollout import MegatronRollout, ReshardedRollout
-from workers.generate.rollout_protocol import PolicyWeights, Rollout
+from workers.generate.generator import Generator
+from workers.generate.rollout_protocol import Rollout
 from workers.model.build import build_model
-from workers.router_replay.replay import RouterReplay, check_recorded
+from workers.model_worker import ModelWorker
+from workers.router_replay.replay import RouterReplay
 from workers.router_replay.routers import ModelRouters
-from workers.train.batch_checks import check_response_length, require_columns, temperature_of
-from workers.train.batches import TokenBatch, response_batch, supervised_batch, tensor_columns
+from workers.router_replay.rows import RowExperts
+from workers.train.batch_checks import temperature_of
+from workers.train.batches import TokenBatch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
-from workers.train.losses import masked_sum
-from workers.train.metrics import TOKENS, Rule, reported
-from workers.train.micro_batches import MicroBatchSize
-from workers.train.mini_batches import responses_of_mini_batch
-from workers.train.policy_objective import MISMATCH, columns_of_update, policy_metrics, policy_objective, weights_of
-from workers.transferring_worker import TransferringWorker
-from workers.weights.hf.model import hf_whole_tensors
-from workers.weights.mixing import float32_copies, mix_weights
-from workers.weights.offload import Sleepable, buffer_tensors, model_tensors
+from workers.train.losses import MISMATCH, columns_of_update, policy_metrics, policy_objective, sft_loss, weights_of
+from workers.train.metrics import Rule, reported
+from workers.train.mini_batches import division_of, mini_batches_of_batch
+from workers.train.trainer import Trainer
+from workers.weight_sender import WeightSender, check_same_policy
+from workers.weights.mixing import mix_weights
+from workers.weights.transfer.weight_transfer import WeightTransfer
 
 __all__ = ["ActorRolloutRefWorker"]
 
 
-class ActorRolloutRefWorker(TransferringWorker):
+class ActorRolloutRefWorker(ModelWorker):
     """Actor, rollout and reference policy, or any of them, on one layout.
 
     Args:
@@ -55,15 +50,39 @@ class ActorRolloutRefWorker(TransferringWorker):
         role: one or more of ``actor``, ``rollout``, ``ref``, joined by ``_``. An actor is trained; a rollout samples
             from the actor's weights, or from its own without an actor; a reference is a frozen copy.
 
+    Attributes:
+        rollout: the engine that generates; None without the role ``rollout``.
+        generator: generates with the rollout, after its weights were updated.
+        sender: sends the weights to another group, or receives them.
+        router_replay: what records and replays the experts that routers choose.
+
     Raises:
         ConfigError: an unknown role; a field that the rollout engine cannot run with; ``rollout.parallel`` in a
             subclass that overrides ``build_model`` and not ``build_rollout_model``.
         LayoutError: the axes, or those of the rollout, do not divide the world size.
     """
 
+    components: ClassVar[Mapping[str, type]] = {
+        **ModelWorker.components,
+        "trainer": Trainer,
+        "generator": Generator,
+        "sender": WeightSender,
+    }
+    trainer: Trainer
+    generator: Generator
+    sender: WeightSender
+
+    transfer_weights = staticmethod(WeightTransfer)
+    check_transfer = staticmethod(check_same_policy)
+    mini_batches = staticmethod(mini_batches_of_batch)
+
     config_class = ActorConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TransferringWorker.parts_needed,
+        **ModelWorker.parts_needed,
+        **dict.fromkeys(("describe_weights", "listen_for_weights", "connect_weights"), ()),
+        **dict.fromkeys(("accept_weights", "close_weights", "has_weights"), ()),
+        **dict.fromkeys(("sampling_state", "restore_sampling"), ()),
+        **dict.fromkeys(("send_weights", "receive_weights", "weight_fingerprints"), ("params",)),
         "generate_sequences": ("rollout",),
         "rollout_weights": ("params", "rollout"),
         "compute_log_prob": ("params",),
@@ -89,20 +108,34 @@ class ActorRolloutRefWorker(TransferringWorker):
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = parsed_roles(role)
+        engine_by_name = type(self).build_rollout is ActorRolloutRefWorker.build_rollout
         if "rollout" in self.roles:
-            check_engine(type(self).build_rollout is ActorRolloutRefWorker.build_rollout, config)
-            check_rollout_layout(config, self.world_size, type(self).__name__, self._overridden_builds())
+            check_engine(engine_by_name, config)
+            builds = ("build_model", "build_rollout_model", "build_rollout")
+            overridden = {
+                name for name in builds if getattr(type(self), name) is not getattr(ActorRolloutRefWorker, name)
+            }
+            check_rollout_layout(config, self.world_size, type(self).__name__, overridden)
         POLICY_LOSSES.get_or_raise(config.policy_loss)  # a custom one must be registered in this process as well
         KL_ESTIMATORS.get_or_raise(config.kl_loss_type, key="kl_loss_type")
-        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
-        self.config, self.share_prompts = config, config.share_prompts
-        by_name = type(self).build_rollout is ActorRolloutRefWorker.build_rollout
-        self.serves_engine = serves_engine(self.roles, by_name, config)
-        self.reference: list[nn.Module] = []
-        self.reference_copies: list[dict[str, Tensor]] = []
+        super().__init__(
+            config.model,
+            config.parallel,
+            timeout_s=config.timeout_s,
+            packed=config.packed,
+            share_prompts=config.share_prompts,
+        )
+        self.config = config
+        self.rollout: Rollout | None = None
         self.router_replay = RouterReplay("none", None)
-        self._rollout_context: MegatronContext | None = None
-        self._policy_weights: PolicyWeights | None = None
+        only_serves = serves_engine(self.roles, engine_by_name, config)
+        self.generator = Generator(config, self.state, self.offloader, self.device, only_serves)
+        self.sender = WeightSender(self.state, config, self.device, self.generator)
+
+    @property
+    def reference(self) -> list[Any]:
+        """This rank's chunks of the frozen reference; none without the role ``ref``."""
+        return self.state.models.get("reference", [])
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
@@ -113,17 +146,6 @@ class ActorRolloutRefWorker(TransferringWorker):
     def build_rollout(self) -> Rollout:
         """Return the rollout of the engine that ``rollout.engine`` names (see ``workers.ROLLOUT_ENGINES``)."""
         return ROLLOUT_ENGINES.get_or_raise(self.config.rollout.engine).build(self)
-
-    def build_megatron_rollout(self) -> Rollout:
-        """Return Megatron's rollout, with the trained model or with a copy in the layout ``rollout.parallel``."""
-        config = self.config
-        if config.rollout.parallel is None:
-            return MegatronRollout.of(config, self.model, self.context, self.local_world_size)
-        layout = config.rollout.parallel.layout(self.world_size)
-        context = MegatronContext(layout, config.model.seed, timeout_s=config.timeout_s)
-        self._rollout_context = context
-        copy = self.build_rollout_model(config.rollout.parallel, context)
-        return ReshardedRollout(MegatronRollout.of(config, copy, context, self.local_world_size), self.context)
 
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
         """Return this rank's chunks of the copy of the policy that generates.
@@ -167,13 +189,6 @@ class ActorRolloutRefWorker(TransferringWorker):
         """Return how the values that ``loss`` reports are reduced."""
         return policy_metrics(self.config)
 
-    def sft_loss(self, rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the cross entropy of the targets."""
-        log_probs, entropy = output
-        mask = rows.mask
-        total, count = masked_sum(-log_probs, mask), mask.sum()
-        return total, count, {"loss": total.detach(), "entropy": masked_sum(entropy.detach(), mask), TOKENS: count}
-
     @classmethod
     def updates_once(cls, config: ActorConfig, rows: int, n: int) -> bool:
         """Return whether ``update_actor`` can do without ``old_log_probs``: it makes one optimizer step of a batch.
@@ -207,22 +222,23 @@ class ActorRolloutRefWorker(TransferringWorker):
         The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it. A worker that
         only serves an engine has no model.
         """
-        if self.serves_engine:
-            self.check_call_context()
+        if self.generator.serves_engine:
+            self.state.check_context()
         elif self.roles & {"actor", "rollout"}:
             phases = {"ppo": self.config.optim, "sft": self.config.sft_optim or self.config.optim}
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
             if self.config.router_replay != "none":
                 self.router_replay = RouterReplay(self.config.router_replay, ModelRouters(self.model, self.context.pg))
         if "ref" in self.roles:
-            self.reference = self.build_model()
-            for chunk in self.reference:
+            reference = self.build_model()
+            for chunk in reference:
                 chunk.requires_grad_(False)
             if self.model:  # a user-defined build_model may return other weights at its second call
-                mix_weights(self.reference, self.model, 1.0, [])
+                mix_weights(reference, self.model, 1.0, [])
+            self.state.models["reference"] = reference
         if "rollout" in self.roles:  # last: an engine may take what the models have left
             self.rollout = self.build_rollout()
-            self.engine_weights = EngineWeights(self.config.rollout, self.rollout)
+            self.generator.use(self.rollout)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none", changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
@@ -255,41 +271,11 @@ class ActorRolloutRefWorker(TransferringWorker):
                 longer than ``rollout.prompt_length`` plus what the call leaves of the configured response length.
         """
         require_role(self.roles, "rollout", "generate_sequences")
-        self.check_weights_complete("generate_sequences")
-        self.check_call_context()
+        self.sender.check_weights_complete("generate_sequences")
+        self.state.check_context()
         with before_changes():
             self.config.check_lengths()
-        call = self.sampled_batches
-        self.sampled_batches += bool(prompts.meta_info.get("do_sample", self.config.rollout.do_sample))
-        rollout, metrics = self._current_rollout()
-        generated = generate_batch(
-            rollout,
-            prompts,
-            self.config.rollout,
-            vocab_size=self.config.model.vocab_size,
-            call=call,
-            dp_group=self.context.pg.dp,
-        )
-        if generated is not None:
-            check_recorded(self.config.router_replay, generated.tensors(), rollout)
-            generated = self.with_policy_version(generated)
-            generated.meta_info.setdefault("temperature", self.config.rollout.temperature)
-            generated.meta_info.setdefault("n", self.config.rollout.n)
-        if generated is not None and metrics:
-            generated.meta_info["metrics"] = {f"rollout/{name}": value for name, value in metrics.items()}
-        return generated
-
-    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    def rollout_weights(self) -> PolicyWeights:
-        """Return the policy's current weights, for the engine that generates: a stream of named tensors.
-
-        The engine calls this on the worker, not through a group. Offloaded weights are brought back to the device.
-        """
-        self.reload_for("rollout_weights")
-        if self._policy_weights is None or self._policy_weights.chunks is not self.model:
-            whole = hf_whole_tensors(self.model, self.context, self.config.rollout.vllm.bucket_bytes)
-            self._policy_weights = PolicyWeights(self.model, self.context, whole, self.device)
-        return self._policy_weights
+        return self.generator.generate(prompts)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto | None:
@@ -312,7 +298,7 @@ class ActorRolloutRefWorker(TransferringWorker):
         """
         require_role(self.roles, "actor", "compute_log_prob")
         replay = self.router_replay
-        rows = self._response_rows(data, "compute_log_prob", [], replay=True)
+        rows = self._rows(data, "compute_log_prob", replay=True)
         recorded = replay.recording(*rows.tokens.shape) if replay.mode == "old_log_probs" else None
         scores = self._scores(rows if recorded is None else replace(rows, experts=recorded), self.model)
         columns = (
@@ -326,7 +312,7 @@ class ActorRolloutRefWorker(TransferringWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the reference; arguments, shapes and errors are those of ``compute_log_prob``."""
         require_role(self.roles, "ref", "compute_ref_log_prob")
-        scores = self._response_scores(data, "compute_ref_log_prob", self.reference)
+        scores = self._scores(self._rows(data, "compute_ref_log_prob"), self.reference)
         return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
@@ -356,19 +342,15 @@ class ActorRolloutRefWorker(TransferringWorker):
             NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
         require_role(self.roles, "actor", "update_actor")
-        config = self.config
-        rows = self._response_rows(data, "update_actor", self._columns_of_update(data), replay=True)
-        self.use_phase("ppo")
-        metrics = self.train(
+        rows, rules = self._update(data, "update_actor")
+        self.trainer.use_phase("ppo")
+        metrics = self.trainer.train(
             "update_actor",
             rows,
             loss=self.loss,
-            rules=self.metrics() | (dict(MISMATCH) if self._reports_mismatch(rows) else {}),
-            mini_batch_size=responses_of_mini_batch(config, data, "update_actor"),
-            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
-            epochs=config.ppo_epochs,
-            shuffle_seed=config.seed if config.shuffle else None,
-            mini_batches=tensor_columns(data).get(MINI_BATCHES),
+            rules=rules,
+            micro_batch_size=self.config.update_size,
+            division=division_of(self.config, data, "update_actor"),
         )
         return reported("actor", metrics)
 
@@ -389,15 +371,14 @@ class ActorRolloutRefWorker(TransferringWorker):
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
         """
         require_role(self.roles, "actor", "forward_backward")
-        config = self.config
-        rows = self._response_rows(data, "forward_backward", self._columns_of_update(data), replay=True)
-        self.use_phase("ppo")
-        metrics = self.compute_gradients(
+        rows, rules = self._update(data, "forward_backward")
+        self.trainer.use_phase("ppo")
+        metrics = self.trainer.compute_gradients(
             "forward_backward",
             rows,
             loss=self.loss,
-            rules=self.metrics() | (dict(MISMATCH) if self._reports_mismatch(rows) else {}),
-            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
+            rules=rules,
+            micro_batch_size=self.config.update_size,
         )
         return reported("actor", metrics)
 
@@ -421,25 +402,15 @@ class ActorRolloutRefWorker(TransferringWorker):
             NonFiniteGradient: a gradient is NaN or Inf, and ``on_nonfinite`` of the optimizer is ``raise``.
         """
         require_role(self.roles, "actor", "update_sft")
-        rows = self.rows_of_every_rank(
-            lambda: supervised_batch(
-                tensor_columns(batch),
-                method="update_sft",
-                vocab_size=self.config.model.vocab_size,
-                max_length=self.config.model.max_sequence_length,
-                multiple=self.sequence_multiple,
-            )
-        )
-        self.use_phase("sft")
-        metrics = self.train(
+        rows = self.reader.supervised(batch, "update_sft")
+        self.trainer.use_phase("sft")
+        metrics = self.trainer.train(
             "update_sft",
             rows,
-            loss=self.sft_loss,
+            loss=sft_loss,
             count=super().loss_count,
             rules={"loss": Rule.TOKEN_MEAN, "entropy": Rule.TOKEN_MEAN},
-            micro_batch_size=MicroBatchSize(
-                self.config.ppo_micro_batch_size, self.config.ppo_max_tokens_per_micro_batch
-            ),
+            micro_batch_size=self.config.update_size,
         )
         return reported("sft", metrics)
 
@@ -459,134 +430,42 @@ class ActorRolloutRefWorker(TransferringWorker):
         """
         require_role(self.roles, "actor", "sync_reference")
         require_role(self.roles, "ref", "sync_reference")
-        self.reference_copies = mix_weights(self.reference, self.model, mix, self.reference_copies)
-
-    def models(self) -> dict[str, list[Any]]:
-        """Return the chunks of the policy and of the reference, as far as they are built."""
-        return super().models() | ({"reference": self.reference} if self.reference else {})
-
-    def training(self) -> TrainingState:
-        """Return the state that a checkpoint contains: the models, the optimizer and the counters."""
-        training = super().training()
-        training.counters["sampled_batches"] = self.sampled_batches
-        if self.reference_copies:
-            training.counters["reference_in_float32"] = 1
-            training.float32["reference"] = self.reference_copies
-        return training
-
-    def prepare_to_load(self, counters: Mapping[str, Any]) -> None:
-        """Make room for the float32 copy of a reference that the policy is mixed into."""
-        super().prepare_to_load(counters)
-        mixed = self.model and counters.get("reference_in_float32")
-        self.reference_copies = float32_copies(self.reference) if mixed else []
-
-    def restore(self, counters: Mapping[str, Any]) -> None:
-        """Set the counters to those of a loaded checkpoint."""
-        super().restore(counters)
-        self.sampled_batches = counters["sampled_batches"]
-
-    def parts(self) -> dict[str, Iterable[Tensor] | Sleepable]:
-        """Return the parts that can be offloaded; ``rollout`` is one if it has a copy of the weights."""
-        parts = super().parts()
-        if self.reference_copies:
-            copies = [value for chunk in self.reference_copies for value in chunk.values()]
-            parts["reference"] = itertools.chain(model_tensors(self.reference), buffer_tensors(self.reference), copies)
-        if self.rollout is not None and self.rollout.holds_weights:
-            parts["rollout"] = self.rollout
-        return parts
-
-    def parts_for(self, method: str) -> tuple[str, ...] | None:
-        """Return the parts that ``method`` needs; a rollout without a copy generates with the weights of the policy."""
-        if method == "generate_sequences" and self.rollout is not None and not self.rollout.holds_weights:
-            return ("params",)
-        return super().parts_for(method)
-
-    def process_groups(self) -> list[ProcessGroup]:
-        """Return the process groups of training and of the rollout's own layout."""
-        return super().process_groups() + ([] if self._rollout_context is None else self._rollout_context.groups())
-
-    def reload_for(self, method: str) -> None:
-        """Bring back the parts that ``method`` needs; a rollout comes back without its weights.
-
-        An engine that fills its GPUs with its cache sleeps during all methods that compute with other parts.
-        """
-        needed = self.parts_for(method)
-        if needed and "rollout" not in needed and getattr(self.rollout, "sleeps_beside_training", False):
-            self.offloaded.offload(self.parts(), ("rollout",))
-        if "rollout" in self.offloaded.parts:
-            self.rollout_version = None
-        super().reload_for(method)
+        copies = mix_weights(self.reference, self.model, mix, self.state.float32.get("reference", []))
+        self.state.float32 = {"reference": copies} if copies else {}
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
-    def _current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
-        """The rollout with the policy's current weights, and the metrics of updating them.
+    def _rows(self, data: DataProto, method: str, columns: Sequence[str] = (), *, replay: bool = False) -> TokenBatch:
+        """Return the rows of a batch; if ``replay``, with the experts that ``router_replay`` makes routers choose."""
+        replayed = replay and self.router_replay.replays(method, data.tensors())
 
-        If the policy was offloaded, it is offloaded again before a rollout with a copy of the weights generates.
-        """
-        assert self.rollout is not None
-        metrics: Mapping[str, float] = {}
-        if not self.rollout.holds_weights or self.rollout_version != self.weights_version:
-            was_offloaded = "params" in self.offloaded.parts
-            weights = self.weights_of_checkpoint() if self.serves_engine else self.rollout_weights()
-            metrics = self.engine_weights.update(self.rollout, weights, self.weights_version)
-            self.rollout_version = self.weights_version
-            if was_offloaded and self.rollout.holds_weights:
-                self.offloaded.offload(self.parts(), ("params",))
-        return self.rollout, metrics
+        def experts(batch: Mapping[str, Tensor], rows: TokenBatch) -> RowExperts:
+            return self.router_replay.replayed(batch, rows.lengths, rows.tokens.size(1), method)
 
-    def _response_scores(self, data: DataProto, method: str, chunks: list[Any] | None = None) -> Tensor | None:
-        return self._scores(self._response_rows(data, method, []), chunks or self.model)
+        rollout = self.config.rollout
+        temperature = temperature_of(data.meta_info, rollout.temperature, method)
+        longest = rollout.response_length
+        return self.reader.responses(
+            data, method, columns, temperature=temperature, max_response=longest, experts=experts if replayed else None
+        )
 
-    def _scores(self, rows: TokenBatch, chunks: list[Any]) -> Tensor | None:
-        scores = self.score(chunks, rows, self._scoring_size)
+    def _scores(self, rows: TokenBatch, model: Sequence[nn.Module]) -> Tensor | None:
+        """Return log-probabilities and entropies ``[2, rows, response]``; None off the last stage."""
+        scores = self.scorer.score(model, rows, self.config.scoring_size)
         return None if scores is None else scores * rows.mask
 
-    def _columns_of_update(self, data: DataProto) -> list[str]:
-        """Return the columns that the loss reads; ``old_log_probs`` only if there are any, or they are needed."""
+    def _update(self, data: DataProto, method: str) -> tuple[TokenBatch, dict[str, Rule]]:
+        """Return the rows of an update with the columns that the loss reads, and how its reports are reduced.
+
+        ``old_log_probs`` are read only if there are any, or they are needed.
+        """
         tensors = data.tensors()
-        needed = columns_of_update(self.config, set(tensors))
-        if "old_log_probs" in tensors:
-            return needed
-        counted = int((tensors["response_mask"] != 0).any(1).sum()) if "response_mask" in tensors else len(data)
-        once = self.updates_once(self.config, sum(self._of_every_shard(counted)), data.meta_info.get("n", 1))
-        return needed if once else [*needed, "old_log_probs"]
-
-    def _reports_mismatch(self, rows: TokenBatch) -> bool:
-        return "rollout_log_probs" in rows.columns and type(self).loss is ActorRolloutRefWorker.loss
-
-    def _response_rows(self, data: DataProto, method: str, columns: list[str], *, replay: bool = False) -> TokenBatch:
-        divisor = temperature_of(data.meta_info, self.config.rollout.temperature, method)
-        batch = tensor_columns(data)
-        replayed = replay and self.router_replay.replays(method, batch)
-        return self.rows_of_every_rank(lambda: self._checked_rows(batch, method, columns, divisor, replayed))
-
-    def _checked_rows(
-        self, batch: Mapping[str, Tensor], method: str, columns: list[str], temperature: float, replayed: bool
-    ) -> TokenBatch:
-        require_columns(batch, ("input_ids", "responses"), method)
-        check_response_length(batch, self.config.rollout.response_length, method)
-        rows = response_batch(
-            batch,
-            columns,
-            method=method,
-            vocab_size=self.config.model.vocab_size,
-            max_length=self.config.model.max_sequence_length,
-            multiple=self.sequence_multiple,
-            temperature=temperature,
-        )
-        if replayed:
-            rows.experts = self.router_replay.replayed(batch, rows.lengths, rows.tokens.size(1), method)
-        return rows
-
-    def _overridden_builds(self) -> set[str]:
-        builds = ("build_model", "build_rollout_model", "build_rollout")
-        return {name for name in builds if getattr(type(self), name) is not getattr(ActorRolloutRefWorker, name)}
-
-    @property
-    def _scoring_size(self) -> MicroBatchSize:
-        config = self.config
-        return MicroBatchSize(
-            config.log_prob_micro_batch_size or config.ppo_micro_batch_size,
-            config.log_prob_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
-        )
+        columns = columns_of_update(self.config, set(tensors))
+        if "old_log_probs" not in tensors:
+            counted = int((tensors["response_mask"] != 0).any(1).sum()) if "response_mask" in tensors else len(data)
+            rows_of_all = sum(self.batcher.of_every_shard(counted))
+            if not self.updates_once(self.config, rows_of_all, data.meta_info.get("n", 1)):
+                columns = [*columns, "old_log_probs"]
+        rows = self._rows(data, method, columns, replay=True)
+        mismatch = "rollout_log_probs" in rows.columns and type(self).loss is ActorRolloutRefWorker.loss
+        return rows, self.metrics() | (dict(MISMATCH) if mismatch else {})

@@ -10,21 +10,20 @@ from torch import Tensor, nn
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ppo.data import MINI_BATCHES
 from workers.config import CriticConfig
 from workers.model.build import build_model
-from workers.train.batches import TokenBatch, response_batch, tensor_columns
+from workers.model_worker import ModelWorker
+from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values, takes_distinct_tokens
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
-from workers.train.micro_batches import MicroBatchSize
-from workers.train.mini_batches import responses_of_mini_batch
-from workers.trained_worker import TrainedWorker
+from workers.train.mini_batches import division_of, mini_batches_of_batch
+from workers.train.trainer import Trainer
 
 __all__ = ["CriticWorker"]
 
 
-class CriticWorker(TrainedWorker):
+class CriticWorker(ModelWorker):
     """A model that computes a value for every response token.
 
     Args:
@@ -34,16 +33,26 @@ class CriticWorker(TrainedWorker):
         LayoutError: the axes do not divide the world size.
     """
 
+    components: ClassVar[Mapping[str, type]] = {**ModelWorker.components, "trainer": Trainer}
+    trainer: Trainer
+    mini_batches = staticmethod(mini_batches_of_batch)
+
     config_class = CriticConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TrainedWorker.parts_needed,
+        **ModelWorker.parts_needed,
         "compute_values": ("params",),
         "update_critic": ("params", "grads", "optimizer"),
     }
 
     def __init__(self, config: CriticConfig) -> None:
-        super().__init__(config.model, config.parallel, timeout_s=config.timeout_s, packed=config.packed)
-        self.config, self.share_prompts = config, config.share_prompts
+        super().__init__(
+            config.model,
+            config.parallel,
+            timeout_s=config.timeout_s,
+            packed=config.packed,
+            share_prompts=config.share_prompts,
+        )
+        self.config = config
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
@@ -96,13 +105,8 @@ class CriticWorker(TrainedWorker):
         Raises:
             DataError: a column is missing or of a wrong shape.
         """
-        config = self.config
-        size = MicroBatchSize(
-            config.forward_micro_batch_size or config.ppo_micro_batch_size,
-            config.forward_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
-        )
-        rows = self._rows(data, "compute_values")
-        values = self.score(self.model, rows, size)
+        rows = self.reader.responses(data, "compute_values")
+        values = self.scorer.score(self.model, rows, self.config.scoring_size)
         return None if values is None else DataProto.from_dict({"values": values * rows.mask})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
@@ -122,17 +126,13 @@ class CriticWorker(TrainedWorker):
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
             NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
         """
-        config = self.config
-        metrics = self.train(
+        metrics = self.trainer.train(
             "update_critic",
-            self._rows(data, "update_critic", "values", "returns"),
+            self.reader.responses(data, "update_critic", ("values", "returns")),
             loss=self.loss,
             rules=self.metrics(),
-            mini_batch_size=responses_of_mini_batch(config, data, "update_critic"),
-            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
-            epochs=config.ppo_epochs,
-            shuffle_seed=config.seed if config.shuffle else None,
-            mini_batches=tensor_columns(data).get(MINI_BATCHES),
+            micro_batch_size=self.config.update_size,
+            division=division_of(self.config, data, "update_critic"),
         )
         return reported("critic", metrics)
 
@@ -151,24 +151,11 @@ class CriticWorker(TrainedWorker):
         Raises:
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
         """
-        config = self.config
-        metrics = self.compute_gradients(
+        metrics = self.trainer.compute_gradients(
             "forward_backward",
-            self._rows(data, "forward_backward", "values", "returns"),
+            self.reader.responses(data, "forward_backward", ("values", "returns")),
             loss=self.loss,
             rules=self.metrics(),
-            micro_batch_size=MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch),
+            micro_batch_size=self.config.update_size,
         )
         return reported("critic", metrics)
-
-    def _rows(self, data: DataProto, method: str, *columns: str) -> TokenBatch:
-        return self.rows_of_every_rank(
-            lambda: response_batch(
-                tensor_columns(data),
-                columns,
-                method=method,
-                vocab_size=self.config.model.vocab_size,
-                max_length=self.config.model.max_sequence_length,
-                multiple=self.sequence_multiple,
-            )
-        )

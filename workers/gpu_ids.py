@@ -1,10 +1,17 @@
-"""The unique ids of GPUs, which are the same in all processes, as their indices are not."""
+"""The unique ids of GPUs, which are the same in all processes, as their indices are not; and a check with them."""
 
 from __future__ import annotations
 
-import torch
+import socket
+from collections.abc import Sequence
 
-__all__ = ["gpu_id", "visible_gpus"]
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mcontroller.errors import ResourceError
+
+__all__ = ["check_distinct", "check_distinct_gpus", "gpu_id", "visible_gpus"]
 
 
 def gpu_id(device: torch.device | int) -> str:
@@ -15,3 +22,41 @@ def gpu_id(device: torch.device | int) -> str:
 def visible_gpus() -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that this process can use, by index; none without CUDA."""
     return tuple(map(gpu_id, range(torch.cuda.device_count()))) if torch.cuda.is_available() else ()
+
+
+def check_distinct_gpus(device: torch.device) -> None:
+    """Raise ResourceError on every rank if two ranks of the default group are on one GPU.
+
+    Ranks exchange the ids of their GPUs through the store of the rendezvous: no collective is needed, which NCCL would
+    reject with "Duplicate GPU detected", or never finish.
+
+    Args:
+        device: the GPU of this rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = c10d._get_default_store()
+    keys = [f"mcontroller/gpu/{each}" for each in range(world_size)]
+    store.set(keys[rank], f"{socket.gethostname()} {gpu_id(device)}")
+    check_distinct([value.decode() for value in store.multi_get(keys)])
+
+
+def check_distinct(gpus: Sequence[str]) -> None:
+    """Raise ResourceError if a GPU occurs twice.
+
+    Args:
+        gpus: by rank, the name of its node and the UUID of its GPU, with a space between them.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks.setdefault(gpu, []).append(rank)
+    for gpu, sharing in ranks.items():
+        if len(sharing) > 1:
+            node, _, uuid = gpu.partition(" ")
+            raise ResourceError(
+                f"ranks {', '.join(map(str, sharing))} of the group are on one GPU, {uuid} of node {node}, and NCCL "
+                "needs a GPU for each rank of a communicator: start the group in a pool with as many GPUs as ranks; "
+                "different groups can share a GPU (max_colocate_count)",
+                ranks=sharing,
+                node=node,
+                gpu=uuid,
+            )

@@ -17,10 +17,9 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 from mcontroller.worker import Worker
 from parallel_state import DistGlobalInfo, DistRankInfo
-from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
-from workers.distinct_gpus import check_distinct_gpus
+from workers.gpu_ids import check_distinct_gpus
 from workers.model.gpu_defaults import connection_variables, set_max_connections
 
 __all__ = ["MegatronWorker"]
@@ -122,18 +121,6 @@ class MegatronWorker(Worker):
                 "ParallelConfig, or report the layout of your own groups in both",
                 key="parallel",
                 value=None,
-            )
-
-    def check_call_context(self) -> None:
-        """Raise unless Megatron's globals are those of this worker.
-
-        Raises:
-            ParallelStateError: the caller is outside this worker's context.
-        """
-        if not self.context.is_active:
-            raise ParallelStateError(
-                f"a method of {type(self).__name__} was called outside its Megatron context: call it through a group, "
-                "or inside `with worker.call_context(method):`"
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -11,9 +11,8 @@ from mcontroller.dispatch.registration import register
 from workers.config import RewardConfig
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
-from workers.train.batches import TokenBatch, response_batch, tensor_columns
+from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values
-from workers.train.micro_batches import MicroBatchSize
 
 __all__ = ["RewardModelWorker"]
 
@@ -66,18 +65,9 @@ class RewardModelWorker(ModelWorker):
         Raises:
             DataError: a column is missing or of a wrong shape.
         """
-        rows = self.rows_of_every_rank(
-            lambda: response_batch(
-                tensor_columns(data),
-                method="compute_rm_score",
-                vocab_size=self.config.model.vocab_size,
-                max_length=self.config.model.max_sequence_length,
-                multiple=self.sequence_multiple,
-            )
-        )
+        rows = self.reader.responses(data, "compute_rm_score")
         rows.predictors = (rows.predictors + 1).clamp(max=rows.tokens.size(1) - 1)
-        size = MicroBatchSize(self.config.micro_batch_size, self.config.max_tokens_per_micro_batch)
-        scores = self.score(self.model, rows, size)
+        scores = self.scorer.score(self.model, rows, self.config.scoring_size)
         return None if scores is None else DataProto.from_dict({"rm_scores": scores * _last(rows.mask)})
 
 

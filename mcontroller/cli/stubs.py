@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mcontroller.config.imports import import_class
-from mcontroller.dispatch.registration import Registration, registrations, written_parameters
+from mcontroller.dispatch.registration import Registration, owner_of, registrations, written_parameters
 from mcontroller.group import Future_co, GroupMethod
 
 __all__ = ["add_arguments", "group_method", "run", "typed_group"]
@@ -159,8 +159,9 @@ class _Names:
 
 
 def _method(worker_cls: type, name: str, registration: Registration, names: _Names) -> str:
-    static = inspect.getattr_static(worker_cls, name)
-    function = inspect.unwrap(getattr(worker_cls, name))
+    owner = owner_of(worker_cls, name)
+    static = inspect.getattr_static(owner, name)
+    function = inspect.unwrap(getattr(owner, name))
     hints = _hints(function)
     spec, zero = registration.dispatch_mode, registration.execute_mode.rank_zero_only
     unknown = spec.functions is not None and not zero  # user-defined functions have parameters and results of any type

@@ -14,7 +14,7 @@ from mcontroller.dispatch.future import DataProtoFuture, Future, LazyBatch
 from mcontroller.dispatch.modes import RowRule
 from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.referenced import ReferencedBatch, ReferencedShard
-from mcontroller.dispatch.registration import written_parameters
+from mcontroller.dispatch.registration import owner_of, written_parameters
 from mcontroller.dispatch.remote_batch import Part, RemoteBatch, ResultBatch, Split, Window, take_shard
 from mcontroller.partition import Partition, split_rows
 from mcontroller.transport import Arguments, Executor
@@ -101,7 +101,7 @@ def _bind(worker_cls: type, name: str, positional: int, keywords: tuple[str, ...
 
 @lru_cache(maxsize=1024)
 def _signature(worker_cls: type, name: str) -> inspect.Signature | None:
-    method = inspect.getattr_static(worker_cls, name, None)
+    method = inspect.getattr_static(owner_of(worker_cls, name), name, None)
     if not isinstance(method, FunctionType | staticmethod | classmethod):
         return None
     return inspect.signature(method.__get__(_INSTANCE, worker_cls), follow_wrapped=False)

@@ -28,6 +28,7 @@ __all__ = [
     "MAGIC_ATTR",
     "Registering",
     "Registration",
+    "owner_of",
     "register",
     "registration_of",
     "registrations",
@@ -165,9 +166,17 @@ def register(
     )
 
 
+def owner_of(worker_cls: type, method: str) -> type:
+    """Return the class that has a method: the worker class, or else that of one of its components."""
+    if hasattr(worker_cls, method):
+        return worker_cls
+    components: Mapping[str, type] = getattr(worker_cls, "components", {})
+    return next((each for each in components.values() if hasattr(each, method)), worker_cls)
+
+
 def registration_of(worker_cls: type, method: str) -> Registration | None:
     """Return the registration of a method, its own or that of the method that it overrides; None without one."""
-    for base in worker_cls.__mro__:
+    for base in owner_of(worker_cls, method).__mro__:
         registration: Registration | None = getattr(vars(base).get(method), MAGIC_ATTR, None)
         if registration is not None:
             return registration
@@ -180,12 +189,16 @@ def written_parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def registrations(worker_cls: type) -> dict[str, Registration]:
-    """Return the registration of every registered method of a worker class, inherited ones too, by name."""
+    """Return the registration of every registered method of a worker class, inherited ones too, by name.
+
+    Those of its components (see ``Worker``) are among them.
+    """
     found = {}
-    for method in dir(worker_cls):
-        registration = registration_of(worker_cls, method)
-        if registration is not None and callable(getattr(worker_cls, method)):
-            found[method] = registration
+    for owner in (worker_cls, *getattr(worker_cls, "components", {}).values()):
+        for method in dir(owner):
+            registration = registration_of(owner, method)
+            if method not in found and registration is not None and callable(getattr(owner, method)):
+                found[method] = registration
     return found
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcontroller.dispatch.registration import registrations
+from mcontroller.dispatch.registration import owner_of, registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.group import WorkerGroup
 from mcontroller.local.copies import private_copy
@@ -267,7 +267,7 @@ def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, wo
                 f"failures[{rank!r}] is {failure!r}; expected raises(...), dies(...) or is_late(...)", failure=failure
             )
         method = failure.method
-        if method is not None and not callable(getattr(worker_cls, method, None)):
+        if method is not None and not callable(getattr(owner_of(worker_cls, method), method, None)):
             registered = sorted(registrations(worker_cls))
             close = difflib.get_close_matches(method, registered, n=1)
             raise DispatchError(

@@ -65,7 +65,7 @@ def placed(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("parameter", parameter) for parameter in chunk.parameters())
         yield from (("buffer", buffer) for _, buffer in chunk.named_buffers())
         yield from (("gradient", parameter.main_grad) for parameter in chunk.parameters())
-    optimizer = worker.optimizer
+    optimizer = worker.state.optimizer
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from (("main parameter", parameter) for parameter in group["params"])
@@ -117,7 +117,7 @@ def locked() -> tuple[list[int], int, int, int]:
     worker = actor({}, "actor", ppo_epochs=1)
     worker.update_actor(experience(ROWS))
     cached, found = pinned.cached, []
-    kept = [tensor.untyped_storage() for part in ("params", "optimizer") for tensor in worker.parts()[part]]
+    kept = [tensor.untyped_storage() for part in ("params", "optimizer") for tensor in worker.offloader.parts()[part]]
     size = sum({storage._cdata: -(-storage.nbytes() // 512) * 512 for storage in kept}.values())
     for _ in range(2):
         worker.offload()

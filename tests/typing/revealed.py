@@ -53,6 +53,7 @@ reveal_type(critic.each([1, 2]))  # list[str]
 reveal_type(critic.stage(1))  # list[str]
 reveal_type(critic.shards([1, 2]))  # list[str]
 reveal_type(critic.custom([1, 2]))  # Any
+reveal_type(critic.export("path"))  # list[int]
 reveal_type(critic.execute_all("helper"))  # Future[list[Any]]
 reveal_type(critic.get_megatron_rank_info(0).tp_rank)  # int
 reveal_type(critic.name)  # str

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from mcontroller import DataProto, Dispatch, Execute, Worker, register
 
 STAGES = Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")
 
 
+class Exporter:
+    @register(Dispatch.ONE_TO_ALL)
+    def export(self, path: str) -> int:
+        return len(path)
+
+
 class Critic(Worker):
+    components: ClassVar[Mapping[str, type]] = {"exporter": Exporter}
+    exporter: Exporter
+
     def __init__(self, config: dict[str, int], role: str = "critic") -> None: ...
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")

@@ -91,6 +91,7 @@ reveal_type(critic.compute_values.options(blocking=False)(batch))  # DataProtoFu
 reveal_type(critic.update.options(blocking=True)(batch))  # DataProto
 reveal_type(critic.save.explain("path", step=3))  # Explanation
 reveal_type(critic.save("path"))  # list[int]
+reveal_type(critic.export("path"))  # list[int]
 reveal_type(critic.later(3))  # list[str]
 reveal_type(critic.where())  # Future[str]
 reveal_type(critic.shards([1, 2]))  # list[str]

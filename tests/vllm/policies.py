@@ -81,7 +81,7 @@ class Actor(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def repeat_sampling(self) -> None:
         """Use the seeds of the first sampled batch again."""
-        self.sampled_batches = 0
+        self.state.counters["sampled_batches"] = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
@@ -109,9 +109,9 @@ class Actor(ActorRolloutRefWorker):
         elif fault == "half":
             rollout.update_weights = lambda weights: correct(HalfOld(weights, self.old))  # type: ignore[method-assign,arg-type]
         try:
-            metrics = self._current_rollout()[1]
+            metrics = self.generator.current_rollout()[1]
             if not fault:
-                self.old = {name: tensor.clone() for name, tensor in self.rollout_weights()}
+                self.old = {name: tensor.clone() for name, tensor in self.generator.rollout_weights()}
             return metrics
         except WeightsNotArrived as error:
             return error

@@ -256,7 +256,7 @@ def _make_routers_decisive(worker: Any) -> None:
                 token[:EXPERTS] = -1.0
                 token[list(pair)] = 1.0
         shard.param.copy_(shard.slice_of(whole))
-    worker.optimizer.reload_model_params()
+    worker.state.optimizer.reload_model_params()
 
 
 @contextlib.contextmanager

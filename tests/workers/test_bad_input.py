@@ -251,11 +251,11 @@ def updated_until_a_step_is_made(parallel: dict[str, Any]) -> dict[str, Any]:
     before, scales, skipped = weights(worker), [], []
     while not skipped or skipped[-1] > 0:
         assert len(skipped) < 30
-        scales.append(float(worker.optimizer.get_loss_scale()))
+        scales.append(float(worker.state.optimizer.get_loss_scale()))
         skipped.append(worker.update_actor(shard).meta_info["metrics"]["actor/skipped_steps"])
         if skipped == [2.0]:
             assert largest_difference(before, weights(worker)) == 0.0
-            assert worker.optimizer_steps == 0
+            assert worker.state.counters["optimizer_steps"] == 0
     return {"scales": scales, "skipped": skipped, "moved": largest_difference(before, weights(worker))}
 
 

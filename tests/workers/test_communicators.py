@@ -27,7 +27,7 @@ def trained(communicators: bool) -> dict[str, Any]:
         before = free_bytes()
         freed.append(worker.offload(parts=[], communicators=communicators))
         rest = free_bytes() - before - freed[-1]  # tables of rotary positions, which every offload drops
-        states.append((worker.offloaded.parts, 0 <= rest < 1024))
+        states.append((worker.offloader.offloaded.parts, 0 <= rest < 1024))
         fails.append(_fails(worker))
         worker.update_actor(batch)
     return {"freed": freed, "states": states, "fails": fails, "weights": weights(worker)}

@@ -10,7 +10,7 @@ import torch
 from mcontroller.errors import ResourceError
 from tests.forking import run_ranks
 from tests.workers.roles import actor
-from workers.distinct_gpus import check_distinct
+from workers.gpu_ids import check_distinct
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a pretended one")
 

@@ -71,7 +71,7 @@ def moved_on(path: str | None, parallel: dict[str, Any]) -> dict[str, torch.Tens
             worker.load_checkpoint(path)
             move = functools.partial(worker.sync_reference, 0.01)
         move()
-    worker.model = worker.reference
+    worker.state.models["model"] = worker.reference
     return weights(worker)
 
 

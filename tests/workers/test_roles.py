@@ -54,9 +54,14 @@ def learn(parallel: dict[str, Any]) -> dict[str, Any]:
     batch = own_shard(demonstrations(12), worker)
     losses = [worker.update_sft(batch).meta_info["metrics"]["sft/loss"] for _ in range(12)]
     lr_of_phase = worker.update_sft(batch).meta_info["metrics"]["sft/lr"]
-    steps = worker.optimizer_steps
+    steps = worker.state.counters["optimizer_steps"]
     worker.update_actor(own_shard(experience(12), worker))
-    return {"losses": losses, "lr": lr_of_phase, "steps": (steps, worker.optimizer_steps), "weights": weights(worker)}
+    return {
+        "losses": losses,
+        "lr": lr_of_phase,
+        "steps": (steps, worker.state.counters["optimizer_steps"]),
+        "weights": weights(worker),
+    }
 
 
 def test_supervised_steps_learn_the_demonstrations_equally_in_every_layout() -> None:
@@ -82,7 +87,7 @@ def alternating(path: str) -> list[str]:
         found.append(str(caught.value))
     assert largest_difference(before, weights(worker)) == 0.0
     worker.update_actor(experience(8))
-    return [*found, str(worker.optimizer_steps)]
+    return [*found, str(worker.state.counters["optimizer_steps"])]
 
 
 def test_a_phase_whose_optimizer_was_replaced_cannot_go_on(tmp_path: Path) -> None:

@@ -1,21 +1,159 @@
-"""The directories of checkpoints: finding one, replacing it atomically, deleting old ones.
+"""The directories of checkpoints: finding one, replacing it atomically, deleting old ones; and their manifests.
 
-Megatron-LM finds the same checkpoints under its own names: ``iter_0000100`` is a link to ``global_step_100``, and
+The manifest is a JSON file with the step, layout, parts, counters and the shape of every weight. Megatron-LM finds the
+same checkpoints under its own names: ``iter_0000100`` is a link to ``global_step_100``, and
 ``latest_checkpointed_iteration.txt`` has the number of the newest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypedDict, cast
 
 from mcontroller.errors import DataError
 from mcontroller.files import acquire_lock, delete_with_links, release_lock, replace_text, sync_directory
-from workers.checkpoint.manifest import MANIFEST, Manifest, write_manifest
+from workers.checkpoint.checksums import FileEntry
 
-__all__ = ["checkpoint_path", "commit", "create_partial", "delete_partial", "find_checkpoint", "partial_path"]
+__all__ = [
+    "MANIFEST",
+    "Buckets",
+    "Manifest",
+    "Shapes",
+    "checkpoint_path",
+    "commit",
+    "create_partial",
+    "delete_partial",
+    "find_checkpoint",
+    "partial_path",
+    "read_manifest",
+    "write_manifest",
+]
+
+MANIFEST = "manifest.json"
+Shapes = Mapping[str, Mapping[str, list[int]]]
+"""By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""
+Buckets = Mapping[str, list[list[Any]]]
+"""By optimizer and model-parallel rank, for each buffer its dtypes and the elements of its buckets."""
+
+
+class Manifest(TypedDict):
+    """The description of a checkpoint, in the file ``manifest.json`` of its directory."""
+
+    format: int
+    """Version of this description: 3."""
+    step: int
+    """The step that it was saved at."""
+    layout: dict[str, Any] | None
+    """World size, and size and order of the axes; None if unknown."""
+    parts: list[str]
+    """The parts that it has, of "model", "reference" and "optimizer"."""
+    distributed_optimizer: bool
+    """Whether the state was saved by a distributed optimizer."""
+    optimizer_buckets: Buckets | None
+    """The buckets that its state was saved in; None if it was saved by weights, which any layout loads."""
+    scheduler_steps: int
+    """Steps of the learning-rate schedule so far."""
+    counters: dict[str, Any]
+    """Counters of the worker, see ``TrainingState``; empty if unknown."""
+    weights: Shapes
+    """The shapes of the weights."""
+    files: dict[str, FileEntry]
+    """The other files of the directory, with their lengths and checksums; empty if unknown."""
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Write the manifest of the checkpoint in this directory, with a checksum of itself.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_text(checkpoint / MANIFEST, json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=1))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest of the checkpoint in this directory.
+
+    Raises:
+        DataError: it is not JSON, or a value is missing or of another type; the text names it.
+    """
+    try:
+        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise _damaged(checkpoint, str(error)) from error
+    if not isinstance(content, dict):
+        raise _damaged(checkpoint, f"expected an object, got {type(content).__name__}")
+    if content.get("format") != 3:
+        raise _damaged(checkpoint, f"its format is {content.get('format')!r:.100}; this version reads format 3")
+    if content.pop("sha256", None) != _checksum(content):
+        raise _damaged(checkpoint, "its content has another SHA-256 than it states")
+    for name, expected in _FIELDS.items():
+        if name not in content or not expected(content[name]):
+            found = repr(content[name])[:100] if name in content else "missing"
+            raise _damaged(checkpoint, f"{name} is {found}")
+    if set(content["weights"]) != set(content["parts"]) - {"optimizer"}:
+        reason = f"it has the parts {content['parts']!r:.100} and weights of {list(content['weights'])!r:.100}"
+        raise _damaged(checkpoint, reason)
+    return cast(Manifest, content)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_weights(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(part, dict) and all(map(_is_shape, part.values())) for part in parts)
+
+
+def _are_files(value: Any) -> bool:
+    """Names of files in the directory itself, with their length and checksum."""
+    return isinstance(value, dict) and all(
+        name == Path(name).name
+        and isinstance(entry, dict)
+        and _is_count(entry.get("size"))
+        and isinstance(entry.get("sha256"), str)
+        for name, entry in value.items()
+    )
+
+
+def _are_buckets(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(buffers, list) and all(isinstance(buffer, list) for buffer in buffers) for buffers in value.values()
+    )
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "layout": lambda value: isinstance(value, dict),
+    "parts": lambda value: isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value),
+    "distributed_optimizer": lambda value: isinstance(value, bool),
+    "optimizer_buckets": lambda value: value is None or _are_buckets(value),
+    "scheduler_steps": _is_count,
+    "counters": lambda value: isinstance(value, dict) and all(isinstance(each, int | str) for each in value.values()),
+    "weights": _are_weights,
+    "files": _are_files,
+}
+"""By field, whether a value is one that it can have."""
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(checkpoint: Path, reason: str) -> DataError:
+    text = f"{MANIFEST} of the checkpoint {str(checkpoint)!r} is damaged: {reason}"
+    return DataError(text, path=str(checkpoint / MANIFEST))
+
 
 _STEP = "global_step_{}"
 _LATEST = "latest"

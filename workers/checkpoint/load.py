@@ -1,8 +1,9 @@
-"""Loading a checkpoint into a worker of any layout; of Megatron-LM's own checkpoints, the weights."""
+"""Verify a checkpoint, and load it into a worker of any layout; of Megatron-LM's own checkpoints, the weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -21,24 +22,18 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mcontroller.errors import DataError
 from parallel_state.agreement import raise_on_every_rank
-from workers.checkpoint.directories import find_checkpoint
-from workers.checkpoint.manifest import Manifest, Shapes, read_manifest
+from workers.checkpoint.checksums import verify_files
+from workers.checkpoint.directories import Manifest, Shapes, find_checkpoint, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
-from workers.checkpoint.state import (
-    TrainingState,
-    layout_of,
-    set_random_state,
-    sharded_state,
-    weight_prefix,
-    weight_shapes,
-)
-from workers.checkpoint.unpickle import known_types
-from workers.checkpoint.verify import verify
+from workers.checkpoint.state import layout_of, sharded_state, weight_prefix, weight_shapes
+from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
+from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["check_checkpoint", "load_checkpoint", "open_checkpoint"]
+__all__ = ["check_checkpoint", "load_checkpoint", "open_checkpoint", "verify"]
 
 _HEAD = "output_layer.weight"
+_CONFIG = "metadata.json"
 _logger = logging.getLogger(__name__)
 
 
@@ -284,3 +279,41 @@ def _check_optimizer(distributed: bool, manifest: Manifest, checkpoint: Path) ->
             path=str(checkpoint),
             distributed_optimizer=manifest["distributed_optimizer"],
         )
+
+
+def verify(checkpoint: Path, manifest: Manifest) -> None:
+    """Check all files of a checkpoint, each rank a part of the content (a collective).
+
+    A checkpoint of Megatron-LM, which has no checksums, is checked for complete files and the types of its pickles.
+
+    Args:
+        checkpoint: its directory.
+        manifest: its manifest.
+
+    Raises:
+        DataError: on every rank, if a file is missing or damaged, or would run code; names the file.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not manifest["files"] and rank == 0:
+        _logger.warning("the checkpoint %r has no checksums: the content of its files is not verified", str(checkpoint))
+    verify_files(checkpoint, manifest["files"], rank, world_size)
+    raise_on_every_rank(lambda: _check_types(checkpoint, rank, world_size))
+
+
+def _check_types(checkpoint: Path, rank: int, world_size: int) -> None:
+    _check_config(checkpoint)
+    read_common(checkpoint)
+    check_objects(checkpoint, read_metadata(checkpoint), rank, world_size)
+
+
+def _check_config(checkpoint: Path) -> None:
+    """Check ``metadata.json``, by which Megatron chooses the reader."""
+    try:
+        content = json.loads((checkpoint / _CONFIG).read_text(encoding="utf-8"))
+        known = isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
+        reason = f"its content is {content!r:.200}, expected sharded_backend 'torch_dist'"
+    except (ValueError, RecursionError, OSError) as error:
+        known, reason = False, str(error)
+    if not known:
+        text = f"the checkpoint {str(checkpoint)!r} is damaged: {_CONFIG} cannot be read: {reason}"
+        raise DataError(text, path=str(checkpoint), file=_CONFIG)

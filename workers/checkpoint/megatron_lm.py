@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcontroller.errors import DataError
-from workers.checkpoint.manifest import MANIFEST, Manifest
+from workers.checkpoint.directories import MANIFEST, Manifest
 from workers.checkpoint.unpickle import read_common, read_metadata
 
 __all__ = ["find_megatron_lm_checkpoint", "megatron_lm_manifest"]

@@ -19,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from mcontroller.errors import DataError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
-from workers.checkpoint.manifest import Buckets, Manifest
+from workers.checkpoint.directories import Buckets, Manifest
 
 __all__ = ["buckets_to_save", "check_buckets", "merge_optimizer_state"]
 

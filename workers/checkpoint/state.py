@@ -1,55 +1,27 @@
-"""The content of a checkpoint: models, optimizer, schedule and random state, as Megatron's sharded tensors."""
+"""The content of a checkpoint as Megatron's sharded tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel_state.agreement import all_gather_values
-from parallel_state.megatron import MegatronContext
-from workers.checkpoint.manifest import Shapes
+from workers.checkpoint.directories import Shapes
+from workers.train.state import TrainingState, random_state
 
 __all__ = [
-    "TrainingState",
     "layout_of",
-    "random_state",
-    "set_random_state",
     "sharded_state",
     "weight_prefix",
     "weight_shapes",
 ]
-
-
-@dataclass
-class TrainingState:
-    """The objects of a worker that a checkpoint saves and restores.
-
-    Attributes:
-        context: the layout of this rank.
-        models: by part ("model", "reference"), the model chunks of this rank.
-        optimizer: of the part "model"; None if it is not trained. Saved only if it has made a step.
-        scheduler: the learning-rate schedule of the optimizer.
-        counters: go into the manifest.
-        float32: by part, for every chunk, copies in float32 of weights by name, which a checkpoint contains instead.
-    """
-
-    context: MegatronContext
-    models: dict[str, Sequence[nn.Module]]
-    optimizer: MegatronOptimizer | None = None
-    scheduler: OptimizerParamScheduler | None = None
-    counters: dict[str, int | str] = field(default_factory=dict)
-    float32: dict[str, Sequence[Mapping[str, Tensor]]] = field(default_factory=dict)
 
 
 def layout_of(training: TrainingState) -> dict[str, Any]:
@@ -132,19 +104,3 @@ def _sharded_tensors(weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
     for value in weights.values():
         values = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
         yield from (tensor for tensor in values if isinstance(tensor, ShardedTensor))
-
-
-def random_state() -> dict[str, Any]:
-    """Return the random state of this rank."""
-    return {
-        "host": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the random state of this rank, to one of ``random_state``."""
-    torch.set_rng_state(state["host"])
-    torch.cuda.set_rng_state(state["device"])
-    get_cuda_rng_tracker().set_states(state["tracker"])

@@ -7,6 +7,7 @@ the others wait for it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -38,7 +39,7 @@ from parallel_state.releases import async_save_arguments
 from workers.checkpoint import write_from_memory
 from workers.checkpoint.checksums import FileEntry, HashedFile, NewFile, file_entry
 
-__all__ = ["PlannedWrite", "prepare_write"]
+__all__ = ["BackgroundSaves", "PlannedWrite", "prepare_write"]
 
 _COMMON, _METADATA, _CONFIG = "common.pt", ".metadata", "metadata.json"
 
@@ -269,3 +270,54 @@ def _unwritten(directory: Path, cause: str) -> DataError:
 def _flush(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+class BackgroundSaves:
+    """At most one save in flight. Every method is a collective.
+
+    A checkpoint contains the state at the time when ``begin`` returned. It is finished by ``finish``, which must be
+    called before the next ``begin``, by ``finish_if_written``, or when the interpreter exits.
+    """
+
+    def __init__(self) -> None:
+        self._write: PlannedWrite | None = None
+        self._finishing: Callable[[], AbstractContextManager[None]] | None = None
+        self._used = False
+
+    def begin(self, write: PlannedWrite, finishing: Callable[[], AbstractContextManager[None]]) -> None:
+        """Start the write of a checkpoint.
+
+        Args:
+            write: its finish makes the checkpoint visible.
+            finishing: makes the context in which the write is finished.
+        """
+        if not self._used:
+            self._used = True
+            atexit.register(self.finish)
+        write.start()
+        self._write, self._finishing = write, finishing
+
+    def finish_if_written(self) -> None:
+        """Finish the save in flight, if there is one and every rank has written its part.
+
+        Raises:
+            DataError: on every rank, if one of them could not write its part; the directory does not appear.
+        """
+        if self._write is None:
+            return
+        writing = torch.tensor([not self._write.is_written()], dtype=torch.int32, device=torch.cuda.current_device())
+        dist.all_reduce(writing)
+        if not writing.item():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if there is one.
+
+        Raises:
+            DataError: on every rank, if one of them could not write its part; the directory does not appear.
+        """
+        write, finishing = self._write, self._finishing
+        self._write = self._finishing = None
+        if write is not None and finishing is not None:
+            with finishing():
+                write.finish()

@@ -7,7 +7,6 @@ import math
 
 from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
-from workers.config.choices import ACTIVATIONS, DTYPES, IMPLEMENTATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 from workers.config.precision import check_precision, token_block
@@ -203,11 +202,11 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 def _check_choices(model: ModelConfig) -> None:
     choices = {
-        "dtype": DTYPES,
-        "activation": ACTIVATIONS,
-        "position_embedding_type": POSITION_EMBEDDINGS,
-        "transformer_impl": IMPLEMENTATIONS,
-        "normalization": NORMALIZATIONS,
+        "dtype": ("float32", "bfloat16", "float16"),
+        "activation": ("silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu"),
+        "position_embedding_type": ("rope", "learned_absolute", "none"),
+        "transformer_impl": ("auto", "transformer_engine", "local"),
+        "normalization": ("RMSNorm", "LayerNorm"),
     }
     for name, possible in choices.items():
         check_one_of(f"model.{name}", getattr(model, name), possible)

@@ -1,8 +1,8 @@
-"""OptimConfig: the optimizer, its learning-rate schedule, and the treatment of gradients before a step."""
+"""OptimConfig: the optimizer, its schedule, and the treatment of gradients; checks of its fields and of ``ddp``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,14 @@ from mcontroller.config.checks import check_above, check_at_least, check_between
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
-__all__ = ["DECAY_STYLES", "OPTIMIZER_SET_ELSEWHERE", "OptimConfig", "check_loss_scale"]
+__all__ = [
+    "DDP_SET_ELSEWHERE",
+    "DECAY_STYLES",
+    "OPTIMIZER_SET_ELSEWHERE",
+    "OptimConfig",
+    "check_ddp",
+    "check_loss_scale",
+]
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -213,3 +220,68 @@ def check_loss_scale(optim: OptimConfig, dtype: str, at: str) -> None:
                 "a constant loss_scale is set" if dtype == "float16" else f"model.dtype is {dtype!r}, not 'float16'"
             )
             raise ConfigError(f"{key} has no effect: {reason}; leave it out", key=key, value=further[name])
+
+
+DDP_SET_ELSEWHERE = {
+    "use_distributed_optimizer": "optim.distributed_optimizer",
+    "overlap_grad_reduce": "optim.overlap_grad_reduce",
+    "overlap_param_gather": "optim.overlap_param_gather",
+}
+"""Fields of DistributedDataParallelConfig that other keys of a role's configuration set, and these keys."""
+
+_FSDP = "Megatron's FSDP keeps weights as DTensors, which checkpoints, refit and offload of this package cannot move"
+_FP8_WEIGHTS = "weights are stored in model.dtype, from which they are refit and exported"
+_NOT_FINITE = "optim.on_nonfinite checks the gradients of every step"
+# Fields, the only supported value, and the reason.
+_DDP_NOT_COMPUTED: dict[str, tuple[object, str]] = {
+    "average_in_collective": (False, "gradients are sums over tokens, divided by their number after the reduction"),
+    "num_distributed_optimizer_instances": (1, "no process groups are created for it"),
+    "check_for_nan_in_grad": (False, _NOT_FINITE),
+    "check_for_large_grads": (False, _NOT_FINITE),
+    "delay_wgrad_compute": (False, "its schedule needs Megatron-LM's own forward step"),
+    "fp8_param_gather": (False, _FP8_WEIGHTS),
+    "fp4_param_gather": (False, _FP8_WEIGHTS),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, _FP8_WEIGHTS),
+    "keep_fp8_transpose_cache": (False, _FP8_WEIGHTS),
+    "use_megatron_fsdp": (False, _FSDP),
+    "use_custom_fsdp": (False, _FSDP),
+    "data_parallel_sharding_strategy": ("no_shard", _FSDP),
+    "outer_dp_sharding_strategy": ("no_shard", _FSDP),
+    "gradient_reduce_div_fusion": (True, _FSDP),
+    "suggested_communication_unit_size": (None, _FSDP),
+    "preserve_fp32_weights": (True, _FSDP),
+}
+_FSDP_PREFIXES = ("fsdp_", "megatron_fsdp_")
+# Fields that have an effect only if a switch is on.
+_DDP_NEEDS: dict[str, str] = {
+    "bucket_size": "overlap_grad_reduce",
+    "num_buckets": "overlap_grad_reduce",
+    "align_param_gather": "overlap_param_gather",
+    "pad_buckets_for_high_nccl_busbw": "distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation": "distributed_optimizer",
+}
+
+
+def check_ddp(ddp: Mapping[str, Any], optim: OptimConfig) -> None:
+    """Check the fields that need neither megatron-core nor a process group.
+
+    Args:
+        ddp: fields of DistributedDataParallelConfig.
+        optim: the optimizer that uses the gradients.
+
+    Raises:
+        ConfigError: a field is set by another key, or would not be computed; ``key`` names it.
+    """
+    for name, value in ddp.items():
+        key = f"ddp.{name}"
+        if name in DDP_SET_ELSEWHERE:
+            raise ConfigError(f"{key} follows from {DDP_SET_ELSEWHERE[name]}: set it there", key=key, value=value)
+        neutral, why = _DDP_NOT_COMPUTED.get(name, (value, ""))
+        if name.startswith(_FSDP_PREFIXES):
+            neutral, why = None, _FSDP
+        if value not in (None, neutral):
+            raise ConfigError(f"{key}={value!r} is not supported: {why}", key=key, value=value)
+        switch = _DDP_NEEDS.get(name)
+        if switch is not None and value and not getattr(optim, switch):
+            text = f"{key}={value!r} has no effect without optim.{switch}: set optim.{switch}=true, or leave it out"
+            raise ConfigError(text, key=key, value=value)

@@ -7,7 +7,7 @@ registries.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import strict_fields
@@ -15,15 +15,23 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import check_kl_loss
 from mcontroller.ppo.losses.aggregation import AGGREGATIONS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
-from workers.config.choices import ROUTER_REPLAY
-from workers.config.ddp import check_ddp
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
-from workers.config.optim import OptimConfig, check_loss_scale
+from workers.config.optim import OptimConfig, check_ddp, check_loss_scale
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
 
-__all__ = ["ActorConfig", "CriticConfig", "RewardConfig"]
+__all__ = ["ActorConfig", "CriticConfig", "MicroBatchSize", "RewardConfig"]
+
+
+class MicroBatchSize(NamedTuple):
+    """The most that one data-parallel rank takes at a time: ``rows``, or ``tokens`` if that is not 0.
+
+    Tokens are rows times length, padding included, or the sum of lengths if rows are packed.
+    """
+
+    rows: int
+    tokens: int = 0
 
 
 @strict_fields
@@ -160,6 +168,19 @@ class ActorConfig:
                 value=self.timeout_s,
             )
 
+    @property
+    def update_size(self) -> MicroBatchSize:
+        """The size of a training pass."""
+        return MicroBatchSize(self.ppo_micro_batch_size, self.ppo_max_tokens_per_micro_batch)
+
+    @property
+    def scoring_size(self) -> MicroBatchSize:
+        """The size of a scoring pass."""
+        return MicroBatchSize(
+            self.log_prob_micro_batch_size or self.ppo_micro_batch_size,
+            self.log_prob_max_tokens_per_micro_batch or self.ppo_max_tokens_per_micro_batch,
+        )
+
     def clip_limits(self) -> tuple[float, float]:
         """Return the clip range below and above 1 in force: that of the configuration, or else of the policy loss."""
         loss = POLICY_LOSSES[self.policy_loss]
@@ -232,6 +253,19 @@ class CriticConfig:
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
 
+    @property
+    def update_size(self) -> MicroBatchSize:
+        """The size of a training pass."""
+        return MicroBatchSize(self.ppo_micro_batch_size, self.ppo_max_tokens_per_micro_batch)
+
+    @property
+    def scoring_size(self) -> MicroBatchSize:
+        """The size of a pass of ``compute_values``."""
+        return MicroBatchSize(
+            self.forward_micro_batch_size or self.ppo_micro_batch_size,
+            self.forward_max_tokens_per_micro_batch or self.ppo_max_tokens_per_micro_batch,
+        )
+
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
         if self.packed:
@@ -265,6 +299,11 @@ class RewardConfig:
 
     Ranks wait in a collective while others of their group generate, start an engine or read files.
     """
+
+    @property
+    def scoring_size(self) -> MicroBatchSize:
+        """The size of a scoring pass."""
+        return MicroBatchSize(self.micro_batch_size, self.max_tokens_per_micro_batch)
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
@@ -301,7 +340,7 @@ def _check_buffers(config: ActorConfig) -> None:
 def _check_router_replay(config: ActorConfig) -> None:
     """Raise ConfigError if there are no routers, or none whose choice can be recorded."""
     mode, model = config.router_replay, config.model
-    check_one_of("router_replay", mode, ROUTER_REPLAY)
+    check_one_of("router_replay", mode, ("none", "old_log_probs", "rollout"))
     if mode == "none":
         return
     if model.num_moe_experts is None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
-from workers.config.choices import VERIFY_WEIGHTS
 from workers.config.parallel import ParallelConfig
 from workers.config.vllm import VllmConfig
 
@@ -80,7 +79,7 @@ class RolloutConfig:
         self._check_verify_weights()
 
     def _check_verify_weights(self) -> None:
-        check_one_of("rollout.verify_weights", self.verify_weights, VERIFY_WEIGHTS)
+        check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))
         never, reason = self.verify_weights == "never", self.unverified_reason
         if never != bool(reason.strip()):
             expected = "a reason" if never else "no reason unless rollout.verify_weights is 'never'"

@@ -36,8 +36,8 @@ from workers.generate.inference_linears import inference_linears
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, draw_tokens, position_keys
 from workers.generate.shared_prompts import DistinctPrompts, distinct_prompts, repeat_cache
-from workers.router_replay.generation import GeneratedExperts
 from workers.router_replay.routers import ModelRouters
+from workers.router_replay.rows import GeneratedExperts
 
 __all__ = ["generate"]
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
-from workers.distinct_tokens.prompts import repeats_prompt
+from workers.distinct_tokens import repeats_prompt
 
 __all__ = ["DistinctPrompts", "distinct_prompts", "repeat_cache"]
 

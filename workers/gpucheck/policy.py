@@ -16,7 +16,7 @@ from workers.config import ActorConfig, ModelConfig, OptimConfig, ParallelConfig
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
 from workers.train.batches import TokenBatch, response_batch
-from workers.train.micro_batches import MicroBatchSize
+from workers.train.mini_batches import Division
 
 __all__ = ["TOKENS", "Policy", "actor_config", "timed"]
 
@@ -46,7 +46,7 @@ class Policy:
     def __init__(self, config: ActorConfig, role: str = "actor_rollout") -> None:
         self.config = config
         self.worker = ActorRolloutRefWorker(config, role)
-        self._size = MicroBatchSize(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch)
+        self._size = config.update_size
         self.call("init_model")
 
     def __enter__(self) -> Self:
@@ -64,7 +64,7 @@ class Policy:
         """Return log-probabilities, ``[rows, response]``, on the CPU."""
         with self.worker.call_context("compute_log_prob"):
             rows = self._rows(batch, ())
-            scores = self.worker.score(self.worker.model, rows, self._size)
+            scores = self.worker.scorer.score(self.worker.model, rows, self._size)
             assert scores is not None  # a single rank is the last stage
             return scores[0] * rows.mask
 
@@ -72,14 +72,13 @@ class Policy:
         """Make one optimizer step with each mini-batch, and return the metrics."""
         worker = self.worker
         with worker.call_context("update_actor"):
-            return worker.train(
+            return worker.trainer.train(
                 "update_actor",
                 self._rows(batch, ("old_log_probs", "advantages")),
                 loss=worker.loss,
                 rules=worker.metrics(),
-                mini_batch_size=self.config.ppo_mini_batch_size,
                 micro_batch_size=self._size,
-                shuffle_seed=self.config.seed,
+                division=Division(size=self.config.ppo_mini_batch_size, seed=self.config.seed),
             )
 
     def generate(self, batch: Mapping[str, Tensor], **settings: Any) -> Generated:
@@ -96,7 +95,7 @@ class Policy:
         seeds = sample_seeds(hashes, Counter(), n=sampling.n, seed=sampling.seed, call=0)
         with worker.call_context("generate_sequences"):
             assert worker.rollout is not None
-            worker.rollout.update_weights(worker.rollout_weights())
+            worker.rollout.update_weights(worker.generator.rollout_weights())
             generated = worker.rollout.generate(Prompts(ids, attention, seeds.view(len(ids), sampling.n)), sampling)
         assert generated is not None
         return generated
@@ -114,7 +113,7 @@ class Policy:
             method="gpucheck",
             vocab_size=self.config.model.vocab_size,
             max_length=self.config.model.max_sequence_length,
-            multiple=self.worker.sequence_multiple,
+            multiple=self.worker.batcher.length_multiple,
             temperature=self.config.rollout.temperature,
         )
 

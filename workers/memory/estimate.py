@@ -12,19 +12,12 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 from parallel_state import ParallelLayout
-from workers.config import ModelConfig, OptimConfig, ParallelConfig
+from workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, ParallelConfig, RewardConfig
 from workers.config.fit import length_multiple_of
-from workers.memory.activations import (
-    Tokens,
-    in_flight,
-    layer_gradients,
-    layer_passing,
-    layer_saved,
-    recomputes_all,
-)
+from workers.memory.activations import Tokens, in_flight, layer_gradients, layer_passing, layer_saved, recomputes_all
 from workers.memory.parameters import Parameters, Shape, count_parameters, layers_of_chunks
 
-__all__ = ["NCCL_BYTES_PER_GROUP", "Batch", "Memory", "PlannedRole"]
+__all__ = ["NCCL_BYTES_PER_GROUP", "Batch", "HostMemory", "Memory", "PlannedRole", "host_memory"]
 
 NCCL_BYTES_PER_GROUP = 256 << 20
 """A guess of the buffers of one NCCL communicator; it depends on NCCL's version, the network and the channels."""
@@ -285,3 +278,52 @@ class PlannedRole:
 
 def _with(idle: Memory, activations: int, logits: int) -> Memory:
     return replace(idle, activations=activations, logits=logits)
+
+
+_GATHERED = 20
+"""[bytes] For each weight of a rank, at a save for any layout: three values in float32, and one twice on its way."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory of a rank on the stage that needs the most.
+
+    Attributes:
+        offloaded: weights and optimizer while other roles use the GPU; page-locked.
+        saved: the rank's part of a checkpoint, copied from the GPU and again for the process that writes it.
+        gathered: what a save for any layout needs in addition, of a distributed optimizer.
+    """
+
+    offloaded: int
+    saved: int
+    gathered: int
+
+
+def host_memory(
+    config: ActorConfig | CriticConfig | RewardConfig, world_size: int, *, trained: bool, models: int
+) -> HostMemory:
+    """Return the host memory of the process of a rank.
+
+    Args:
+        config: of the role.
+        world_size: number of ranks.
+        trained: whether it has an optimizer, and is saved.
+        models: copies of the weights: 2 for an actor with its reference.
+
+    Raises:
+        LayoutError: the axes do not divide the world size.
+        ConfigError: the memory of the model or the optimizer cannot be estimated.
+    """
+    optim = config.optim if trained and not isinstance(config, RewardConfig) else None
+    value_head = not isinstance(config, ActorConfig)
+    role = PlannedRole(config.model, config.parallel, world_size, optim, value_head=value_head)
+    idle = max((role.idle(stage) for stage in range(config.parallel.pp)), key=lambda memory: memory.total)
+    replicas = role.layout.dp * role.layout.cp
+    sharded = role.optim is not None and role.optim.distributed_optimizer
+    weights = models * idle.parameters
+    part = weights // replicas + (idle.optimizer if sharded else idle.optimizer // replicas)
+    return HostMemory(
+        offloaded=weights + idle.optimizer,
+        saved=2 * part if trained else 0,
+        gathered=_GATHERED * idle.parameters // role.size if sharded and replicas > 1 else 0,
+    )

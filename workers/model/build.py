@@ -18,7 +18,7 @@ from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_local, padded_vocab_size
 from workers.config.precision import check_device
-from workers.distinct_tokens.attention import attend_over_rows
+from workers.distinct_tokens import attend_over_rows
 from workers.model.gpu_defaults import chosen_implementation, gpu_defaults
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps

@@ -9,27 +9,41 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import psutil
+import ray
+import torch
+
 from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
+from mcontroller.locality import locality
 from mcontroller.ppo.roles import CONFIG_KEYS, reads_reference
 from mcontroller.ray.resource_pool import Role
 from parallel_state.topology import Topology
-from workers.config import ActorConfig
+from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.generate.engines import ROLLOUT_ENGINES
-from workers.memory.estimate import Memory
+from workers.memory.estimate import Memory, host_memory
+from workers.model.gpu_defaults import max_connections
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import make_parts, roles_of
-from workers.run.pools import pool_names, pool_nodes
-from workers.run.resources import locality_lines, resource_lines
+from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
-from workers.run.role_lines import role_lines
 
-__all__ = ["add_arguments", "layout_of_role", "memory_table", "pool_size", "read_roles", "run"]
+__all__ = [
+    "_locality_lines",
+    "_resource_lines",
+    "add_arguments",
+    "layout_of_role",
+    "memory_table",
+    "pool_size",
+    "read_roles",
+    "run",
+]
 
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
@@ -58,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     lines += [*_generating_lines(config, roles, sizes)]
     pools: Mapping[str, str] = {}
     if isinstance(config, RunConfig):
-        lines += [*locality_lines(config), *resource_lines(config)]
+        lines += [*_locality_lines(config), *_resource_lines(config)]
         pools = pool_names(config)
     reference = not isinstance(config, RunConfig) or reads_reference(config, roles_of(config))
-    lines += role_lines(roles, sizes, reference)
+    lines += _role_lines(roles, sizes, reference)
     calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
     sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools), ""]))
@@ -188,3 +202,75 @@ def _sums(calls: Sequence[CallMemory]) -> str:
     handed += nccl - max(memory.nccl for memory in totals)
     never = sum(kept.values()) + moment + nccl
     return f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never"
+
+
+def _role_lines(roles: Mapping[str, RoleConfig], sizes: Mapping[str, int], reference: bool) -> Iterator[str]:
+    """Return the lines of all roles.
+
+    Args:
+        roles: configurations by key.
+        sizes: ranks of each group, by the same keys.
+        reference: whether the run has a reference policy.
+    """
+    for key, config in roles.items():
+        yield f"{key}: collectives fail after {key}.timeout_s = {config.timeout_s:g} s"
+        value, reason = max_connections(config.parallel, None)
+        if value is not None:
+            yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"
+        trained = isinstance(config, ActorConfig | CriticConfig) and key not in ("ref", "rollout")
+        models = 2 if key == "actor_rollout_ref" and reference and "ref" not in roles else 1
+        host = host_memory(config, sizes[key], trained=trained, models=models)
+        line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"
+        line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""
+        line += f", {host.gathered / _GB:.2f} GB more to save for any layout" if host.gathered else ""
+        yield line
+        if trained and not isinstance(config, RewardConfig) and config.optim.distributed_optimizer is None:
+            layout = config.parallel.layout(sizes[key])
+            chosen = config.optim.resolved(layout.dp * layout.cp, on_gpu=True).distributed_optimizer
+            replicas = f"{layout.dp * layout.cp} ranks have the same weights"
+            yield f"{key}: optim.distributed_optimizer={str(chosen).lower()} on a GPU: {replicas}"
+        if not config.packed and key != "rollout":
+            yield f"{key}: packed=true is recommended on a GPU: no padding, and no attention plan for each width"
+
+
+def _locality_lines(config: RunConfig) -> list[str]:
+    """Return a line for each axis of a role that crosses nodes of its pool, and one if none does."""
+    lines = []
+    for placed in role_layouts(config):
+        nodes = [f"node{node}" for node, size in enumerate(placed.nodes) for _ in range(size)]
+        topology = Topology.from_layout(placed.parallel.layout(len(nodes)), nodes=nodes)
+        lines += [f"{placed.key}: {line}" for line in locality(topology).lines()]
+    counts = ", ".join(f"{len(nodes)} in the {_named(name)}" for name, nodes in pool_nodes(config).items())
+    return lines or [f"locality: no axis of a role crosses nodes ({counts})"]
+
+
+def _resource_lines(config: RunConfig) -> list[str]:
+    """Return the resources that the pools reserve and those of the cluster, or of this machine if there is none."""
+    unit = "GPU" if config.pool.use_gpu else "CPU"
+    pools = pools_of(config, roles_of(config))
+    lines = [
+        f"{_named(name)}: {sum(nodes)} bundles of 1 {unit} on {len(nodes)} nodes, "
+        f"{sum(nodes) * pools.slots_of(name)} slots for processes"
+        for name, nodes in pool_nodes(config).items()
+    ]
+    needed = {"CPU": pools.get_n_slots(), "GPU": pools.get_n_gpus() if config.pool.use_gpu else 0}
+    if config.cluster.address is None:
+        memory = psutil.virtual_memory().total / _GB
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        cpus = len(os.sched_getaffinity(0))
+        lines.append(f"this machine, on which the run starts Ray: {cpus} CPUs, {gpus} GPUs, {memory:.1f} GB of memory")
+        total: dict[str, float] = {"CPU": needed["CPU"], "GPU": gpus}  # Ray is started with the CPUs that are needed
+    else:
+        ray.init(address=config.cluster.address, log_to_driver=False)
+        total = ray.cluster_resources()
+        ray.shutdown()
+        found = f"cluster {config.cluster.address}: {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs, "
+        lines.append(found + f"{total.get('memory', 0) / _GB:.1f} GB of memory")
+    keys = ", ".join(["pool.process_on_nodes", *(f"pools.{name}.process_on_nodes" for name in config.pools)])
+    what = "pools need" if config.pools else "pool needs"
+    lacks = [resource for resource in needed if total.get(resource, 0) < needed[resource]]
+    return lines + [f"the {what} {needed[resource]} {resource}s: reduce {keys}" for resource in lacks]
+
+
+def _named(pool: str) -> str:
+    return "pool" if pool == MAIN_POOL else f"pool {pool}"

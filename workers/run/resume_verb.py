@@ -13,8 +13,7 @@ from rich.console import Console
 
 from mcontroller.errors import DataError
 from workers.run.config import RunConfig, read_run_config
-from workers.run.train_verb import until_interrupted
-from workers.run.training import CONFIG_FILE, train
+from workers.run.train_verb import CONFIG_FILE, train, until_interrupted
 
 __all__ = ["add_arguments", "config_of_run", "run"]
 

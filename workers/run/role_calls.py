@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.config.fit import divided_for
+from workers.config.roles import MicroBatchSize
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Batch, Memory, PlannedRole
 
@@ -97,26 +98,14 @@ class _OfRole:
         config = self.config
         assert not isinstance(config, RewardConfig)
         built = self._role(trained=True)
-        rows = self._rows(config.ppo_micro_batch_size, config.ppo_max_tokens_per_micro_batch)
+        rows = self._rows(config.update_size)
         count = math.ceil(config.ppo_mini_batch_size / built.layout.dp / rows)
         yield self._call(role, "train", lambda stage: built.train(stage, self._batch(rows, count)))
         yield self.score(role)
 
     def score(self, role: str) -> CallMemory:
         """Scoring needs the weights only: gradients and optimizer are in host memory if roles share GPUs."""
-        config, built = self.config, self._role(trained=False)
-        if isinstance(config, RewardConfig):
-            rows = self._rows(config.micro_batch_size, config.max_tokens_per_micro_batch)
-        elif isinstance(config, CriticConfig):
-            rows = self._rows(
-                config.forward_micro_batch_size or config.ppo_micro_batch_size,
-                config.forward_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
-            )
-        else:
-            rows = self._rows(
-                config.log_prob_micro_batch_size or config.ppo_micro_batch_size,
-                config.log_prob_max_tokens_per_micro_batch or config.ppo_max_tokens_per_micro_batch,
-            )
+        built, rows = self._role(trained=False), self._rows(self.config.scoring_size)
         return self._call(role, "score", lambda stage: built.score(stage, self._batch(rows, 1)))
 
     def generate(self) -> Iterator[CallMemory]:
@@ -143,8 +132,9 @@ class _OfRole:
         arguments = (config.model, config.parallel, self.world_size, optim)
         return PlannedRole(*arguments, ddp=ddp, value_head=self.value_head, fused=self.fused)
 
-    def _rows(self, rows: int, tokens: int) -> int:
-        return max(1, tokens // (self.lengths.prompt + self.lengths.response)) if tokens else rows
+    def _rows(self, size: MicroBatchSize) -> int:
+        longest = self.lengths.prompt + self.lengths.response
+        return max(1, size.tokens // longest) if size.tokens else size.rows
 
     def _batch(self, rows: int, count: int) -> Batch:
         chunk = self.config.log_prob_chunk_tokens if isinstance(self.config, ActorConfig) else 0

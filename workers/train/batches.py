@@ -14,24 +14,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcontroller.errors import DataError
-from workers.distinct_tokens.tokens import DistinctTokens, distinct_tokens
+from mcontroller.errors import DataError, before_changes
+from parallel_state.agreement import raise_on_every_rank
+from workers.distinct_tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
     check_mask,
+    check_response_length,
     check_responses,
     check_shapes,
     check_token_ids,
     locate_tokens,
     require_columns,
 )
-from workers.train.own_targets import OwnTargets, locate_own_targets
-from workers.train.packing import Packing
+from workers.train.packing import OwnTargets, Packing, locate_own_targets
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from mcontroller.data.protocol import DataProto
     from workers.router_replay.rows import RowExperts
 
-__all__ = ["TokenBatch", "response_batch", "supervised_batch", "tensor_columns"]
+__all__ = ["RowReader", "TokenBatch", "response_batch", "supervised_batch", "tensor_columns"]
 
 
 @dataclass
@@ -162,6 +165,7 @@ def response_batch(
     max_length: int,
     multiple: int = 1,
     temperature: float = 1.0,
+    max_response: int | None = None,
 ) -> TokenBatch:
     """Build a token batch whose targets are the response tokens.
 
@@ -175,14 +179,17 @@ def response_batch(
         max_length: the most tokens of a row.
         multiple: the sequence length is rounded up to a multiple of this.
         temperature: divides the logits when the rows are scored.
+        max_response: ``rollout.response_length``, the most tokens of a response; None is no limit.
 
     Raises:
         DataError: if a column is missing or has another shape than the responses; if a row is only padding, has a gap
-            in its mask or is longer than ``max_length``; if a token is outside the vocabulary; if ``responses``
-            differs from the end of ``input_ids``; if ``response_mask`` is 1 on padding; or if a mask has values other
-            than 0 and 1.
+            in its mask or is longer than ``max_length``; if responses are wider than ``max_response``; if a token is
+            outside the vocabulary; if ``responses`` differs from the end of ``input_ids``; if ``response_mask`` is 1 on
+            padding; or if a mask has values other than 0 and 1.
     """
     require_columns(batch, ("input_ids", "attention_mask", "responses", *columns), method)
+    if max_response is not None:
+        check_response_length(batch, max_response, method)
     width = batch["responses"].size(1)
     check_token_ids("responses", batch["responses"], method)
     prompt_width = batch["input_ids"].size(1) - width
@@ -245,6 +252,60 @@ def supervised_batch(
     mask = _shift(batch["loss_mask"].float(), start, tokens.size(1))
     predictors = torch.arange(tokens.size(1) - 1)[None].expand(len(tokens), -1)
     return TokenBatch(tokens, tokens[:, 1:], predictors, mask[:, 1:].contiguous(), lengths)
+
+
+class RowReader:
+    """Reads batches as token batches for one model; an error on a data-parallel rank is raised on all (collectives).
+
+    Args:
+        vocab_size: token ids must be less than this.
+        max_length: the most tokens of a row.
+        multiple: the sequence length is rounded up to a multiple of this.
+        group: the data-parallel ranks.
+    """
+
+    def __init__(self, vocab_size: int, max_length: int, multiple: int, group: ProcessGroup) -> None:
+        self._limits = {"vocab_size": vocab_size, "max_length": max_length, "multiple": multiple}
+        self._group = group
+
+    def responses(
+        self,
+        data: DataProto,
+        method: str,
+        columns: Sequence[str] = (),
+        *,
+        temperature: float = 1.0,
+        max_response: int | None = None,
+        experts: Callable[[Mapping[str, Tensor], TokenBatch], RowExperts] | None = None,
+    ) -> TokenBatch:
+        """Return the rows whose targets are the response tokens; arguments and errors are those of ``response_batch``.
+
+        Args:
+            data: the rows of this rank.
+            method: the worker method that reads them, for error messages.
+            columns: names of further columns that the loss needs.
+            temperature: divides the logits when the rows are scored.
+            max_response: the most tokens of a response; None is no limit.
+            experts: returns the ``experts`` of the rows from the columns of the batch; None if there are none.
+        """
+        batch = tensor_columns(data)
+
+        def read() -> TokenBatch:
+            rows = response_batch(
+                batch, columns, method=method, **self._limits, temperature=temperature, max_response=max_response
+            )
+            if experts is not None:
+                rows.experts = experts(batch, rows)
+            return rows
+
+        with before_changes():
+            return raise_on_every_rank(read, self._group)
+
+    def supervised(self, data: DataProto, method: str) -> TokenBatch:
+        """Return the rows whose targets have a ``loss_mask`` of 1: see ``supervised_batch``."""
+        batch = tensor_columns(data)
+        with before_changes():
+            return raise_on_every_rank(lambda: supervised_batch(batch, method=method, **self._limits), self._group)
 
 
 def _left_aligned(

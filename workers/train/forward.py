@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from workers.model.vocab_parallel import log_probs_and_entropy
 from workers.model.zigzag import zigzag_slice
 from workers.train.batches import TokenBatch
-from workers.train.own_targets import OwnTargets
+from workers.train.packing import OwnTargets
 from workers.train.router_losses import padding_matters
 
 __all__ = [

@@ -1,17 +1,37 @@
-"""Sums over tokens, and the value loss, as pure functions of tensors.
+"""Losses of tokens as pure functions: policy, value, cross entropy.
 
-No loss is averaged here: the pipeline sums it over the mask and divides it by the valid tokens of the whole global
-mini-batch. Policy losses are in ``mcontroller.ppo.losses``.
+No loss is averaged here: the pipeline sums it over the mask and divides it by what it counts in the whole global
+mini-batch. Policy losses by name are in ``mcontroller.ppo.losses``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, all_reduce
 
-__all__ = ["ValueLoss", "masked_mean", "masked_sum", "value_loss"]
+from mcontroller.ppo.kl import estimate_kl
+from mcontroller.ppo.losses.aggregation import AGGREGATIONS, Weights
+from mcontroller.ppo.losses.registry import POLICY_LOSSES, PolicyLoss
+from workers.config import ActorConfig
+from workers.train.batches import TokenBatch
+from workers.train.metrics import TOKENS, Rule
+
+__all__ = [
+    "MISMATCH",
+    "ValueLoss",
+    "columns_of_update",
+    "masked_mean",
+    "masked_sum",
+    "policy_metrics",
+    "policy_objective",
+    "sft_loss",
+    "value_loss",
+    "weights_of",
+]
 
 
 class ValueLoss(NamedTuple):
@@ -36,6 +56,14 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
+def sft_loss(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the cross entropy of the targets: see ``ModelWorker.loss``."""
+    log_probs, entropy = output
+    mask = rows.mask
+    total, count = masked_sum(-log_probs, mask), mask.sum()
+    return total, count, {"loss": total.detach(), "entropy": masked_sum(entropy.detach(), mask), TOKENS: count}
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> ValueLoss:
     """Return half the squared error of the values, the larger one of the value and of the clipped value.
 
@@ -52,3 +80,116 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     bounded = (old_values + change.clamp(-clip, clip) - returns).square()
     clipped = (change.abs() > clip) & (bounded > free)
     return ValueLoss(0.5 * torch.where(clipped, bounded, free), clipped.to(free.dtype))
+
+
+MISMATCH: Mapping[str, Rule] = {
+    "rollout_probs_diff_mean": Rule.TOKEN_MEAN,
+    "rollout_probs_diff_max": Rule.MAX,
+    "rollout_kl": Rule.TOKEN_MEAN,
+}
+"""Differences between rollout and policy, which are reported if the batch has ``rollout_log_probs``."""
+
+
+def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
+    """Return the columns that ``policy_objective`` reads, ``[rows, response]``.
+
+    Args:
+        config: the configuration of the actor.
+        present: the columns of the batch; ``importance_weights``, ``rollout_log_probs`` and ``old_log_probs`` are read
+            if they are there.
+    """
+    needed = ["advantages", *POLICY_LOSSES[config.policy_loss].columns]
+    needed += ["ref_log_prob"] * bool(config.use_kl_loss)
+    optional = ("old_log_probs", "importance_weights", "rollout_log_probs")
+    return needed + [name for name in optional if name in present and name not in needed]
+
+
+def weights_of(config: ActorConfig, own: Tensor, whole: Tensor) -> Weights:
+    """Return the weights of tokens in the average of the loss, and their count; the masks are as in ``Aggregation``."""
+    average = AGGREGATIONS[config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode]
+    return average(own, whole, config.rollout.response_length)
+
+
+def policy_objective(
+    config: ActorConfig, rows: TokenBatch, log_probs: Tensor, entropy: Tensor, context_parallel: ProcessGroup
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the weighted sum of the losses of tokens, its divisor, and the report for ``policy_metrics``.
+
+    Args:
+        config: the configuration of the actor.
+        rows: a micro-batch with the columns of ``columns_of_update``, its ``mask`` and its ``whole_mask``.
+        log_probs: ``[rows, response]``, with gradients; 0 for targets of other context-parallel ranks.
+        entropy: the same.
+        context_parallel: the process group of the cp axis.
+    """
+    assert rows.whole_mask is not None
+    registered, columns = POLICY_LOSSES[config.policy_loss], rows.columns
+    policy = _policy_loss(config, rows, log_probs, context_parallel)
+    weights = weights_of(config, rows.mask, rows.whole_mask)
+    per_token = policy.loss * columns.get("importance_weights", 1.0)
+    token_means = {
+        "pg_clipfrac": policy.clipped,
+        "pg_clipfrac_low": policy.clipped * (columns["advantages"] < 0),
+        "pg_clipfrac_high": policy.clipped * (columns["advantages"] > 0),
+        "ppo_kl": _old_log_probs(rows, log_probs) - log_probs,
+        "entropy": entropy,
+    }
+    total = masked_sum(per_token, weights.tokens)
+    pg_loss = total.detach()
+    if registered.whole_sequences:  # tokens of other ranks have gradients by the log-probabilities of this rank too
+        every = weights_of(config, rows.whole_mask, rows.whole_mask).tokens
+        others = masked_sum(per_token, every * (rows.mask == 0))
+        total = total + others - others.detach()
+    further = -config.entropy_coeff * entropy
+    if config.use_kl_loss:
+        kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type)
+        further = further + config.kl_loss_coef * kl
+        token_means["kl_loss"] = kl
+    if "rollout_log_probs" in columns:
+        rollout = columns["rollout_log_probs"]
+        token_means |= {"rollout_probs_diff_mean": (rollout.exp() - log_probs.exp()).abs()}
+        token_means |= {"rollout_kl": rollout - log_probs}
+    report = {name: masked_sum(values.detach(), rows.mask) for name, values in token_means.items()}
+    report["pg_loss"] = pg_loss
+    report["ratio_max"] = (policy.ratio.detach() * rows.mask).max()
+    if "rollout_log_probs" in columns:
+        report["rollout_probs_diff_max"] = (token_means["rollout_probs_diff_mean"].detach() * rows.mask).max()
+    return total + masked_sum(further, weights.tokens), weights.count, report | {TOKENS: rows.mask.sum()}
+
+
+def policy_metrics(config: ActorConfig) -> dict[str, Rule]:
+    """Return how the values that ``policy_objective`` reports are reduced."""
+    means = ["pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy"]
+    means += ["kl_loss"] * bool(config.use_kl_loss)
+    return {"pg_loss": Rule.LOSS_MEAN} | dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
+
+
+def _policy_loss(
+    config: ActorConfig, rows: TokenBatch, log_probs: Tensor, context_parallel: ProcessGroup
+) -> PolicyLoss:
+    """Return the policy loss of this context-parallel rank's tokens, or of all tokens if it combines them."""
+    registered, mask = POLICY_LOSSES[config.policy_loss], rows.mask
+    if registered.whole_sequences and rows.whole_mask is not None:
+        mask = rows.whole_mask
+        if context_parallel.size() > 1:
+            own = log_probs.detach()
+            of_all = own.clone()
+            all_reduce(of_all, group=context_parallel)
+            log_probs = of_all + (log_probs - own)
+    further = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
+    clip_low, clip_high = config.clip_limits()
+    return registered.function(
+        log_probs,
+        _old_log_probs(rows, log_probs),
+        rows.columns["advantages"],
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=config.clip_ratio_c,
+        **further,
+    )
+
+
+def _old_log_probs(rows: TokenBatch, log_probs: Tensor) -> Tensor:
+    """Return the log-probabilities before the update: those of the batch, or else the present ones."""
+    return rows.columns["old_log_probs"] if "old_log_probs" in rows.columns else log_probs.detach()

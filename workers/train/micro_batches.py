@@ -8,38 +8,30 @@ of similar length, and each micro-batch is as wide as its own longest row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
 
+from workers.config.roles import MicroBatchSize
+from workers.distinct_tokens import computes_distinct_tokens
 from workers.train.batches import TokenBatch
+from workers.train.mini_batches import of_every_shard
 from workers.train.packing import packing_of
 
 __all__ = [
     "MicroBatch",
-    "MicroBatchSize",
+    "MicroBatcher",
     "equal_micro_batches",
     "least_count",
-    "micro_batches",
     "packed_equal_micro_batches",
     "token_micro_batches",
     "width_multiple",
 ]
 
 _FEW_WIDTHS = 128
-
-
-class MicroBatchSize(NamedTuple):
-    """The most that one data-parallel rank takes at a time: ``rows``, or ``tokens`` if that is not 0.
-
-    Tokens are rows times length, padding included, or the sum of lengths if rows are packed.
-    """
-
-    rows: int
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,36 +47,56 @@ class MicroBatch:
     index: Tensor
 
 
-def micro_batches(
-    rows: TokenBatch,
-    index: Tensor,
-    most: int,
-    size: MicroBatchSize,
-    multiple: int,
-    length_multiple: int,
-    of_every_shard: Callable[[int], Sequence[int]],
-    *,
-    packed: bool,
-) -> list[MicroBatch]:
-    """Divide rows into micro-batches, as many on every data-parallel rank (a collective).
+@dataclass(frozen=True)
+class MicroBatcher:
+    """Divides the rows of a rank into micro-batches, and moves them to its device.
 
-    Args:
-        rows: the rows of this rank.
-        index: those to divide.
-        most: the largest number of rows that any data-parallel rank divides.
-        size: rows or tokens of a micro-batch.
-        multiple: the number of micro-batches is a multiple of this.
-        length_multiple: so are the lengths of sequences of this, as far as the batch is as wide.
-        of_every_shard: returns the number of every data-parallel rank.
-        packed: whether the rows of a micro-batch are one sequence.
+    Attributes:
+        pg: the process groups of the layout.
+        device: of the model.
+        count_multiple: the number of micro-batches is a multiple of this (pp, under an interleaved schedule).
+        length_multiple: so are the lengths of sequences of this, for cp, sequence parallelism and fp8.
+        packed: whether the rows of a micro-batch go through the model as one sequence (see ``workers.train.packing``).
+        share_prompts: whether equal prompts are computed once where possible (see ``workers.distinct_tokens``).
     """
-    if not size.tokens and not packed:
-        return equal_micro_batches(rows, index, most, size.rows, multiple)
-    if not size.tokens:
-        return packed_equal_micro_batches(rows, index, most, size.rows, multiple, length_multiple=length_multiple)
-    least = least_count(rows.lengths[index], size.tokens, length_multiple, rows.tokens.size(1), packed=packed)
-    count = -(-max(of_every_shard(least)) // multiple) * multiple
-    return token_micro_batches(rows, index, count, size.tokens, length_multiple=length_multiple, packed=packed)
+
+    pg: ProcessGroupCollection
+    device: torch.device
+    count_multiple: int
+    length_multiple: int
+    packed: bool = False
+    share_prompts: bool = False
+
+    def divide(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[MicroBatch]:
+        """Divide the rows at ``index`` into micro-batches, as many on every data-parallel rank (a collective).
+
+        Args:
+            rows: the rows of this rank.
+            index: those to divide, int64.
+            most: the largest number of rows that any data-parallel rank divides.
+            size: rows or tokens of a micro-batch.
+        """
+        multiple, count_multiple = self.length_multiple, self.count_multiple
+        if not size.tokens and not self.packed:
+            return equal_micro_batches(rows, index, most, size.rows, count_multiple)
+        if not size.tokens:
+            return packed_equal_micro_batches(rows, index, most, size.rows, count_multiple, length_multiple=multiple)
+        if not self.packed:
+            multiple = width_multiple(multiple, self.device)
+        least = least_count(rows.lengths[index], size.tokens, multiple, rows.tokens.size(1), packed=self.packed)
+        count = -(-max(self.of_every_shard(least)) // count_multiple) * count_multiple
+        return token_micro_batches(rows, index, count, size.tokens, length_multiple=multiple, packed=self.packed)
+
+    def on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
+        """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
+        if self.share_prompts and not self.packed and computes_distinct_tokens(model):
+            batches = [batch.with_distinct_tokens(self.length_multiple) for batch in batches]
+        cp = self.pg.cp
+        return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
+
+    def of_every_shard(self, number: int) -> list[int]:
+        """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
+        return [one for (one,) in of_every_shard([number], self.pg.dp, self.device)]
 
 
 def width_multiple(length_multiple: int, device: torch.device) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError, before_changes
+from mcontroller.ppo.data import MINI_BATCHES
 from workers.config import ActorConfig, CriticConfig
 
 __all__ = [
@@ -19,37 +20,14 @@ __all__ = [
     "MiniBatch",
     "checked",
     "counted_sizes",
+    "division_of",
     "draw_mini_batches",
     "mini_batch_rows",
+    "mini_batches_of_batch",
     "mini_batches_of_update",
     "of_every_shard",
-    "responses_of_mini_batch",
     "shuffle_generator",
 ]
-
-
-def responses_of_mini_batch(config: ActorConfig | CriticConfig, data: DataProto, method: str) -> int:
-    """Return the responses of a mini-batch over all data-parallel ranks.
-
-    Args:
-        config: ``ppo_mini_batch_prompts``, or ``ppo_mini_batch_size`` if that is 0.
-        data: the batch; with ``ppo_mini_batch_prompts``, its ``meta_info["n"]`` is the responses to each prompt.
-        method: the name of the called method, for error messages.
-
-    Raises:
-        DataError: ``meta_info`` has no ``n``, and it is needed.
-    """
-    if not config.ppo_mini_batch_prompts:
-        return config.ppo_mini_batch_size
-    n = data.meta_info.get("n")
-    if not isinstance(n, int) or n < 1:
-        raise DataError(
-            f"{method}: meta_info['n'] is {n!r}; ppo_mini_batch_prompts={config.ppo_mini_batch_prompts} needs the "
-            "number of responses to each prompt, which generate_sequences sets",
-            method=method,
-            value=n,
-        )
-    return config.ppo_mini_batch_prompts * n
 
 
 class MiniBatch(NamedTuple):
@@ -97,25 +75,70 @@ def shuffle_generator(seed: int | None, update: int) -> torch.Generator | None:
     return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + update)
 
 
+def mini_batches_of_batch(config: ActorConfig | CriticConfig, rows: int, n: int, update: int) -> Tensor:
+    """Return the mini-batch of each row of a batch in each epoch of an update, int64 ``[rows, epochs]``.
+
+    A program that passes them as the column ``mini_batches`` of the update can order the rows as it likes, such as
+    ``RayPPOTrainer``, which balances the tokens of every mini-batch over the data-parallel ranks.
+
+    Args:
+        config: the configuration of the worker.
+        rows: rows of the batch that have a valid token.
+        n: responses to each prompt.
+        update: number of the update, from 0.
+    """
+    size = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
+    return draw_mini_batches(
+        rows, size, config.ppo_epochs, shuffle_generator(config.seed if config.shuffle else None, update)
+    )
+
+
 class Division(NamedTuple):
     """How the rows of an update are divided into mini-batches.
 
     Attributes:
-        given: the mini-batch of each row of this rank's shard in each epoch, ``[rows, epochs]``. None:
+        given: the mini-batch of each row of this rank's shard in each epoch, int64 ``[rows, epochs]``. None:
             ``draw_mini_batches``, which takes the shards for consecutive parts of the batch.
         size: rows of a mini-batch over all ranks; None is all.
         epochs: number of passes over the rows.
-        generator: draws the order of the rows; None keeps it.
+        seed: every epoch draws its mini-batches from this and the number of the update; None keeps the order of the
+            rows.
     """
 
-    given: Tensor | None
+    given: Tensor | None = None
     size: int | None = None
     epochs: int = 1
-    generator: torch.Generator | None = None
+    seed: int | None = None
+
+
+def division_of(config: ActorConfig | CriticConfig, data: DataProto, method: str) -> Division:
+    """Return the division of a batch as configured, or by its column ``mini_batches``.
+
+    Args:
+        config: ``ppo_mini_batch_prompts``, or ``ppo_mini_batch_size`` if that is 0; epochs and seed.
+        data: the batch; with ``ppo_mini_batch_prompts``, its ``meta_info["n"]`` is the responses to each prompt.
+        method: the name of the called method, for error messages.
+
+    Raises:
+        DataError: ``meta_info`` has no ``n``, and it is needed.
+    """
+    size, n = config.ppo_mini_batch_size, data.meta_info.get("n")
+    if config.ppo_mini_batch_prompts:
+        if not isinstance(n, int) or n < 1:
+            raise DataError(
+                f"{method}: meta_info['n'] is {n!r}; ppo_mini_batch_prompts={config.ppo_mini_batch_prompts} needs the "
+                "number of responses to each prompt, which generate_sequences sets",
+                method=method,
+                value=n,
+            )
+        size = config.ppo_mini_batch_prompts * n
+    given = data.tensors().get(MINI_BATCHES)
+    given = given.cpu() if isinstance(given, Tensor) else None
+    return Division(given, size, config.ppo_epochs, config.seed if config.shuffle else None)
 
 
 def mini_batches_of_update(
-    method: str, counted: Tensor, division: Division, group: dist.ProcessGroup, device: torch.device
+    method: str, counted: Tensor, division: Division, update: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[MiniBatch]:
     """Return the rows of this rank in each mini-batch of an update, among its rows that count (a collective).
 
@@ -123,6 +146,7 @@ def mini_batches_of_update(
         method: the name of the called method, for error messages.
         counted: whether each row of this rank has a valid token, bool ``[rows]``.
         division: of the rows of all ranks.
+        update: number of the update, from 0.
         group: the data-parallel ranks.
         device: of collectives.
 
@@ -132,7 +156,7 @@ def mini_batches_of_update(
     sizes = counted_sizes(method, int(counted.sum()), group, device)
     size = division.size or sum(sizes)
     if division.given is None:
-        drawn = draw_mini_batches(sum(sizes), size, division.epochs, division.generator)
+        drawn = draw_mini_batches(sum(sizes), size, division.epochs, shuffle_generator(division.seed, update))
         mine = drawn.split(sizes)[group.rank()]
     else:
         mine = checked(division.given, (len(counted), division.epochs))[counted]

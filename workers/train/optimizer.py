@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_standard_config_overrides
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.utils import get_model_config
 from torch import nn
@@ -20,7 +22,8 @@ from mcontroller.errors import ConfigError, before_changes
 from parallel_state.errors import ParallelStateError
 from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
-from workers.train.megatron_configs import data_parallel_config, optimizer_config
+from workers.config.optim import DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
+from workers.model.transformer_config import further_fields
 from workers.train.router_losses import prepare_routers
 
 __all__ = [
@@ -28,13 +31,93 @@ __all__ = [
     "Step",
     "check_not_ended",
     "check_schedule_unit",
+    "data_parallel_config",
     "gather_parameters",
     "guarded_step",
     "make_optimizer",
     "make_scheduler",
+    "optimizer_config",
     "standard_parameter_groups",
     "wrap_for_training",
 ]
+
+
+def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerConfig:
+    """Return Megatron's configuration of the optimizer; needs no process group.
+
+    Args:
+        optim: the optimizer; ``optim.megatron`` has further fields of OptimizerConfig.
+        model: Megatron's configuration of the model, of which the dtypes are read.
+
+    Raises:
+        ConfigError: a field of ``optim.megatron`` is unknown in the installed megatron-core, follows from other fields
+            of the configuration, or has a value of another type; OptimizerConfig itself rejects the fields.
+    """
+    further = further_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
+    if further.get("use_precision_aware_optimizer") and not gpt_layer_specs.HAVE_TE:
+        key = "optim.megatron.use_precision_aware_optimizer"
+        text = f"{key}=True needs Transformer Engine's FusedAdam, and the package transformer_engine cannot be imported"
+        raise ConfigError(text, key=key, value=True)
+    if further.get("optimizer_cpu_offload") and not torch.cuda.is_available():
+        key = "optim.megatron.optimizer_cpu_offload"
+        text = f"{key}=True moves the optimizer from a GPU to host memory, and CUDA is not available; leave it out"
+        raise ConfigError(text, key=key, value=True)
+    try:
+        return OptimizerConfig(
+            optimizer=optim.optimizer,
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=optim.eps,
+            clip_grad=optim.clip_grad,
+            bf16=model.bf16,
+            fp16=model.fp16,
+            params_dtype=model.params_dtype,
+            fp8_recipe=model.fp8_recipe if model.fp8 else None,
+            use_distributed_optimizer=bool(optim.distributed_optimizer),
+            overlap_param_gather=optim.overlap_param_gather,
+            **further,
+        )
+    except (AssertionError, RuntimeError, ValueError) as error:
+        text = f"OptimizerConfig rejects optim.megatron: {error}"
+        raise ConfigError(text, key="optim.megatron", value=optim.megatron) from error
+
+
+def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """Return Megatron's configuration of gradient buffers and their reduction; needs no process group.
+
+    Gradients are summed in float32 unless ``ddp`` sets ``grad_reduce_in_fp32``.
+
+    Args:
+        optim: whether the optimizer is distributed, and what overlaps with computation.
+        ddp: further fields of DistributedDataParallelConfig.
+
+    Raises:
+        ConfigError: a field is unknown in the installed megatron-core, follows from ``optim``, or has a value of
+            another type; DistributedDataParallelConfig itself rejects the fields.
+    """
+    fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "average_in_collective": False,
+        "use_distributed_optimizer": bool(optim.distributed_optimizer),
+        "overlap_grad_reduce": optim.overlap_grad_reduce,
+        "overlap_param_gather": optim.overlap_param_gather,
+    }
+    further = further_fields(DistributedDataParallelConfig, ddp, "ddp", DDP_SET_ELSEWHERE)
+    if further.get("nccl_ub") and not torch.cuda.is_available():
+        raise ConfigError(
+            "ddp.nccl_ub=True registers buffers with NCCL, and CUDA is not available; leave it out",
+            key="ddp.nccl_ub",
+            value=True,
+        )
+    try:
+        return DistributedDataParallelConfig(**(fields | further))
+    except (AssertionError, ValueError) as error:
+        text = f"DistributedDataParallelConfig rejects ddp: {error}"
+        raise ConfigError(text, key="ddp", value=dict(ddp)) from error
+
 
 ParameterGroups = Mapping[ParamKey, ParamGroupOverride]
 """Selects parameters, and maps them to settings that differ from the optimizer's; see ``standard_parameter_groups``."""
@@ -45,7 +128,7 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:
     """Wrap the model chunks of this rank in Megatron's DistributedDataParallel.
 
-    Gradients are sums over all tokens of the mini-batch on all data-parallel ranks; ``workers.mini_batch_gradients``
+    Gradients are sums over all tokens of the mini-batch on all data-parallel ranks; ``workers.train.trainer``
     divides them by what the loss counts. Router losses are weighted accordingly.
 
     Args:

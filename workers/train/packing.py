@@ -1,8 +1,9 @@
-"""Packing: rows of different lengths as one sequence, without padding between them (Megatron's THD format).
+"""Where rows and their targets are in the sequences of a micro-batch.
 
-Rows follow each other, each padded only to the multiple that the cp axis and sequence parallelism need. Under context
-parallelism every row is split on its own, in zigzag (see ``workers.model.zigzag``), and a rank has its part of every
-row.
+Packed rows of different lengths are one sequence, without padding between them (Megatron's THD format). They follow
+each other, each padded only to the multiple that the cp axis and sequence parallelism need. Under context parallelism
+every row is split on its own, in zigzag (see ``workers.model.zigzag``), and a rank has its part of every row. The
+output layer runs over the targets that count only.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from workers.distinct_tokens import DistinctTokens, Spread, spread_of
 from workers.model.packed_rows import PackedRows
 
-__all__ = ["Packing", "packing_of"]
+__all__ = ["OwnTargets", "Packing", "locate_own_targets", "packing_of"]
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,92 @@ def packing_of(lengths: Tensor, multiple: int = 1) -> Packing:
     rounded = (lengths + multiple - 1) // multiple * multiple
     bounds = torch.cat((torch.zeros(1, dtype=torch.int32), rounded.cumsum(0).int()))
     return Packing(bounds, int(bounds[-1]), int(rounded.max()), tuple(bounds.tolist()))
+
+
+@dataclass(frozen=True)
+class OwnTargets:
+    """The targets with a mask other than 0 that one context-parallel rank predicts; at least one entry.
+
+    Attributes:
+        index: ``[n]`` int64, the position of each target in ``[rows * targets]``.
+        predictors: ``[n]`` int64, the position of its predictor in this rank's hidden states, flattened from
+            ``[seq, sequences]``.
+        from_predictors: copies hidden states from their positions to the targets, if distinct tokens are computed: rows
+            share the last token of their prompt then. None: all predictors differ.
+        empty: whether the rank has no such target. The one entry only keeps every parameter in the graph then, as the
+            gradient hooks of DistributedDataParallel require; its result must be multiplied by 0.
+    """
+
+    index: Tensor
+    predictors: Tensor
+    empty: bool = False
+    from_predictors: Spread | None = None
+
+    def to(self, device: torch.device) -> OwnTargets:
+        """Return the indices on ``device``."""
+        spread = None if self.from_predictors is None else self.from_predictors.to(device)
+        return OwnTargets(self.index.to(device), self.predictors.to(device), self.empty, spread)
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """Return ``[n, width]``, the hidden states that predict these targets.
+
+        Args:
+            hidden: ``[seq * sequences, width]``.
+        """
+        if self.from_predictors is None:
+            return hidden.index_select(0, self.predictors)
+        return self.from_predictors(hidden)
+
+    def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Return ``[..., rows, targets]`` with these values, and 0 for all other targets.
+
+        Args:
+            values: ``[..., n]``, one for each of these targets.
+            shape: ``(rows, targets)``.
+        """
+        everything = values.new_zeros(*values.shape[:-1], shape.numel())
+        everything = everything.index_copy(-1, self.index, values * 0.0 if self.empty else values)
+        return everything.unflatten(-1, shape)
+
+
+def locate_own_targets(
+    mask: Tensor,
+    predictors: Tensor,
+    width: int,
+    packing: Packing | None,
+    *,
+    cp: int,
+    rank: int,
+    distinct: DistinctTokens | None = None,
+) -> OwnTargets:
+    """Return the targets that count and that one context-parallel rank predicts.
+
+    Call this while the tensors are on the CPU: the number of targets depends on the values of the mask, for which the
+    host would have to wait for a GPU.
+
+    Args:
+        mask: ``[rows, targets]``, 0 if a target does not count.
+        predictors: ``[rows, targets]`` int64, the column of the row that predicts each target.
+        width: columns of the padded rows.
+        packing: the position of each row in one sequence, or None if rows are padded.
+        cp: size of the cp axis.
+        rank: coordinate on the cp axis.
+        distinct: the tokens of the rows that are computed, without context parallelism; None: all.
+    """
+    index = mask.flatten().nonzero().flatten()
+    row, column = index // mask.size(1), predictors.flatten()[index]
+    if distinct is not None and len(index):
+        position = distinct.of_row[row, column]
+        return OwnTargets(index, position, from_predictors=spread_of(position, distinct.total))
+    widths: Tensor = torch.full_like(row, width) if packing is None else packing.lengths[row]
+    piece = widths // (2 * cp)
+    if cp > 1:
+        number, offset = column // piece, column % piece
+        second = number == 2 * cp - 1 - rank
+        own = (number == rank) | second
+        index, row, column = index[own], row[own], (offset + piece * second)[own]
+    start_of_row, rows = (row, len(mask)) if packing is None else (packing.bounds.long()[row] // cp, 1)
+    position = column * rows + start_of_row
+    if len(index) == 0:
+        return OwnTargets(index.new_zeros(1), index.new_zeros(1), empty=True)
+    return OwnTargets(index, position)

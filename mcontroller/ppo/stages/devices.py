@@ -17,7 +17,7 @@ class SharedDevices:
     """Hands the memory of devices from group to group.
 
     Before a call, every other group on the same devices offloads all its parts, and the called group those that the
-    method does not need. The call brings back the parts that it needs: see ``workers.ModelWorker.offload``.
+    method does not need. The call brings back the parts that it needs: see ``workers.memory.offloader``.
 
     Args:
         offload: ``auto``: groups that share GPUs; ``always``: every group, on CPUs too; ``never``: none.

@@ -141,7 +141,7 @@ class Stages:
     def take_memory(self) -> dict[str, float]:
         """Return the memory of every called group by stage since the last call: ``memory/<group>/<stage>/<value>``.
 
-        The values are those that the worker class reports, the most over the ranks: see ``workers.memory.use``. Groups
+        The values are those that the worker class reports, the most over the ranks: see ``MemoryUse``. Groups
         whose worker class has no registered method ``take_memory_use`` are left out.
         """
         return self.ask_memory(tuple(self._called))()

@@ -96,7 +96,7 @@ def moved(parallel: dict[str, Any], recipe: str, path: str) -> dict[str, Any]:
     worker.export_hf(path)
     rounded = [
         torch.equal(copy.bfloat16(), parameter)
-        for copies, parameters in copies_in_float32(worker.optimizer)
+        for copies, parameters in copies_in_float32(worker.state.optimizer)
         for copy, parameter in zip(copies, parameters, strict=True)
     ]
     return {"weights": weights(worker), "generating": generating, "rounded": rounded, "in fp8": in_fp8}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 
@@ -39,6 +40,29 @@ class Hiding(Base):
     compute = None  # type: ignore[assignment]
 
 
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.number = start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, number: int) -> int:
+        self.number += number
+        return self.number
+
+    @register(Dispatch.ONE_TO_ALL)
+    def compute(self, number: int) -> int:
+        return -number
+
+    def unregistered_here(self) -> None: ...
+
+
+class Composed(Base):
+    components: ClassVar[Mapping[str, type]] = {"counter": Counter}
+
+    def __init__(self) -> None:
+        self.counter = Counter(self.rank)
+
+
 def test_a_registered_method_stays_callable_as_it_is() -> None:
     worker = Base()
     assert worker.compute(4) == 8
@@ -70,6 +94,28 @@ def test_registrations_lists_inherited_methods_and_no_others() -> None:
     assert set(registrations(Overriding)) == {"compute", "later"} | own
     assert set(registrations(Hiding)) == {"later"} | own
     assert registration_of(Base, "unregistered") is None
+
+
+def test_registered_methods_of_components_are_those_of_group_and_worker() -> None:
+    group: Any = LocalWorkerGroup(Composed, 2)
+    assert group.add(3) == [3, 4]
+    assert group.workers[1].add(number=1) == group.workers[1].counter.number == 5
+    with pytest.raises(DispatchError, match="it takes \\(number\\)"):
+        group.add(nubmer=1)
+
+
+def test_a_method_of_the_worker_precedes_that_of_a_component() -> None:
+    group: Any = LocalWorkerGroup(Composed, 1)
+    assert group.compute(2) == [4] and group.workers[0].compute(2) == 4
+    assert registration_of(Composed, "compute") == registration_of(Base, "compute")
+
+
+def test_other_methods_of_components_are_not_found() -> None:
+    group: Any = LocalWorkerGroup(Composed, 1)
+    with pytest.raises(AttributeError, match="no method 'unregistered_here'"):
+        group.unregistered_here()
+    with pytest.raises(AttributeError, match="'Composed' object has no attribute 'unregistered_here'"):
+        group.workers[0].unregistered_here()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def save_as_megatron_does(parallel: dict[str, Any], path: str) -> dict[str, torc
         trained = unwrap_model(worker.model[0]).sharded_state_dict()
         state = {
             "model": model.sharded_state_dict(),
-            "optimizer": worker.optimizer.sharded_state_dict(trained),
+            "optimizer": worker.state.optimizer.sharded_state_dict(trained),
             "iteration": STEP,
             "checkpoint_version": 3.0,
         }
@@ -62,7 +62,7 @@ def load(parallel: dict[str, Any], path: str) -> dict[str, Any]:
     reference = worker.compute_ref_log_prob(own_shard(experience(8), worker))
     same = policy is None or torch.equal(policy.batch["old_log_probs"], reference.batch["ref_log_prob"])
     worker.update_actor(own_shard(experience(8), worker))
-    return {"step": step, "same": same, "updates": worker.updates}
+    return {"step": step, "same": same, "updates": worker.state.counters["updates"]}
 
 
 def loaded_weights(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def load_into_critic(
     worker.load_checkpoint(path)
     after = weights(worker)
     worker.compute_values(own_shard(experience(8), worker))
-    return before, after, worker.updates
+    return before, after, worker.state.counters["updates"]
 
 
 def check_critic(path: str, saved: dict[str, torch.Tensor]) -> None:
@@ -95,10 +95,10 @@ def rejected(path: str) -> tuple[str, bool]:
     """Load a checkpoint of another model; return the error and whether the worker is as it was."""
     worker = actor({}, "actor", model={"num_layers": 1})
     worker.update_actor(own_shard(experience(8), worker))
-    before, optimizer, counters = weights(worker), worker.optimizer, worker.training().counters
+    before, optimizer, counters = weights(worker), worker.state.optimizer, dict(worker.state.counters)
     with pytest.raises(DataError) as caught:
         worker.load_checkpoint(path)
-    same = worker.optimizer is optimizer and worker.training().counters == counters
+    same = worker.state.optimizer is optimizer and worker.state.counters == counters
     return str(caught.value), same and largest_difference(before, weights(worker)) == 0
 
 

@@ -35,8 +35,8 @@ def load_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[
     worker = actor(parallel, "actor", **changes)
     worker.load_checkpoint(path)
     metrics = worker.update_actor(own_shard(experience(16), worker)).meta_info["metrics"]
-    groups = [group for part in worker.optimizer.chained_optimizers for group in part.optimizer.param_groups]
-    settings = {"betas": {group["betas"] for group in groups}, "scale": float(worker.optimizer.get_loss_scale())}
+    groups = [group for part in worker.state.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    settings = {"betas": {group["betas"] for group in groups}, "scale": float(worker.state.optimizer.get_loss_scale())}
     return {"metrics": metrics, "weights": weights(worker)} | settings
 
 
@@ -67,10 +67,10 @@ def in_another_run(path: str, resume: bool) -> dict[str, Any]:
     if resume:
         return load_and_go_on({}, path, model={"dtype": "float16"}, optim=optim | {"lr": 1e-3, "betas": (0.8, 0.99)})
     worker = actor({}, "actor", model={"dtype": "float16"}, optim=optim)
-    while not worker.optimizer_steps:
+    while not worker.state.counters["optimizer_steps"]:
         worker.update_actor(experience(16))
     worker.save_checkpoint(path)
-    return {"scale": float(worker.optimizer.get_loss_scale())}
+    return {"scale": float(worker.state.optimizer.get_loss_scale())}
 
 
 @pytest.mark.simulated
@@ -104,7 +104,7 @@ def unreadable(path: str) -> list[str]:
     directory = Path(worker.save_checkpoint(path))
     messages = []
     other = actor({}, "actor")
-    del other.phases["sft"]
+    del other.trainer.phases["sft"]
     with pytest.raises(DataError) as caught:
         other.load_checkpoint(path)
     messages.append(str(caught.value))

@@ -29,8 +29,7 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
-from workers.checkpoint.directories import checkpoint_path, commit, create_partial, find_checkpoint
-from workers.checkpoint.manifest import read_manifest
+from workers.checkpoint.directories import checkpoint_path, commit, create_partial, find_checkpoint, read_manifest
 
 ROWS = 16
 SAVED_IN = {"tp": 2, "pp": 2}  # over 8 ranks: dp 2
@@ -57,7 +56,7 @@ def load_and_go_on(
     worker = actor(parallel, "actor_rollout_ref", optim=optim, model={"seed": 99} | (model or {}))
     step = worker.load_checkpoint(path)
     loaded = weights(worker)
-    counters = worker.training().counters
+    counters = dict(worker.state.counters)
     worker.update_actor(own_shard(experience(ROWS), worker))
     return {"step": step, "loaded": loaded, "counters": counters, "later": weights(worker)}
 

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig, load_config
-from workers.train.megatron_configs import data_parallel_config, optimizer_config
+from workers.train.optimizer import data_parallel_config, optimizer_config
 
 GPT = ModelConfig(vocab_size=100, max_sequence_length=64, num_layers=4, hidden_size=48, num_attention_heads=12)
 MODEL = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)

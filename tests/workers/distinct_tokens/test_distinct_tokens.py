@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.distinct_tokens.spread import spread_of
-from workers.distinct_tokens.tokens import DistinctTokens, distinct_tokens
+from workers.distinct_tokens import DistinctTokens, distinct_tokens, spread_of
 
 WIDTH = 12
 

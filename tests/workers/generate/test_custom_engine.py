@@ -105,7 +105,7 @@ def with_custom_engine(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
         "generations": found,
         "pulled": all(torch.equal(ours[name], tensor) for name, tensor in pulled.items()) and len(pulled) == len(ours),
         "asleep": engine.slept,
-        "parts": tuple(worker.parts()),
+        "parts": tuple(worker.offloader.parts()),
     }
 
 

@@ -148,7 +148,7 @@ def outcomes(
         rollout={"parallel": rollout, "verify_weights": "fingerprints"},
     )
     engine = worker.rollout
-    worker._current_rollout()
+    worker.generator.current_rollout()
     before = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
     worker.update_actor(own_shard(experience(16), worker))
     after = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
@@ -162,16 +162,16 @@ def outcomes(
             held[each].copy_(tensor)
         engine.fault = fault
         try:
-            worker._current_rollout()
+            worker.generator.current_rollout()
         except WeightsNotArrived as error:
             errors[name] = error
     engine.fault = None
-    metrics = worker._current_rollout()[1]  # the engine gets the weights again after an error
+    metrics = worker.generator.current_rollout()[1]  # the engine gets the weights again after an error
     changed = {name: int((before[name] != after[name]).sum()) for name in before}
     return {
         "errors": errors,
         "metrics": metrics,
-        "version": (worker.rollout_version, worker.weights_version),
+        "version": (worker.generator.version, worker.state.weights_version),
         "changed": changed,
         "share": sum(changed.values()) / sum(tensor.numel() for tensor in before.values()),
     }
@@ -267,11 +267,11 @@ def correct_updates(updates: int) -> tuple[int, set[bool]]:
     for number in range(updates):
         before = {name: tensor.clone() for name, tensor in worker.rollout_weights()}
         if number % 2:
-            worker.weights_version += 1  # an update that changes nothing
+            worker.state.weights_version += 1  # an update that changes nothing
         else:
             worker.update_actor(own_shard(experience(16), worker))
         changes.add(all(torch.equal(before[name], tensor) for name, tensor in worker.rollout_weights()))
-        worker._current_rollout()
+        worker.generator.current_rollout()
     return updates, changes
 
 

@@ -290,7 +290,7 @@ def offloaded_and_reloaded(path: str) -> dict[str, Any]:
     def responses() -> torch.Tensor:
         return worker.generate_sequences(batch).batch["responses"]
 
-    away = worker.offloaded
+    away = worker.offloader.offloaded
     assert isinstance(away, Offload)
     first, copy = responses(), sum(parameter.nbytes for parameter in worker.rollout.rollout.chunks[0].parameters())
     freed = [worker.offload(["rollout"]), worker.offload(["rollout"])]

@@ -30,13 +30,15 @@ class Meeting(Policy):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="none", changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto | None:
-        if self.sampled_batches:
-            self.meet(f"generation {self.sampled_batches}", f"update {self.sampled_batches - 1}")
+        sampled = self.state.counters["sampled_batches"]
+        if sampled:
+            self.meet(f"generation {sampled}", f"update {sampled - 1}")
         return super().generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
     def update_actor(self, data: DataProto) -> DataProto:
-        self.meet(f"update {self.updates}", f"generation {self.updates + 1}")
+        updates = self.state.counters["updates"]
+        self.meet(f"update {updates}", f"generation {updates + 1}")
         return super().update_actor(data)
 
     def meet(self, mine: str, other: str) -> None:

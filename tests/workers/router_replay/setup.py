@@ -8,6 +8,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from tests.workers.roles import MODEL, actor, experience
+from workers.actor import ActorRolloutRefWorker
 
 ROWS, EXPERTS, TOPK, LAYERS = 16, 8, 2, 4
 NO_BALANCE = {"moe_router_load_balancing_type": "none"}
@@ -20,11 +21,17 @@ MIXTURE: dict[str, Any] = MODEL | {
 }
 
 
-def policy(parallel: dict[str, Any], mode: str, role: str = "actor", **changes: Any) -> Any:
+def policy(
+    parallel: dict[str, Any],
+    mode: str,
+    role: str = "actor",
+    worker_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker,
+    **changes: Any,
+) -> Any:
     """Return an actor with experts; ``transformer`` are further fields of Megatron's TransformerConfig."""
     transformer = NO_BALANCE | changes.pop("transformer", {})
     model = MIXTURE | {"transformer": transformer} | changes.pop("model", {})
-    return actor(parallel, role, model=model, router_replay=mode, **changes)
+    return actor(parallel, role, worker_class, model=model, router_replay=mode, **changes)
 
 
 def random_experts(batch: DataProto, layers: int = LAYERS, experts: int = EXPERTS, topk: int = TOPK) -> torch.Tensor:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import nn
 
 from mcontroller.data.protocol import DataProto
 from tests.forking import run_ranks
 from tests.workers.roles import SAMPLED, prompts
 from tests.workers.router_replay.setup import EXPERTS, policy
+from workers.actor import ActorRolloutRefWorker
+from workers.train.batches import TokenBatch
 
 pytestmark = pytest.mark.processes
 
 
+class Watched(ActorRolloutRefWorker):
+    """A policy that shows the rows of every pass of ``forward_step``."""
+
+    before_pass: Callable[[TokenBatch], None] = staticmethod(lambda rows: None)
+
+    def forward_step(self, model: nn.Module, rows: TokenBatch) -> torch.Tensor:
+        self.before_pass(rows)
+        return super().forward_step(model, rows)
+
+
 def chosen_in_update(mode: str) -> dict[str, Any]:
     """Change the routers a little after the recording; return what was recorded, and what an update chose."""
-    worker = policy({}, mode, "actor_rollout", ppo_epochs=1, ppo_micro_batch_size=1, packed=True)
+    worker = policy({}, mode, "actor_rollout", Watched, ppo_epochs=1, ppo_micro_batch_size=1, packed=True)
     batch = worker.generate_sequences(prompts(8, SAMPLED))
     scores = worker.compute_log_prob(batch)
     batch = batch.union(scores).with_tensors({"advantages": torch.ones(batch.batch["responses"].shape)})
@@ -32,13 +46,7 @@ def chosen_in_update(mode: str) -> dict[str, Any]:
         noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1))
         router.weight.data.add_(noise.to(router.weight.device), alpha=0.02)
         router.register_forward_hook(record)
-    forward = worker.forward_step
-
-    def one_row(model: Any, tokens: Any) -> Any:
-        rows.append([tokens.tokens[0, : int(tokens.lengths[0])].cpu()])
-        return forward(model, tokens)
-
-    worker.forward_step = one_row
+    worker.before_pass = lambda tokens: rows.append([tokens.tokens[0, : int(tokens.lengths[0])].cpu()])
     metrics = worker.update_actor(batch).meta_info["metrics"]
     return {"batch": batch, "rows": rows, "metrics": metrics}
 

@@ -64,7 +64,7 @@ def difference_from_torch(case: str, worker_class: type[ActorRolloutRefWorker]) 
     copies = {name: parameter.detach().clone() for name, parameter in named.items()}
     groups = worker_class is WithSlowNorms
     reference = make([{"params": [copy], **settings_of(name, copy, groups)} for name, copy in copies.items()])
-    step = worker.optimizer.step
+    step = worker.state.optimizer.step
 
     def both() -> Any:
         for name, copy in copies.items():
@@ -72,10 +72,10 @@ def difference_from_torch(case: str, worker_class: type[ActorRolloutRefWorker]) 
         reference.step()
         return step()
 
-    worker.optimizer.step = both
+    worker.state.optimizer.step = both
     before = {name: copy.clone() for name, copy in copies.items()}
     worker.update_actor(own_shard(experience(8), worker))
-    assert worker.optimizer_steps == 2
+    assert worker.state.counters["optimizer_steps"] == 2
     assert all(not torch.equal(before[name], copy) for name, copy in copies.items())
     return largest_difference(dict(named), copies)
 
@@ -127,7 +127,7 @@ def continued(optim: dict[str, Any], directory: str) -> tuple[float, set[float]]
     other.load_checkpoint(directory)
     for role in (worker, other):
         role.update_actor(own_shard(experience(8), role))
-    rates = {group["lr"] for group in other.optimizer.param_groups if group["params"]}
+    rates = {group["lr"] for group in other.state.optimizer.param_groups if group["params"]}
     return largest_difference(weights(worker), weights(other)), rates
 
 
@@ -203,7 +203,7 @@ def rates_of_samples() -> tuple[int, float, str]:
     worker.update_actor(own_shard(experience(20), worker))
     with pytest.raises(ConfigError) as caught:
         actor({}, "actor", Undeclared)
-    return worker.scheduler.num_steps, worker.scheduler.get_lr({}), str(caught.value)
+    return worker.state.scheduler.num_steps, worker.state.scheduler.get_lr({}), str(caught.value)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -7,8 +7,7 @@ import torch
 
 from workers.model.zigzag import zigzag_slice
 from workers.train.batches import TokenBatch
-from workers.train.own_targets import locate_own_targets
-from workers.train.packing import packing_of
+from workers.train.packing import locate_own_targets, packing_of
 
 LENGTHS = torch.tensor([16, 5, 11])
 TOKENS = torch.arange(3 * 16).view(3, 16) * (torch.arange(16) < LENGTHS[:, None])

@@ -79,7 +79,7 @@ def in_prompts(n: int | None) -> int:
     data = experience(ROWS)
     data.meta_info |= {} if n is None else {"n": n}
     worker.update_actor(data)
-    return worker.optimizer_steps
+    return worker.state.counters["optimizer_steps"]
 
 
 def test_mini_batches_can_be_counted_in_prompts() -> None:

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[3]
 
 def sizes(worker: Any) -> dict[str, int]:
     """Bytes of memory under the tensors of each part, each counted once."""
-    found, seen = dict.fromkeys(worker.parts(), 0), set()
-    for part, tensors in worker.parts().items():
+    found, seen = dict.fromkeys(worker.offloader.parts(), 0), set()
+    for part, tensors in worker.offloader.parts().items():
         for storage in (tensor.untyped_storage() for tensor in tensors):
             found[part] += 0 if storage._cdata in seen else storage.nbytes()
             seen.add(storage._cdata)
@@ -37,7 +37,9 @@ def trained(parallel: dict[str, Any], optim: dict[str, Any], model: dict[str, An
             assert set(sizes(worker).values()) == {0}
         metrics = worker.update_actor(batch).meta_info["metrics"]
     scores = worker.compute_ref_log_prob(batch)
-    state = weights(worker) | {f"optimizer {i}": tensor for i, tensor in enumerate(worker.parts()["optimizer"])}
+    state = weights(worker) | {
+        f"optimizer {i}": tensor for i, tensor in enumerate(worker.offloader.parts()["optimizer"])
+    }
     return {"metrics": metrics, "state": state, "scores": None if scores is None else scores.batch["ref_log_prob"]}
 
 
@@ -107,7 +109,7 @@ def parts_for_checkpoints(path: str) -> dict[str, tuple[str, ...]]:
     for method, argument in {"save_checkpoint": path, "load_checkpoint": path, "export_hf": f"{path}/hf"}.items():
         worker.offload()
         getattr(worker, method)(argument)
-        found[method] = tuple(part for part in worker.parts() if part not in worker.offloaded.parts)
+        found[method] = tuple(part for part in worker.offloader.parts() if part not in worker.offloader.offloaded.parts)
     worker.reload()
     assert all(torch.equal(value, before[name]) for name, value in weights(worker).items())
     return found

@@ -94,7 +94,7 @@ def test_every_engine_gets_the_actors_weights_and_no_rank_has_a_model(
     assert report.bytes_sent == report.least_bytes and rollout.has_weights()
     generated = rollout.generate_sequences(prompts(4, SAMPLED))
     assert set(generated.batch["policy_version"].tolist()) == {1} and "metrics" not in generated.meta_info
-    assert [worker.models() for worker in rollout.workers] == [{}] * to_ranks
+    assert [worker.state.models for worker in rollout.workers] == [{}] * to_ranks
     actors.export_hf(str(tmp_path / "policy"))
     run_ranks(held_by_one_process, 1, model, tmp_path / "policy")
     expected = torch.load(tmp_path / "policy" / "held.pt")

@@ -1,0 +1,198 @@
+"""Save and load the checkpoints of a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError, DataError, before_changes
+from parallel_state.agreement import raise_on_every_rank
+from workers.checkpoint.checksums import FileEntry
+from workers.checkpoint.directories import (
+    Buckets,
+    Manifest,
+    checkpoint_path,
+    commit,
+    create_partial,
+    delete_partial,
+    partial_path,
+)
+from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
+from workers.checkpoint.optimizer_state import buckets_to_save
+from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
+from workers.checkpoint.writer import BackgroundSaves, prepare_write
+from workers.config import ModelConfig
+from workers.train.state import TrainingState
+from workers.train.trainer import Trainer
+from workers.weights.hf.model import export_hf
+from workers.weights.mixing import float32_copies
+
+__all__ = ["Checkpointer", "save_checkpoint"]
+
+
+def save_checkpoint(
+    training: TrainingState,
+    path: str | os.PathLike[str],
+    step: int,
+    keep: int | None = None,
+    background: BackgroundSaves | None = None,
+    reshardable: bool = True,
+) -> Path:
+    """Write ``<path>/global_step_<step>`` and point ``latest`` to it (a collective).
+
+    Args:
+        training: the objects to save. The optimizer is saved only if its schedule has made a step.
+        path: a directory on a file system that all nodes share.
+        step: the number in the directory's name.
+        keep: how many checkpoints stay under ``path``: this one and the newest steps of the others; None keeps all.
+        background: writes the checkpoint while the caller goes on; the directory appears when it has finished.
+        reshardable: save the state of a distributed optimizer by weights, which any layout loads. It is gathered over
+            the data-parallel ranks, each of which holds all of it in host memory for that. False: in its buckets,
+            without communication; it loads with the same axes but dp and cp.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        ConfigError: ``keep`` is less than 1.
+        DataError: on every rank, if one of them cannot write. What it has written is deleted; earlier checkpoints stay.
+            With ``background``, the error may be raised when the save is finished.
+    """
+    if keep is not None and keep < 1:
+        text = f"save_checkpoint: max_to_keep is {keep}; it must be at least 1, or None to keep all"
+        with before_changes():
+            raise ConfigError(text, key="max_to_keep", value=keep)
+    if background is not None:
+        background.finish()
+    target = checkpoint_path(Path(path), step)
+    with before_changes():
+        raise_on_every_rank(lambda: create_partial(target) if dist.get_rank() == 0 else None)
+    if training.scheduler is None or training.scheduler.num_steps == 0:
+        training = dataclasses.replace(training, optimizer=None)
+    buckets = None if reshardable or training.optimizer is None else buckets_to_save(training.optimizer)
+    state = sharded_state(training, loading=False, in_buckets=buckets is not None)
+    commit_here = functools.partial(_commit, target, _manifest(training, state, step, buckets), keep)
+    common = {"iteration": step, "checkpoint_version": 3.0}  # what Megatron-LM asks for
+    with _deleted_if_it_fails(target):
+        write = prepare_write(state | common, partial_path(target), training.context.pg.dp_cp, commit_here)
+        if background is None:
+            write.write()
+            write.finish()
+    if background is not None:
+        background.begin(write, functools.partial(_deleted_if_it_fails, target))
+    return target
+
+
+@contextlib.contextmanager
+def _deleted_if_it_fails(target: Path) -> Iterator[None]:
+    """Delete what was written if the block raises an error of this project, which it does on every rank."""
+    try:
+        yield
+    except DataError:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            delete_partial(target)
+        dist.barrier()
+        raise
+
+
+def _commit(target: Path, manifest: Manifest, keep: int | None, files: Mapping[str, FileEntry]) -> None:
+    complete: Manifest = {**manifest, "files": dict(files)}
+    raise_on_every_rank(lambda: commit(target, complete, keep) if dist.get_rank() == 0 else None)
+
+
+def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buckets: Buckets | None) -> Manifest:
+    optimizer = training.optimizer
+    return {
+        "format": 3,
+        "step": step,
+        "layout": layout_of(training),
+        "parts": [*training.models, *(["optimizer"] if optimizer is not None else [])],
+        "distributed_optimizer": optimizer is not None and optimizer.config.use_distributed_optimizer,
+        "optimizer_buckets": buckets,
+        "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
+        "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
+        "weights": weight_shapes(training, state, {part: part for part in training.models}),
+        "files": {},
+    }
+
+
+class Checkpointer:
+    """Saves and loads the state of a worker, and exports its model.
+
+    Args:
+        state: what is saved.
+        model: the configuration of the model.
+        trainer: changes the phase of training to that of a loaded checkpoint.
+        saves: the checkpoint that is being written.
+    """
+
+    def __init__(self, state: TrainingState, model: ModelConfig, trainer: Trainer, saves: BackgroundSaves) -> None:
+        self._state, self._model, self._trainer, self._saves = state, model, trainer, saves
+
+    def save(self, path: str, step: int, max_to_keep: int | None, asynchronous: bool, reshardable: bool) -> str:
+        """Write a checkpoint, and return its directory; see ``ModelWorker.save_checkpoint``."""
+        self._saves.finish()
+        background = self._saves if asynchronous else None
+        return str(save_checkpoint(self._state, path, step, max_to_keep, background, reshardable))
+
+    def load(self, path: str) -> int:
+        """Load a checkpoint, and return the step that it was saved at; see ``ModelWorker.load_checkpoint``."""
+        self._saves.finish()
+        state, trainer = self._state, self._trainer
+        distributed = {phase: bool(optim.distributed_optimizer) for phase, optim in trainer.phases.items()}
+        with before_changes():
+            checkpoint, manifest = open_checkpoint(path, self._model.vocab_size)
+            without_head = check_checkpoint(state, checkpoint, manifest, distributed)
+        counters = dict(manifest["counters"])
+        mixed = counters.pop("reference_in_float32", False) and {"model", "reference"} <= state.models.keys()
+        state.float32 = {"reference": float32_copies(state.models["reference"])} if mixed else {}
+        state.counters.pop("ended_phases", None)
+        if trainer.phases:
+            current = state.counters["phase"]
+            phase = current if without_head else counters.get("phase") or current
+            trainer.use_phase(phase, reset=without_head or "optimizer" not in manifest["parts"])
+        state.weights_version += 1
+        load_checkpoint(state, checkpoint, manifest, without_head=without_head)
+        if counters and not without_head:
+            state.gradients = None
+            state.counters.pop("ended_phases", None)
+            state.counters |= counters | {"phase": state.counters["phase"]}
+        return manifest["step"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint of the last asynchronous save is complete."""
+        self._saves.finish()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def verify_checkpoint(self, path: str) -> str:
+        """Return how the checkpoint at ``path`` is damaged; "" if it is whole, and nothing in it would run code."""
+        self._saves.finish()
+        try:
+            open_checkpoint(path, self._model.vocab_size)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Write the model as a new Hugging Face directory, with the tokenizer of the one that it was loaded from.
+
+        Args:
+            path: a directory that does not exist yet, or is empty, on a file system that all nodes share.
+
+        Raises:
+            DataError: ``path`` is not empty, or a tensor has no counterpart; see ``workers.export_hf``.
+            ConfigError: no model family is built like the model.
+        """
+        export_hf(self._state.model, self._state.context, path, self._model, companions_from=self._model.hf_path)

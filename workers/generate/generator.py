@@ -1,0 +1,271 @@
+"""Generate with the current weights of a policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import DataError, before_changes
+from mcontroller.ppo.data import ROUTED_EXPERTS
+from parallel_state.agreement import all_gather_values, raise_on_every_rank
+from workers.config import ActorConfig, RolloutConfig
+from workers.generate.engine_weights import EngineWeights
+from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout
+from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
+from workers.memory.offloader import Offloader
+from workers.router_replay.replay import check_recorded
+from workers.train.batch_checks import check_prompts
+from workers.train.batches import tensor_columns
+from workers.train.state import TrainingState
+from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
+
+__all__ = ["Generator"]
+
+
+class Generator:
+    """Generates with the rollout of a worker, after its weights were updated to those of the policy.
+
+    As a part that can be offloaded, it is the rollout: which comes back without its weights.
+
+    Args:
+        config: of the actor.
+        state: the policy, and the number of batches that were sampled so far, on which the seeds of the next depend.
+        offloader: brings back the weights of the policy.
+        device: of this rank.
+        serves_engine: whether the worker has an engine with the weights, and no model.
+
+    Attributes:
+        serves_engine: as passed.
+        rollout: the engine; None until ``use``.
+        version: the ``weights_version`` of the weights that it has; None if it has none.
+    """
+
+    def __init__(
+        self,
+        config: ActorConfig,
+        state: TrainingState,
+        offloader: Offloader,
+        device: torch.device,
+        serves_engine: bool,
+    ) -> None:
+        self._config, self._state, self._offloader, self._device = config, state, offloader, device
+        self.serves_engine = serves_engine
+        self._weights: PolicyWeights | None = None
+        self.rollout: Rollout | None = None
+        self.version: int | None = None
+        state.counters["sampled_batches"] = 0
+        if serves_engine:
+            offloader.serves_engine()
+
+    def use(self, rollout: Rollout) -> None:
+        """Generate with this rollout from now on."""
+        self.rollout = rollout
+        self._engine_weights = EngineWeights(self._config.rollout, rollout)
+        if rollout.holds_weights:
+            self._offloader.sleepers["rollout"] = self
+        else:
+            self._offloader.needs["generate_sequences"] = ("params",)
+        if getattr(rollout, "sleeps_beside_training", False):
+            self._offloader.alone.add("rollout")
+
+    def generate(self, prompts: DataProto) -> DataProto | None:
+        """Generate ``n`` responses to every prompt; see ``ActorRolloutRefWorker.generate_sequences``."""
+        config, counters = self._config, self._state.counters
+        call = counters["sampled_batches"]
+        counters["sampled_batches"] += bool(prompts.meta_info.get("do_sample", config.rollout.do_sample))
+        rollout, metrics = self.current_rollout()
+        generated = generate_batch(
+            rollout,
+            prompts,
+            config.rollout,
+            vocab_size=config.model.vocab_size,
+            call=call,
+            dp_group=self._state.context.pg.dp,
+        )
+        if generated is None:
+            return None
+        check_recorded(config.router_replay, generated.tensors(), rollout)
+        version = torch.full((len(generated),), self._state.policy_version, dtype=torch.long)
+        generated = generated.with_tensors({"policy_version": version})
+        generated.meta_info.setdefault("temperature", config.rollout.temperature)
+        generated.meta_info.setdefault("n", config.rollout.n)
+        if metrics:
+            generated.meta_info["metrics"] = {f"rollout/{name}": value for name, value in metrics.items()}
+        return generated
+
+    def current_rollout(self) -> tuple[Rollout, Mapping[str, float]]:
+        """Return the rollout with the policy's current weights, and the metrics of updating them.
+
+        If the policy was offloaded, it is offloaded again before a rollout with a copy of the weights generates.
+        """
+        assert self.rollout is not None
+        metrics: Mapping[str, float] = {}
+        if not self.rollout.holds_weights or self.version != self._state.weights_version:
+            was_offloaded = "params" in self._offloader.offloaded.parts
+            weights = self._weights_of_checkpoint() if self.serves_engine else self.rollout_weights()
+            metrics = self._engine_weights.update(self.rollout, weights, self._state.weights_version)
+            self.version = self._state.weights_version
+            if was_offloaded and self.rollout.holds_weights:
+                self._offloader.offload(("params",))
+        return self.rollout, metrics
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    def rollout_weights(self) -> PolicyWeights:
+        """Return the policy's current weights, for the engine that generates: a stream of named tensors.
+
+        The engine calls this on the worker, not through a group. Offloaded weights are brought back to the device.
+        """
+        self._offloader.reload_for("rollout_weights")
+        if self._weights is None or self._weights.chunks is not self._state.model:
+            model, context = self._state.model, self._state.context
+            whole = hf_whole_tensors(model, context, self._config.rollout.vllm.bucket_bytes)
+            self._weights = PolicyWeights(model, context, whole, self._device)
+        return self._weights
+
+    def _weights_of_checkpoint(self) -> PolicyWeights:
+        """Return the weights of ``model.hf_path`` for an engine that has got none from another group.
+
+        Raises:
+            DataError: there is no such path, or the engine had other weights, which it has lost.
+        """
+        path, lost = self._config.model.hf_path, self._state.received_version is not None
+        if path is None or lost:
+            with before_changes():
+                raise DataError(
+                    "the engine has no weights"
+                    + (" any more, since it has slept" if lost else "")
+                    + ": run a WeightTransfer to this group first"
+                    + ("" if path is not None else ", or set model.hf_path")
+                )
+        whole = CheckpointTensors(path, self._config.rollout.vllm.bucket_bytes)
+        return PolicyWeights([], self._state.context, whole, self._device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sampling_state(self) -> dict[str, int]:
+        """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.
+
+        The checkpoint of an actor that generates has it; the trainer saves that of a group that only generates.
+        """
+        return {"sampled_batches": self._state.counters["sampled_batches"]}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restore_sampling(self, state: Mapping[str, int]) -> None:
+        """Continue to sample from a ``sampling_state``."""
+        self._state.counters["sampled_batches"] = state["sampled_batches"]
+
+    def sleep(self) -> int:
+        """Free the device memory of the rollout, and return how many bytes that were."""
+        assert self.rollout is not None
+        self.version = None
+        return self.rollout.sleep()
+
+    def wake_up(self) -> None:
+        """Allocate the device memory of the rollout again."""
+        assert self.rollout is not None
+        self.rollout.wake_up()
+
+
+def generate_batch(
+    rollout: Rollout,
+    prompts: DataProto,
+    config: RolloutConfig,
+    *,
+    vocab_size: int,
+    call: int,
+    dp_group: dist.ProcessGroup,
+) -> DataProto | None:
+    """Generate ``n`` responses for every prompt; see ``ActorRolloutRefWorker.generate_sequences``.
+
+    Args:
+        rollout: the engine that generates.
+        prompts: this rank's prompts; ``meta_info`` may override the fields of ``config``.
+        config: the default settings of sampling.
+        vocab_size: token ids must be less than this.
+        call: number of batches that were sampled before, on which every seed depends.
+        dp_group: the ranks over which the batch is divided.
+
+    Returns:
+        The batch with the responses; None if the rollout returns None on this rank.
+
+    Raises:
+        DataError: on every rank of ``dp_group``, if the prompts of one of them are invalid (see ``check_prompts``);
+            if ``meta_info`` lacks a token id or has one outside the vocabulary.
+        ConfigError: if a setting in ``meta_info`` is invalid.
+    """
+    columns, rows = tensor_columns(prompts), len(prompts)
+    with before_changes():
+        sampling = Sampling.of(config, prompts.meta_info)
+        if not 0 <= sampling.pad_token_id < vocab_size:
+            raise DataError(
+                f"generate_sequences: pad_token_id is {sampling.pad_token_id}, expected a token id of the vocabulary, "
+                f"0 to {vocab_size - 1}",
+                method="generate_sequences",
+                token=sampling.pad_token_id,
+            )
+        if max(all_gather_values(rows, dp_group)) > 0 and rows == 0:
+            columns = _placeholder_prompt(columns)
+        spare = config.response_length - sampling.response_length  # a later turn continues a response
+        limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length + spare}
+        raise_on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
+    ids, attention = columns["input_ids"], columns["attention_mask"]
+    seeds = _seeds(ids, attention, rows, sampling, call, dp_group)
+    requested = Prompts(ids, attention, seeds.view(len(ids), sampling.n))
+    generated = rollout.generate(requested, sampling)
+    if generated is None:
+        return None
+    tensors, meta_info = _sequences(requested, generated, rows * sampling.n), dict(prompts.meta_info)
+    if generated.basis not in (None, LogProbBasis(sampling.temperature, False)):
+        assert generated.basis is not None
+        tensors["engine_log_probs"] = tensors.pop("rollout_log_probs")
+        meta_info["engine_log_probs"] = generated.basis._asdict()
+    others = {name: column.repeat(sampling.n, 0) for name, column in prompts.non_tensor_batch.items()}
+    return DataProto.from_dict(tensors, others, meta_info)
+
+
+def _sequences(requested: Prompts, generated: Generated, samples: int) -> dict[str, Tensor]:
+    """The columns of the first ``samples`` sequences, on the CPU; those of a placeholder follow them."""
+    responses, mask, log_probs, *experts = (column[:samples].cpu() for column in generated.columns())
+    ids, attention = (column[:samples] for column in requested.samples()[:2])
+    whole = torch.cat((attention, mask), 1)
+    return {
+        "prompts": ids,
+        "responses": responses,
+        "response_mask": mask,
+        "rollout_log_probs": log_probs,
+        "input_ids": torch.cat((ids, responses), 1),
+        "attention_mask": whole,
+        "position_ids": (whole.cumsum(1) - 1).clamp(min=0),
+    } | ({ROUTED_EXPERTS: experts[0]} if experts else {})
+
+
+def _placeholder_prompt(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One prompt of one token for a rank without prompts, which must take part in collectives; its result is dropped.
+
+    It must not be a copy of another prompt: it would count as a sample of that prompt.
+    """
+    placeholder = {name: column.new_zeros((1, *column.shape[1:])) for name, column in columns.items()}
+    if "attention_mask" in placeholder:
+        placeholder["attention_mask"][:, -1] = 1
+    return placeholder
+
+
+def _seeds(
+    ids: Tensor, attention: Tensor, rows: int, sampling: Sampling, call: int, dp_group: dist.ProcessGroup
+) -> Tensor:
+    """A seed for every sample of this rank, 0 for those of a placeholder (a collective over dp).
+
+    See ``sampling.sample_seeds``.
+    """
+    if not sampling.do_sample:
+        return torch.zeros(len(ids) * sampling.n, dtype=torch.long)
+    mine = prompt_hashes(ids, attention)[:rows].tolist()
+    earlier = Counter(value for shard in all_gather_values(mine, dp_group)[: dp_group.rank()] for value in shard)
+    seeds = sample_seeds(mine, earlier, n=sampling.n, seed=sampling.seed, call=call)
+    return torch.cat((seeds, seeds.new_zeros((len(ids) - rows) * sampling.n)))

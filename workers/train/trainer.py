@@ -1,0 +1,334 @@
+"""Train the model of a worker: mini-batches, gradients, optimizer steps, phases with different optimizers."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError, before_changes
+from workers.config import OptimConfig
+from workers.config.roles import MicroBatchSize
+from workers.model.utilization import model_flops_utilization
+from workers.train.batches import TokenBatch
+from workers.train.forward import loss_of_own_targets
+from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
+from workers.train.micro_batches import MicroBatcher
+from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
+from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
+from workers.train.optimizer import check_not_ended, gather_parameters, guarded_step, wrap_for_training
+from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
+from workers.train.router_losses import RouterLosses
+from workers.train.state import TrainingState, random_state, set_random_state
+
+__all__ = ["Gradients", "Trainer"]
+
+
+class AppliedStep(NamedTuple):
+    """An optimizer step.
+
+    Attributes:
+        lr: its learning rate.
+        grad_norm: the norm of the gradients; None if the step was skipped.
+    """
+
+    lr: float
+    grad_norm: float | None
+
+
+def step_metrics(steps: Sequence[AppliedStep]) -> dict[str, float]:
+    """Return the learning rate of the last step, the mean gradient norm, and how many steps were made and skipped."""
+    norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+    grad_norm = {"grad_norm": sum(norms) / len(norms)} if norms else {}
+    counts = {"skipped_steps": float(len(steps) - len(norms)), "optimizer_steps": float(len(norms))}
+    return {"lr": steps[-1].lr} | grad_norm | counts
+
+
+class Gradients:
+    """Compute the gradients of a mini-batch; they are in the buffers of the model until they are applied.
+
+    They are divided by what the loss counts on all ranks. The weight of router losses has to be known before the first
+    backward pass: if the count is not the one that ``routers`` expected, the gradients are computed again.
+
+    Args:
+        method: the name of the called method, for error messages.
+        state: the model and its optimizer; earlier gradients are cleared.
+        batcher: moves micro-batches to the device.
+        batches: the micro-batches of this rank.
+        forward: ``ModelWorker.forward_step``.
+        loss: see ``ModelWorker.loss``.
+        routers: the router losses of the update.
+        samples: the rows of the mini-batch on all data-parallel ranks.
+
+    Attributes:
+        reports: the reports of ``loss``, one for each micro-batch; none off the last stage.
+        routers: as passed.
+        samples: as passed.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        state: TrainingState,
+        batcher: MicroBatcher,
+        batches: Sequence[TokenBatch],
+        forward: Forward,
+        loss: Loss,
+        routers: RouterLosses,
+        samples: int,
+    ) -> None:
+        pg = self._pg = batcher.pg
+        own_loss = functools.partial(loss_of_own_targets, loss, pg)
+        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=own_loss, pg=pg)
+        self._method, self._state, self.routers, self.samples = method, state, routers, samples
+        self._batches = batcher.on_device(state.model, batches)
+        self._random = random_state()
+        routers.begin(batches)
+        self.reports, count = self._computed()
+        if routers.begin_again(count):
+            set_random_state(self._random)
+            self.reports, count = self._computed()
+        for chunk in state.model:
+            chunk.scale_gradients(1.0 / count.float())
+
+    def _computed(self) -> tuple[list[dict[str, Tensor]], Tensor]:
+        """Return the reports of the loss, and what it counts on all ranks of the model, or 1 if that is nothing."""
+        assert self._state.optimizer is not None
+        for chunk in self._state.model:
+            chunk.zero_grad_buffer()
+        self._state.optimizer.zero_grad()
+        reports: list[dict[str, Tensor]] = self._compute(self._batches)
+        count = torch.zeros((), dtype=torch.float64, device=self._batches[0].tokens.device)
+        for report in reports:
+            count += report[LOSS_COUNT].double()
+        if self._pg.pp.size() > 1:
+            dist.broadcast(count, dist.get_process_group_ranks(self._pg.pp)[-1], group=self._pg.pp)
+        if self._pg.dp_cp.size() > 1:
+            dist.all_reduce(count, group=self._pg.dp_cp)
+        return reports, torch.where(count == 0, 1.0, count)
+
+    def apply(self, *, advance: int, skips_nonfinite: bool) -> AppliedStep:
+        """Make one optimizer step, or skip it.
+
+        Args:
+            advance: by how much the learning-rate schedule advances if the step is made.
+            skips_nonfinite: whether gradients that are not finite skip the step.
+
+        Raises:
+            NonFiniteGradient: a gradient is NaN or Inf, and such steps are not skipped.
+        """
+        state, optimizer, scheduler = self._state, self._state.optimizer, self._state.scheduler
+        assert optimizer is not None and scheduler is not None
+        lr = float(scheduler.get_lr({}))
+        step = guarded_step(optimizer)
+        if step.overflow and not all_finite(self.reports, self._batches[0].tokens.device):
+            step = step._replace(overflow=False)  # a smaller scale of the loss would not help
+        self.routers.end(step.made)
+        if step.made:
+            scheduler.step(advance)
+            state.counters["optimizer_steps"] += 1
+            return AppliedStep(lr, step.grad_norm)
+        if not step.overflow and not skips_nonfinite:
+            set_random_state(self._random)
+            found = first_nonfinite_gradient(state.model, self._batches, self._compute, self._pg)
+            steps, rank = state.counters["optimizer_steps"], str(state.context.rank_info())
+            raise_nonfinite(self._method, steps, step.grad_norm, self.reports, found, rank)
+        return AppliedStep(lr, None)
+
+
+BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
+
+
+class Trainer:
+    """Trains the model of a worker, in one call or in two: ``forward_backward`` of the worker, and ``optim_step``.
+
+    Args:
+        state: the model.
+        batcher: divides rows into micro-batches.
+        forward: ``ModelWorker.forward_step``.
+        loss_count: ``ModelWorker.loss_count``.
+        build_optimizer: ``ModelWorker.build_optimizer``, checked.
+        schedule_unit: ``ModelWorker.schedule_unit``.
+        after_update: called at the end of an update.
+
+    Attributes:
+        phases: optimizer configurations by phase of training; none if the model is not trained.
+
+    Example:
+        >>> actor.forward_backward(batch)
+        >>> metrics = actor.optim_step()[0]
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        batcher: MicroBatcher,
+        *,
+        forward: Forward,
+        loss_count: Count,
+        build_optimizer: BuildOptimizer,
+        schedule_unit: str,
+        after_update: Callable[[], None],
+    ) -> None:
+        self._state, self._batcher = state, batcher
+        self._forward, self._loss_count, self._build_optimizer = forward, loss_count, build_optimizer
+        self._schedule_unit, self._after_update = schedule_unit, after_update
+        self.phases: dict[str, OptimConfig] = {}
+
+    def set_up(self, phases: Mapping[str, OptimConfig], ddp: Mapping[str, Any] | None = None) -> None:
+        """Wrap the model for training, and build the optimizer of the first of ``phases``; without phases do nothing.
+
+        Args:
+            phases: optimizer configurations by phase.
+            ddp: further fields of Megatron's DistributedDataParallelConfig.
+        """
+        pg, on_gpu = self._batcher.pg, self._batcher.device.type == "cuda"
+        self.phases = {phase: optim.resolved(pg.dp_cp.size(), on_gpu=on_gpu) for phase, optim in phases.items()}
+        for phase, optim in list(self.phases.items())[:1]:
+            self._state.models["model"] = list(wrap_for_training(self._state.model, optim, pg, ddp))
+            self.use_phase(phase)
+
+    def use_phase(self, phase: str, *, reset: bool = False) -> None:
+        """Train in this phase from now on, with a new optimizer and schedule unless its settings are the same.
+
+        Args:
+            phase: one of ``phases``.
+            reset: build new ones also for the same settings, if the current ones have made a step.
+
+        Raises:
+            ConfigError: the phase has ended: its optimizer was replaced by that of another.
+        """
+        state, counters, optim = self._state, self._state.counters, self.phases[phase]
+        current, ended = counters["phase"], set(filter(None, counters.get("ended_phases", "").split(",")))
+        used = state.scheduler is not None and state.scheduler.num_steps > 0
+        replaced = state.optimizer is not None and optim != self.phases[current]
+        if replaced:
+            check_not_ended(phase, ended)
+        if state.optimizer is None or replaced or (reset and used):
+            if replaced and used:
+                counters["ended_phases"] = ",".join(sorted({*ended, current}))
+            state.optimizer, state.scheduler = self._build_optimizer(state.model, optim)
+            counters["optimizer_steps"] = 0
+        counters["phase"] = phase
+
+    def train(
+        self,
+        method: str,
+        rows: TokenBatch,
+        *,
+        loss: Loss,
+        rules: Mapping[str, Rule],
+        micro_batch_size: MicroBatchSize,
+        count: Count | None = None,
+        division: Division | None = None,
+    ) -> dict[str, float]:
+        """Make optimizer steps over mini-batches of the rows of all data-parallel ranks, and return the metrics.
+
+        Mini-batches are those of ``draw_mini_batches`` over the rows that have a valid token: the same for every
+        data-parallel size, and for any rows without loss that pad the shards. The loss of a step is averaged over all
+        valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
+
+        Args:
+            method: the name of the called method, for error messages.
+            rows: this rank's shard.
+            loss: see ``ModelWorker.loss``.
+            rules: see ``ModelWorker.metrics``.
+            micro_batch_size: rows or tokens of a micro-batch.
+            count: of ``loss``; None for ``loss_count``.
+            division: of the rows into mini-batches; None: one of all rows.
+
+        Raises:
+            DataError: on every rank, if no row of the batch has a valid token, or the given mini-batches do not fit.
+            NonFiniteGradient: on every rank, before the weights change, unless ``optim.on_nonfinite`` is ``skip``.
+        """
+        state, pg, device = self._state, self._batcher.pg, self._batcher.device
+        state.check_context()
+        state.gradients = None
+        division = division or Division()
+        started = time.perf_counter()
+        counted = rows.counted.nonzero().flatten()
+        taken = mini_batches_of_update(method, rows.counted, division, state.counters["updates"], pg.dp, device)
+        state.weights_version += 1
+        reports, steps = list[dict[str, Tensor]](), list[AppliedStep]()
+        routers = RouterLosses(state.model, pg, device, count or self._loss_count)
+        for index, most, total in taken:
+            batches = self._divided(rows, counted[index], most, micro_batch_size)
+            gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, total)
+            steps.append(self._applied(gradients))
+            reports += [] if steps[-1].grad_norm is None else gradients.reports
+            del gradients  # with its micro-batches on the device
+        self._end_update()
+        metrics = reduce_reports(reports, rules, pg, device) | routers.means()
+        seconds = time.perf_counter() - started  # the device is done
+        metrics |= model_flops_utilization(state.model, rows.lengths[counted].repeat(division.epochs), pg, seconds)
+        return metrics | step_metrics(steps)
+
+    def compute_gradients(
+        self,
+        method: str,
+        rows: TokenBatch,
+        *,
+        loss: Loss,
+        rules: Mapping[str, Rule],
+        micro_batch_size: MicroBatchSize,
+    ) -> dict[str, float]:
+        """Compute the gradients of all rows as one mini-batch for ``optim_step``, and return the metrics of the loss.
+
+        Arguments and errors are those of ``train``. Gradients of an earlier call that were not applied are replaced.
+        """
+        state, pg, device = self._state, self._batcher.pg, self._batcher.device
+        state.check_context()
+        state.gradients = None
+        counted = rows.counted.nonzero().flatten()
+        sizes = counted_sizes(method, len(counted), pg.dp, device)
+        batches = self._divided(rows, counted, max(sizes), micro_batch_size)
+        routers = RouterLosses(state.model, pg, device, self._loss_count)
+        gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, sum(sizes))
+        state.gradients = gradients
+        return reduce_reports(gradients.reports, rules, pg, device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def optim_step(self) -> dict[str, float]:
+        """Make one optimizer step with the gradients of the last ``forward_backward``.
+
+        The two calls change the weights exactly as one ``update_actor`` or ``update_critic`` that makes one step of
+        the same batch. An update, an offload of ``grads`` and the loading of a checkpoint drop the gradients.
+
+        Returns:
+            ``grad_norm``, ``lr``, ``optimizer_steps``, ``skipped_steps`` and the router losses, the same on every rank.
+
+        Raises:
+            ConfigError: there are no gradients to apply.
+            NonFiniteGradient: a gradient is NaN or Inf, and ``optim.on_nonfinite`` is ``raise``.
+        """
+        gradients, self._state.gradients = self._state.gradients, None
+        if gradients is None:
+            with before_changes():
+                raise ConfigError("optim_step has no gradients to apply: call forward_backward first", key="optim_step")
+        self._state.weights_version += 1
+        step = self._applied(gradients)
+        self._end_update()
+        return gradients.routers.means() | step_metrics([step])
+
+    def _divided(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[TokenBatch]:
+        return [each.batch for each in self._batcher.divide(rows, index, most, size)]
+
+    def _applied(self, gradients: Gradients) -> AppliedStep:
+        skips = self.phases[self._state.counters["phase"]].on_nonfinite != "raise"
+        return gradients.apply(
+            advance=gradients.samples if self._schedule_unit == "samples" else 1, skips_nonfinite=skips
+        )
+
+    def _end_update(self) -> None:
+        gather_parameters(self._state.model, self.phases[self._state.counters["phase"]])
+        self._after_update()
+        self._state.counters["updates"] += 1

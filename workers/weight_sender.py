@@ -1,0 +1,207 @@
+"""The weights of a worker that are sent to another group, or received from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError, DataError, before_changes
+from workers.config import ActorConfig
+from workers.generate.generator import Generator
+from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
+from workers.gpu_ids import gpu_id, visible_gpus
+from workers.train.state import TrainingState
+from workers.weights.fingerprints import Fingerprint, shard_fingerprints
+from workers.weights.hf.names import hf_shards, model_family
+from workers.weights.shards import WeightShard, model_shards, unknown_positions
+from workers.weights.transfer.endpoint import RankPlan, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.plan import RankWeights, ServedEngine
+from workers.weights.transfer.transports import TRANSPORTS
+
+__all__ = ["WeightSender", "check_same_policy"]
+
+MAY_DIFFER = (
+    *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
+    *("dtype", "transformer_impl", "seed", "hf_path", "family", "transformer"),
+)
+"""Fields of ModelConfig that two groups with the same weights may differ in."""
+
+OF_AN_ENGINE = (
+    "parallel",
+    "max_rows",
+    "memory_fraction",
+    "engine",
+    "vllm",
+    "verify_weights",
+    "unverified_reason",
+)
+"""Fields of RolloutConfig that only the group that generates reads."""
+
+
+def check_same_policy(source: ActorConfig, target: ActorConfig, transport: str) -> None:
+    """Check that weights can go from groups of one configuration to groups of another, before any process starts.
+
+    Raises:
+        ConfigError: the models differ in more than dtype, seed and training; the settings of generation differ;
+            only one of them has ``router_replay=rollout``; or there is no such transport.
+    """
+    if transport != "auto":
+        TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
+    _check_equal("model", source.model, target.model, MAY_DIFFER)
+    _check_equal("rollout", source.rollout, target.rollout, OF_AN_ENGINE)
+    modes = source.router_replay, target.router_replay
+    if "rollout" in modes and modes[0] != modes[1]:
+        raise ConfigError(
+            f"actor_rollout_ref.router_replay is {modes[0]!r}, and rollout.router_replay {modes[1]!r}: the actor "
+            "replays what the rollout records; set both to the same value",
+            key="rollout.router_replay",
+            value=target.router_replay,
+        )
+
+
+class WeightSender:
+    """Sends the weights of a worker to another group, or receives them; ``WeightTransfer`` calls these methods.
+
+    Args:
+        state: the model.
+        config: of the actor; whether received weights are verified.
+        device: of this rank.
+        generator: has the engine that gets the weights if the worker has no model.
+    """
+
+    def __init__(self, state: TrainingState, config: ActorConfig, device: torch.device, generator: Generator) -> None:
+        self._state, self._config, self._device, self._generator = state, config, device, generator
+        self._endpoints: dict[str, TransferEndpoint] = {}
+        self._incomplete = ""
+
+    def check_weights_complete(self, method: str) -> None:
+        """Raise DataError if a transfer to this worker has begun and was not completed."""
+        if self._incomplete:
+            with before_changes():
+                raise DataError(
+                    f"{method}: {self._incomplete}, so the weights are partly old and partly new: run a WeightTransfer "
+                    "to this group first",
+                    method=method,
+                )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def describe_weights(self, hf_names: bool = False) -> RankWeights:
+        """Return which parts of the model this rank has, and where it runs.
+
+        Args:
+            hf_names: whether the parts are those of a Hugging Face checkpoint.
+
+        Raises:
+            DataError: ``hf_names``, and a tensor has no counterpart in a Hugging Face checkpoint.
+        """
+        gpu = gpu_id(self._device) if self._device.type == "cuda" else "cpu"
+        verify = self._config.rollout.verify_weights != "never"
+        shards, engine = self._shards(hf_names), None
+        if self._generator.serves_engine:
+            verify = verify and isinstance(self._generator.rollout, ReadableRollout)
+            if getattr(self._generator.rollout, "receives_weights", True):
+                dtype = self._config.model.dtype
+                engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
+        described = tuple(shard.described() for shard in shards)
+        unknown = () if hf_names else tuple(unknown_positions(shards))
+        return RankWeights(described, unknown, _node()[0], os.getpid(), gpu, verify, visible_gpus(), engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_fingerprints(
+        self, dtypes: Mapping[str, Sequence[str]] | None = None, hf_names: bool = False
+    ) -> list[Fingerprint]:
+        """Return the fingerprints of the parts that this rank has, or that have arrived in its engine.
+
+        Args:
+            dtypes: see ``shard_fingerprints``.
+            hf_names: see ``describe_weights``.
+        """
+        if self._generator.serves_engine:
+            engine = self._generator.rollout
+            return list(engine.fingerprints().fingerprints) if isinstance(engine, ReadableRollout) else []
+        return shard_fingerprints(self._shards(hf_names), dtypes)
+
+    def _shards(self, hf_names: bool) -> list[WeightShard]:
+        if hf_names:
+            return hf_shards(self._state.model, self._state.context, model_family(self._state.model))
+        return model_shards(self._state.model, self._state.context)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def has_weights(self) -> bool:
+        """Return whether this worker can generate without another transfer: an engine that has slept cannot."""
+        return not self._incomplete and (
+            not self._generator.serves_engine or self._generator.version == self._state.weights_version
+        )
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def listen_for_weights(self, plan: RankPlan) -> Any:
+        """Open this rank's side of a transfer, and return what other ranks need to reach it."""
+        endpoint = TransferEndpoint(plan, self._shards(plan.hf_names and plan.sends), self._device, _node()[1])
+        self._endpoints[plan.transfer] = endpoint
+        return endpoint.listen()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect_weights(self, transfer: str, addresses: Mapping[int, Any]) -> TransferOutcome:
+        """Connect to the ranks of the other group, which do this at the same time."""
+        return self._endpoints[transfer].connect(addresses)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, transfer: str, timeout: float) -> TransferOutcome:
+        """Send the current weights to the other group, which calls ``receive_weights`` at the same time.
+
+        A failure of the other group is a result, not an error: nothing has changed here, and this group stays usable.
+        """
+        return self._endpoints[transfer].send(timeout, self._state.policy_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
+        """Replace the weights by those of the other group. They count as complete after ``accept_weights``."""
+        self._incomplete = "a transfer of weights was not completed"
+        self._state.weights_version += 1
+        endpoint, rollout = self._endpoints[transfer], self._generator.rollout
+        if not self._generator.serves_engine or rollout is None:
+            return endpoint.receive(timeout)
+        weights = PolicyWeights([], self._state.context, endpoint, self._device)
+        return endpoint.receive_whole(timeout, lambda: rollout.update_weights(weights))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def accept_weights(self, version: int) -> None:
+        """Mark the received weights as complete: all ranks have them, and they are those of ``version``."""
+        self._state.received_version, self._incomplete = version, ""
+        if self._generator.serves_engine:
+            self._generator.version = self._state.weights_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_weights(self, transfer: str) -> None:
+        """End this rank's side of a transfer, and free its buffers."""
+        endpoint = self._endpoints.pop(transfer, None)
+        if endpoint is not None:
+            endpoint.close()
+
+
+def _node() -> tuple[str, str]:
+    """Return the id of this node, and its address for other nodes."""
+    ray = sys.modules.get("ray")  # not imported here: parts a to c of gpucheck run without it
+    if ray is None or not ray.is_initialized():
+        return socket.gethostname(), "127.0.0.1"
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+
+def _check_equal(section: str, of_actor: Any, of_rollout: Any, may_differ: tuple[str, ...]) -> None:
+    for field in dataclasses.fields(of_actor):
+        ours, theirs = getattr(of_actor, field.name), getattr(of_rollout, field.name)
+        if field.name not in may_differ and ours != theirs:
+            raise ConfigError(
+                f"rollout.{section}.{field.name} is {theirs!r}, and actor_rollout_ref.{section}.{field.name} is "
+                f"{ours!r}: both groups have the same policy, so set them to the same value",
+                key=f"rollout.{section}.{field.name}",
+                value=theirs,
+            )
