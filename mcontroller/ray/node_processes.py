@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +16,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.ray.warm_start import exits
 
-__all__ = ["NODE_SECONDS", "NodeProcess", "begin_on_node", "end_processes", "on_node", "recorded_status", "why_silent"]
+__all__ = [
+    "NODE_SECONDS",
+    "NodeProcess",
+    "begin_on_node",
+    "end_processes",
+    "on_node",
+    "recorded_status",
+    "wait_for_ends",
+    "why_silent",
+]
 
 NODE_SECONDS = 15.0
 """Timeout of a question to another node, by a task for which Ray may have to start a process there."""
@@ -63,7 +74,12 @@ class NodeProcess(NamedTuple):
     @property
     def is_seen(self) -> bool:
         """Whether it runs, and the calling process, on whatever node, sees that."""
-        return bool(self.namespace) and self.namespace == _namespace() and self.runs
+        return self.has_our_namespace and self.runs
+
+    @property
+    def has_our_namespace(self) -> bool:
+        """Whether its process id means the same process for the calling one."""
+        return bool(self.namespace) and self.namespace == _namespace()
 
     @property
     def runs(self) -> bool:
@@ -99,6 +115,26 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any, timeout: flo
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
     return ray.get(begin_on_node(node_id, function, *args), timeout=timeout)
+
+
+def wait_for_ends(processes: Sequence[NodeProcess]) -> list[int]:
+    """Wait until one of these processes of this node ends; return the places of all that have ended.
+
+    Returns none at once if this process cannot see them.
+    """
+    seen = {place: process for place, process in enumerate(processes) if process.has_our_namespace}
+    with contextlib.ExitStack() as descriptors:
+        ends = select.poll()
+        for process in seen.values():
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(process.pid)
+                descriptors.callback(os.close, descriptor)
+                ends.register(descriptor, select.POLLIN)
+        ended = [place for place, process in seen.items() if not process.runs]
+        while seen and not ended:
+            ends.poll()
+            ended = [place for place, process in seen.items() if not process.runs]
+    return ended
 
 
 def end_processes(processes: Sequence[NodeProcess], patience: float, seconds: float) -> dict[int, str]:

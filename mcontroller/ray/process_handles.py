@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes
+from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, wait_for_ends
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.reservation import session
 
@@ -70,6 +71,8 @@ class ProcessHandles:
     hub: Hub | None = None
     remaining: list[str] = field(default_factory=list)
     _seen: dict[int, NodeProcess] = field(default_factory=dict)
+    _watches: dict[Any, list[int]] = field(default_factory=dict)
+    _ended_elsewhere: set[int] = field(default_factory=set)
     _unreported: set[int] = field(default_factory=set)
     _killed: bool = False
     _freed: bool = False
@@ -97,24 +100,46 @@ class ProcessHandles:
         return [actor._actor_id.hex() for actor in self.actors]
 
     def watch(self) -> None:
-        """Find out which processes this one can see, when all have reported where they run."""
+        """Find out which processes this one can see, and have the nodes of the others watch them.
+
+        Called when all processes have reported where they run.
+        """
         self._seen = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_seen}
+        elsewhere: dict[str, list[int]] = {}
+        for rank, info in enumerate(self.infos):
+            if rank not in self._seen:
+                elsewhere.setdefault(info.node_id, []).append(rank)
+        for node, ranks in elsewhere.items():
+            watch = begin_on_node(node, wait_for_ends, [self.infos[rank].process for rank in ranks])
+            self._watches[watch] = ranks
 
     def deaths(self, timeout: float = 0.0) -> dict[int, BaseException]:
         """Return the error of each process that has ended, by rank; wait ``timeout`` seconds for Ray's first.
 
         Ray notices the end of a process by its connections, which a child that the process has forked keeps open. So
-        processes that this one can see are looked at too.
+        the processes are looked at too: here if this process can see them, else by a task on their node.
         """
         if not self.watched or not self.reachable:
             return {}
         ended = [rank for rank, process in self._seen.items() if not process.runs]
+        ended += self._ends_on_other_nodes()
         errors = self._reported(range(len(self.watched)), timeout)
         silent = [rank for rank in ended if rank not in errors and rank not in self._unreported]
         if silent:
             errors |= self._reported(silent, REPORT_SECONDS)
             self._unreported.update(silent)
         return {rank: ProcessEnded() for rank in ended} | errors
+
+    def _ends_on_other_nodes(self) -> set[int]:
+        """Return the ranks whose end a task on their node has found."""
+        if self._watches:
+            watches = list(self._watches)
+            done, _ = ray.wait(watches, num_returns=len(watches), timeout=0, fetch_local=False)
+            for watch in done:
+                ranks = self._watches.pop(watch)
+                with contextlib.suppress(RayError):  # the node is lost, which Ray reports for its processes
+                    self._ended_elsewhere.update(ranks[place] for place in ray.get(watch))
+        return self._ended_elsewhere
 
     def _reported(self, ranks: Sequence[int], timeout: float) -> dict[int, BaseException]:
         """Return Ray's error for each of these processes that has ended; wait ``timeout`` seconds for the first."""
