@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mcontroller.config.fields import mapped_config, nested_config, unknown_field
-from mcontroller.config.problems import Problems
 from mcontroller.errors import ConfigError, MControllerError
 
-__all__ = ["given_values", "load_config", "read_yaml"]
+__all__ = ["Problems", "given_values", "load_config", "read_yaml"]
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C:
@@ -243,3 +243,40 @@ def _unknown_keys(
             for name, each in value.items():
                 if isinstance(each, Mapping):
                     yield from _unknown_keys(mapped, each, (*path, key, name))
+
+
+class Problems:
+    """Errors that are collected and then raised together.
+
+    Attributes:
+        errors: the errors so far.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[MControllerError] = []
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Return the result of ``action``; None if it raises an error of this project, which is collected."""
+        try:
+            return action()
+        except MControllerError as error:
+            self.errors.append(error)
+            return None
+
+    def raise_any(self) -> None:
+        """Raise the error if there is one; if there are several, one ConfigError with a line for each.
+
+        Raises:
+            ConfigError: there are several errors, which are its field ``errors``; or the one is a ConfigError.
+        """
+        by_line = {f"{type(error).__name__}: {error}": error for error in reversed(self.errors)}  # each text once
+        lines, errors = list(by_line)[::-1], list(by_line.values())[::-1]
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ConfigError(
+                "\n  ".join([f"the configuration has {len(lines)} errors:", *lines]),
+                key=getattr(errors[0], "key", ""),
+                value=None,
+                errors=errors,
+            )

@@ -24,10 +24,13 @@ from pathlib import Path
 from parallel_state.hangs.lines import call_text, group_text
 
 __all__ = [
+    "DIMS",
     "DONE",
     "IN_CALL",
     "RETURNED",
     "RING",
+    "RING_AT",
+    "SLOT",
     "WAITING",
     "LastCall",
     "RankRecord",
@@ -44,12 +47,13 @@ IN_CALL, RETURNED, WAITING, DONE = range(4)
 """States of a call: torch has not returned yet; it has; the program waits; the wait is over."""
 
 _MAGIC = 0x4D43524543303031
-_HEADER, _SLOT, _CHANNEL, _CHANNELS = 8, 16, 8, 512
-_RING_AT = _HEADER
-_CHANNELS_AT = _RING_AT + RING * _SLOT
+RING_AT, SLOT, DIMS = 8, 16, 5
+"""Position of the ring behind the header; numbers of a call in it; sizes of its first tensor that it has."""
+
+_CHANNEL, _CHANNELS = 8, 512
+_CHANNELS_AT = RING_AT + RING * SLOT
 _TEXTS_AT = 8 * (_CHANNELS_AT + _CHANNELS * _CHANNEL)
 _TEXT_BYTES = 1 << 19
-_DIMS = 5
 _LENGTH = struct.Struct("<q")
 
 KINDS = ("collective", "send", "recv")
@@ -218,7 +222,7 @@ def read_rank_record(pid: int, descriptor: int) -> RankRecord | None:
         name, description, ranks, backend = json.loads(_text(texts, group))
         routes.append(Route(KINDS[kind], RecordedGroup(name, description, tuple(ranks), backend), peer, tag))
         counts[routes[-1]] = counts.get(routes[-1], 0) + count
-    slots = (numbers[at : at + _SLOT].tolist() for at in range(_RING_AT, _CHANNELS_AT, _SLOT))
+    slots = (numbers[at : at + SLOT].tolist() for at in range(RING_AT, _CHANNELS_AT, SLOT))
     calls = [_call(slot, routes, texts) for slot in slots if slot[0]]
     return RankRecord(numbers[1], tuple(sorted(calls, key=lambda call: call.number)), counts)
 
@@ -227,7 +231,7 @@ def _call(slot: Sequence[int], routes: Sequence[Route], texts: memoryview) -> La
     number, channel, index, operation, details, line, state, count, dtype, dims, *sizes = slot
     tensors: tuple[str, ...] = ()
     if count:
-        shape = ", ".join(map(str, sizes[: min(dims, _DIMS)])) + (", ..." if dims > _DIMS else "")
+        shape = ", ".join(map(str, sizes[: min(dims, DIMS)])) + (", ..." if dims > DIMS else "")
         tensors = (f"{_text(texts, dtype)}[{shape}]",)
     if count > 1:
         tensors += (f"... {count} tensors",)

@@ -18,11 +18,20 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from parallel_state.hangs.lines import calling_position, source_line
-from parallel_state.hangs.record import DONE, IN_CALL, RETURNED, RING, WAITING, RecordedGroup, RecordMemory
+from parallel_state.hangs.record import (
+    DIMS,
+    DONE,
+    IN_CALL,
+    RETURNED,
+    RING,
+    RING_AT,
+    SLOT,
+    WAITING,
+    RecordedGroup,
+    RecordMemory,
+)
 
 __all__ = ["Recorder", "record_calls"]
-
-_SLOT, _RING_AT, _DIMS = 16, 8, 5
 
 _NOTHING, _REDUCTION, _ROOT = range(3)
 
@@ -140,7 +149,7 @@ class Recorder:
             number = waits.pop(id(work), None)
             if number is None:
                 return method(work, *args, **options)
-            at = _RING_AT + number % RING * _SLOT
+            at = RING_AT + number % RING * SLOT
             if numbers[at] == number + 1:
                 numbers[at + 6] = WAITING
             try:
@@ -161,7 +170,7 @@ class Recorder:
         if line is None:
             line = self._lines[place] = self._memory.text(str(source_line(*place)))
         slot = number % RING
-        at = _RING_AT + slot * _SLOT
+        at = RING_AT + slot * SLOT
         numbers[at] = 0
         numbers[at + 1] = channel.at
         numbers[at + 2] = index
@@ -188,7 +197,7 @@ class Recorder:
         numbers[at] = count
         numbers[at + 1] = name
         numbers[at + 2] = len(shape)
-        for size in shape[:_DIMS]:
+        for size in shape[:DIMS]:
             numbers[at + 3] = size
             at += 1
 
@@ -197,7 +206,7 @@ class Recorder:
         if number < 0:
             return
         slot = number % RING
-        at = _RING_AT + slot * _SLOT
+        at = RING_AT + slot * SLOT
         if self._numbers[at] == number + 1:
             self._numbers[at + 6] = DONE if work is None else RETURNED
         earlier = self._work_of[slot]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mcontroller.config.problems import Problems
+from mcontroller.config.load import Problems
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.ahead.checks import check_generates_alone
 from mcontroller.ppo.data import BatchStream
