@@ -16,7 +16,7 @@ from tests.process_guard import MARKS, ProcessGuard
 # torch.cuda.is_available() must not initialize CUDA: a process that has initialized it cannot be forked into ranks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if torch.version.cuda and not torch.cuda.is_available():
-    # A torch that is built for CUDA pretends one device for fake tensors, which DTensor uses. Autograd then starts a
+    # A torch that is built for CUDA assumes one device for fake tensors, which DTensor uses. Autograd then starts a
     # thread for it, and the process can no longer fork ranks that compute gradients.
     torch._C._ensureCUDADeviceGuardSet = lambda: None  # type: ignore[attr-defined]
 cpu.install()

@@ -20,7 +20,7 @@ __all__ = ["run_ranks"]
 
 T = TypeVar("T")
 
-if torch.cuda.is_available():  # also on the pretended GPU
+if torch.cuda.is_available():  # also on the fake CUDA device
     from tests.forking import run_ranks
 else:
 

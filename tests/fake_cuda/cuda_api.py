@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` answers while the pretended device is on: GPUs with a Hopper's properties."""
+"""What ``torch.cuda`` answers while the fake CUDA device is on: GPUs with a Hopper's properties."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Properties:
     major, minor = 9, 0
     multi_processor_count = 132
     total_memory = MEMORY_BYTES
-    name = "pretended CUDA device"
+    name = "fake CUDA device"
 
     def __init__(self, index: int) -> None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

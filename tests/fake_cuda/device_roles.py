@@ -1,4 +1,4 @@
-"""Workers on pretended GPUs: one of a team that has code for one GPU, and a policy that reports its memory."""
+"""Workers on fake CUDA devices: one of a team that has code for one GPU, and a policy that reports its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA IPC of the pretended device: tensors that one process exports and another maps, in memory with a descriptor.
+"""CUDA IPC of the fake CUDA device: tensors that one process exports and another maps, in memory with a descriptor.
 
 As in torch, the exporting process counts the processes that use the memory, and keeps it until they have dropped it, or
 the count was released on their behalf.

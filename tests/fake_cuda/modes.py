@@ -1,4 +1,4 @@
-"""The two modes through which every operation passes while the pretended device is on.
+"""The two modes through which every operation passes while the fake CUDA device is on.
 
 ``DeviceFunctions`` sees Python calls: it takes device arguments away, answers ``tensor.device`` and moves tensors.
 ``DeviceOperations`` sees the operations that they become, backward passes included: it tags results and rejects mixed
@@ -135,7 +135,7 @@ def _check_one_device(
 
 
 class DeviceFunctions(TorchFunctionMode):
-    """Answers and moves for the pretended device; every other call runs on the CPU."""
+    """Answers and moves for the fake CUDA device; every other call runs on the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from tests.fake_cuda.tags import initialization, memory
 
 
 def enable() -> None:
-    """Turn the pretended device on in this thread, and in every process that is forked from it."""
+    """Turn the fake CUDA device on in this thread, and in every process that is forked from it."""
     cuda_api.install()
     operations, functions = modes.DeviceOperations(), modes.DeviceFunctions()
     modes.patch_backward(functions)
@@ -44,7 +44,7 @@ enable()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--all``."""
-    parser.addoption("--all", action="store_true", help="run every case on the pretended device")
+    parser.addoption("--all", action="store_true", help="run every case on the fake CUDA device")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

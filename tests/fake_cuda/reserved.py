@@ -1,4 +1,4 @@
-"""Reserved bytes of each pretended GPU, shared by all processes, and a limit that raises ``OutOfMemoryError``.
+"""Reserved bytes of each fake CUDA device, shared by all processes, and a limit that raises ``OutOfMemoryError``.
 
 The processes share a file that the environment variable ``FAKE_CUDA_RESERVED`` names together with the limit. Without
 the variable there is no limit, and nothing is shared.

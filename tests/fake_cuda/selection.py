@@ -1,4 +1,4 @@
-"""Which tests run on the pretended device, each with the reason, and which of the others cannot run there."""
+"""Which tests run on the fake CUDA device, each with the reason, and which of the others cannot run there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MEMORY = "tests/workers/memory/test_estimate.py"
 _TE = "tests/fake_cuda/transformer_engine"
 
 CHOSEN: dict[str, tuple[str, ...]] = {
-    "what the pretended device itself does, and the paths that only its tests take": (
+    "what the fake CUDA device itself does, and the paths that only its tests take": (
         "tests/fake_cuda/test_cuda_ipc.py",
         "tests/fake_cuda/test_device.py",
         "tests/fake_cuda/test_device_of_a_worker.py",

@@ -1,4 +1,4 @@
-"""Which storages are on a pretended device, how many bytes they occupy, and what crosses between it and the host."""
+"""Which storages are on a fake CUDA device, how many bytes they occupy, and what crosses between it and the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fake_cuda.reserved import reserve
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
-"""The GPUs of the pretended node."""
+"""The fake CUDA devices of this node."""
 
 _OWN_FRAMES = ("/tests/fake_cuda/", "/torch/", "contextlib.py", "functools.py")
 

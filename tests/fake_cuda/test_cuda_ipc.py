@@ -1,4 +1,4 @@
-"""Weights between groups that share GPUs: CUDA IPC with real Ray, and memory of pretended GPUs."""
+"""Weights between groups that share GPUs: CUDA IPC with real Ray, and memory of fake CUDA devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.multiprocessing import reductions
 from mcontroller import RayResourcePool
 from mcontroller.errors import ConfigError
 from tests.fake_cuda.device_roles import OnGpu
-from tests.workers.weights.transfer.between import check_arrival, check_death, check_hang, policy
+from tests.workers.weights.transfer.between import check_death, check_hang, check_weights, policy
 from workers.weights.transfer import weight_transfer
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 HERE = Path(__file__).parent
-PRETEND = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}{os.pathsep}{HERE.parents[1]}"}}}
+FAKE_CUDA = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}{os.pathsep}{HERE.parents[1]}"}}}
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +33,20 @@ def test_weights_arrive_in_a_colocated_group_and_the_source_survives_it(
 ) -> None:
     """Also, the buckets are freed whatever becomes of the processes that have mapped them."""
     monkeypatch.setattr(weight_transfer, "TARGET_GRACE", 0.5)
-    with policy(pool, "actor", 1, {"tp": 2}, OnGpu, PRETEND) as actor:
+    with policy(pool, "actor", 1, {"tp": 2}, OnGpu, FAKE_CUDA) as actor:
         before = actor.gpu_memory()
-        with policy(pool, "rollout", 2, {}, OnGpu, PRETEND) as rollout:
+        with policy(pool, "rollout", 2, {}, OnGpu, FAKE_CUDA) as rollout:
             held = [*actor.describe_weights(), *rollout.describe_weights()]
             assert len({each.device for each in held}) == 2 and len({each.pid for each in held}) == 4
             with WeightTransfer(actor, rollout) as transfer:
                 assert transfer.transport == "cuda_ipc"
             with pytest.raises(ConfigError, match=r"several ranks are on the GPU .*: NCCL cannot connect them"):
                 WeightTransfer(actor, rollout, transport="process_group")
-            check_arrival(actor, rollout, "cuda_ipc")
+            check_weights(actor, rollout, "cuda_ipc")
             assert actor.gpu_memory() == before
             check_hang(actor, rollout, "cuda_ipc")
             assert actor.gpu_memory() == before
-        with policy(pool, "rollout", 2, {}, OnGpu, PRETEND) as again:
+        with policy(pool, "rollout", 2, {}, OnGpu, FAKE_CUDA) as again:
             check_death(actor, again, "cuda_ipc")
         assert actor.gpu_memory() == before
 

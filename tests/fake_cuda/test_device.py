@@ -1,4 +1,4 @@
-"""The pretended device behaves as CUDA does where it matters to the GPU path."""
+"""The fake CUDA device behaves as CUDA does where it matters to the GPU path."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from tests.fake_cuda.device_roles import Sharded, UsesDevicesFirst
 from workers.config import ParallelConfig
 
 HERE = Path(__file__).parent
-PRETEND = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}{os.pathsep}{HERE.parents[1]}"}}}
+FAKE_CUDA = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{HERE / 'every_process'}{os.pathsep}{HERE.parents[1]}"}}}
 
 
 def seen_by_two_ranks(isolated: bool) -> tuple[list[Any], list[float]]:
-    init = RayClassWithInitArgs(UsesDevicesFirst).update_options(PRETEND)
+    init = RayClassWithInitArgs(UsesDevicesFirst).update_options(FAKE_CUDA)
     with RayResourcePool([2], isolate_gpus=isolated) as pool, RayWorkerGroup(pool, init) as group:
         return group.devices(), group.total()
 
@@ -47,7 +47,7 @@ def test_the_gpu_of_a_rank_is_current_before_its_worker_is_constructed(ray_clust
 @pytest.mark.parametrize("own", [None, "8"])
 def test_connections_are_set_before_a_process_first_uses_cuda(ray_cluster: None, own: str | None) -> None:
     """The environment's own value stays."""
-    variables = PRETEND["runtime_env"]["env_vars"] | ({} if own is None else {"CUDA_DEVICE_MAX_CONNECTIONS": own})
+    variables = FAKE_CUDA["runtime_env"]["env_vars"] | ({} if own is None else {"CUDA_DEVICE_MAX_CONNECTIONS": own})
     init = RayClassWithInitArgs(Sharded, ParallelConfig(tp=2))
     init.update_options({"runtime_env": {"env_vars": variables}})
     with RayResourcePool([2]) as pool, RayWorkerGroup(pool, init) as group:

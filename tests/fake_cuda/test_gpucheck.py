@@ -1,4 +1,4 @@
-"""``gpucheck`` runs to its end on pretended GPUs, in processes where they are on from the start, as a real one is."""
+"""``gpucheck`` runs to its end on fake CUDA devices, which every process has from its start on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
-PRETEND = """
+FAKE_CUDA = """
 import sys
 from importlib.machinery import PathFinder
 NAMES = {blocked}
@@ -38,8 +38,8 @@ runpy.run_module("workers.gpucheck", run_name="__main__")
 
 
 def start(folder: Path, *command: str, gpus: str = "0", blocked: set[str] | None = None) -> subprocess.Popen[str]:
-    """Start Python with the pretended device, without the packages that are blocked."""
-    (folder / "sitecustomize.py").write_text(PRETEND.format(blocked=blocked or set()))
+    """Start Python with the fake CUDA device, without the packages that are blocked."""
+    (folder / "sitecustomize.py").write_text(FAKE_CUDA.format(blocked=blocked or set()))
     path = os.pathsep.join([str(folder), str(HERE.parents[1])])
     variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
     return subprocess.Popen(
@@ -96,7 +96,7 @@ def test_a_killed_run_keeps_the_rows_that_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_groups_on_pretended_gpus_pass_every_row(tmp_path: Path) -> None:
+def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
     rows = rows_of(start(tmp_path, *PARTS, "d", gpus="0,1"), 0)
     skipped = {name for name, row in rows.items() if row["result"] == "skipped"}
     assert skipped <= {"vllm", "processes left in nvidia-smi"}

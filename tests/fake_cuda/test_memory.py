@@ -1,4 +1,4 @@
-"""Bytes of the pretended GPUs: ``torch.cuda.memory_allocated`` and its relatives count live storages."""
+"""Bytes of the fake CUDA devices: ``torch.cuda.memory_allocated`` and its relatives count live storages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen for the pretended device, and what cannot run there, are tests that exist."""
+"""What is chosen for the fake CUDA device, and what cannot run there, are tests that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An actor on the pretended GPU with a stand-in for vLLM beside it: start, update, generation, training."""
+"""An actor on the fake CUDA device with a stand-in for vLLM beside it: start, update, generation, training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_OTHERS = 100 * GB
 
 
 class RankGpu(Gpu):
-    """The current pretended GPU."""
+    """The current fake CUDA device."""
 
     def __init__(self) -> None:
         self.total, self._memory = MEMORY_BYTES, memory[GPUS[current.index]]

@@ -1,4 +1,4 @@
-"""Roles on the pretended device: where their numbers are, what they compute, and what they make the host wait for."""
+"""Roles on the fake CUDA device: where their numbers are, what they compute, and what they make the host wait for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUTED = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process without the pretended device computes."""
+    """What one process without the fake CUDA device computes."""
     file = tmp_path_factory.mktemp("reference") / "computed.pt"
     subprocess.run([sys.executable, "-m", "tests.fake_cuda.reference", str(file)], check=True, timeout=120)
     return torch.load(file)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A pytest plugin: the pretended CUDA device with the stand-in for Transformer Engine of ``site-packages``.
+"""A pytest plugin: the fake CUDA device with the stand-in for Transformer Engine of ``site-packages``.
 
 Megatron-Core decides at its import whether it uses Transformer Engine, so these tests have a process of their own::
 

@@ -12,7 +12,7 @@ from tests.forking import run_ranks
 pytestmark = pytest.mark.processes
 
 
-def arrivals(times: int) -> list[bool]:
+def all_arrived(times: int) -> list[bool]:
     """Whether all ranks had arrived when this one went on, and whether the marks of earlier times are gone."""
     store, rank, ranks = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     found = []
@@ -25,4 +25,4 @@ def arrivals(times: int) -> list[bool]:
 
 
 def test_ranks_go_on_when_all_have_arrived() -> None:
-    assert run_ranks(arrivals, 3, 4) == [[True] * 8] * 3
+    assert run_ranks(all_arrived, 3, 4) == [[True] * 8] * 3

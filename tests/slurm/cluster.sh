@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start or stop a Slurm cluster of two nodes with four pretended GPUs each, on this machine, without systemd.
+# Start or stop a Slurm cluster of two nodes with four fake GPUs each, on this machine, without systemd.
 #
 #   tests/slurm/cluster.sh start FOLDER      then: export SLURM_CONF=FOLDER/slurm.conf; sinfo
 #   tests/slurm/cluster.sh node FOLDER n2    start the daemon of one node again

@@ -1,4 +1,4 @@
-"""The launch file of Slurm on a real Slurm: two nodes of four pretended GPUs each, on this machine."""
+"""The launch file of Slurm on a real Slurm: two nodes of four fake GPUs each, on this machine."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def updating(policy: str, **changes: Any) -> Iterator[tuple[MegatronRayWorkerGro
     changes["model"] = {**changes.get("model", {}), "dtype": "bfloat16"}
     changes["rollout"] = {**changes.get("rollout", {}), "verify_weights": "fingerprints"}
     config = actor_config(policy, **{**changes, "optim": TINY_STEPS, "ppo_epochs": 1})
-    name = f"arrival-{policy}"
+    name = f"verification-{policy}"
     with (
         RayResourcePool([2], use_gpu=False, name_prefix=name, max_colocate_count=1) as pool,
         MegatronRayWorkerGroup(

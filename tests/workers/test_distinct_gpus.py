@@ -12,7 +12,7 @@ from tests.forking import run_ranks
 from tests.workers.roles import actor
 from workers.gpu_ids import check_distinct
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a pretended one")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a fake CUDA device")
 
 
 def test_ranks_on_one_gpu_are_rejected_with_their_numbers() -> None:

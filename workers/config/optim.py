@@ -229,8 +229,10 @@ DDP_SET_ELSEWHERE = {
 }
 """Fields of DistributedDataParallelConfig that other keys of a role's configuration set, and these keys."""
 
-_FSDP = "Megatron's FSDP keeps weights as DTensors, which checkpoints, refit and offload of this package cannot move"
-_FP8_WEIGHTS = "weights are stored in model.dtype, from which they are refit and exported"
+_FSDP = (
+    "Megatron's FSDP keeps weights as DTensors, which checkpoints, resharding and offload of this package cannot move"
+)
+_FP8_WEIGHTS = "weights are stored in model.dtype, from which they are resharded and exported"
 _NOT_FINITE = "optim.on_nonfinite checks the gradients of every step"
 # Fields, the only supported value, and the reason.
 _DDP_NOT_COMPUTED: dict[str, tuple[object, str]] = {

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.gpucheck.case_run import BATCH, CaseRun, can_save, continue_case, run_case
 from workers.gpucheck.cases import ONE_PROCESS, ROWS
-from workers.gpucheck.course import BATCH, CaseRun, can_save, continue_course, run_course
 from workers.gpucheck.policy import Policy, actor_config
 from workers.gpucheck.rows import Row, at_most, judged, measured, raised, skipped
 from workers.gpucheck.session import Session
 
-__all__ = ["TOLERANCES", "Tolerance", "attention", "course_rows", "equality", "score_difference"]
+__all__ = ["TOLERANCES", "Tolerance", "attention", "case_rows", "equality", "score_difference"]
 
 _ATTENTION = re.compile(r"flash|fmha|cudnn.*(sdpa|attention)|attn_fwd", re.IGNORECASE)
 _ADVICE = "the first of scores, tokens and updates that fails has the cause; see docs/gpu.md, 'If a row fails'"
@@ -77,38 +77,38 @@ def attention(session: Session) -> Iterator[Row]:
 def equality(session: Session) -> Iterator[Row]:
     """Compare every case with the CPU: both get the same weights, batch and random numbers."""
     cases = ["dense"] if session.tiny else list(ONE_PROCESS)
-    references = [CaseRun(case, dtype) for case in cases for dtype in ("float32", "bfloat16")]
-    expected = {run: session.cpu.submit(run_course, run, session.cpu_folder) for run in references}
+    cpu_runs = [CaseRun(case, dtype) for case in cases for dtype in ("float32", "bfloat16")]
+    expected = {run: session.cpu.submit(run_case, run, session.cpu_folder) for run in cpu_runs}
     found = {}
-    for run in [replace(run, implementation=layers) for run in references for layers in session.layers]:
+    for run in [replace(run, implementation=layers) for run in cpu_runs for layers in session.layers]:
         try:
-            found[run] = run_course(run, session.folder)
-            yield from course_rows(run, found[run], expected[run.reference]())
+            found[run] = run_case(run, session.folder)
+            yield from case_rows(run, found[run], expected[run.on_cpu]())
         except Exception as error:  # a kind of model that does not work here says nothing about the others
             yield raised(str(run), error)
     if not can_save():
         yield skipped("checkpoints", "psutil, which Megatron-Core saves with, is not installed")
         return
     for run in [run for run in found if run.case == "dense"]:
-        yield from _checkpoint_rows(session, run, found[run]["after"], expected[run.reference]()["after"])
+        yield from _checkpoint_rows(session, run, found[run]["after"], expected[run.on_cpu]()["after"])
 
 
 def _checkpoint_rows(session: Session, run: CaseRun, own: Tensor, on_cpu: Tensor) -> Iterator[Row]:
-    """Continue from the checkpoints of both courses; ``own`` and ``on_cpu`` are their scores at the end."""
+    """Continue from the checkpoints of both runs; ``own`` and ``on_cpu`` are their scores at the end."""
     tolerance = _tolerance(run)
-    results = [("resumed", continue_course(run, session.folder / str(run)), own, tolerance.again)]
-    moved = continue_course(run, session.cpu_folder / str(run.reference))
+    results = [("resumed", continue_case(run, session.folder / str(run)), own, tolerance.again)]
+    moved = continue_case(run, session.cpu_folder / str(run.on_cpu))
     results.append(("from the CPU", moved, on_cpu, tolerance.after))
-    if run == run.reference:
-        there = session.cpu.submit(continue_course, run, session.folder / str(run))()
+    if run == run.on_cpu:
+        there = session.cpu.submit(continue_case, run, session.folder / str(run))()
         results.append(("to the CPU", there, on_cpu, tolerance.after))
     advice = "the continued run differs: updates must pass first, then the optimizer's state"
-    for how, value, reference, limit in results:
-        yield at_most(f"checkpoint {run}, {how}", score_difference(value, reference, tolerance), limit, advice)
+    for how, value, expected, limit in results:
+        yield at_most(f"checkpoint {run}, {how}", score_difference(value, expected, tolerance), limit, advice)
 
 
-def course_rows(run: CaseRun, found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rows of two courses, of the results that ``found`` has: see ``run_course``.
+def case_rows(run: CaseRun, found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[Row]:
+    """Compare the results of a run with the expected ones, for the results that ``found`` has: see ``run_case``.
 
     Weights are compared if both have a parameter of the name: fused layers of Transformer Engine name norms otherwise.
     """
@@ -131,11 +131,11 @@ def course_rows(run: CaseRun, found: Mapping[str, Any], expected: Mapping[str, A
         yield at_most(f"weights {run}", largest, tolerance.weights, _ADVICE)
 
 
-def score_difference(value: Tensor, reference: Tensor, tolerance: Tolerance) -> float:
+def score_difference(value: Tensor, expected: Tensor, tolerance: Tolerance) -> float:
     """Return the mean or the largest difference of log-probabilities, ``[rows, response]``; 0 is padding in both."""
-    if not tolerance.mean or value.shape != reference.shape:
-        return _difference(value, reference)
-    return float((value.double() - reference.double()).abs().sum() / (reference != 0).sum().clamp(min=1))
+    if not tolerance.mean or value.shape != expected.shape:
+        return _difference(value, expected)
+    return float((value.double() - expected.double()).abs().sum() / (expected != 0).sum().clamp(min=1))
 
 
 def _tolerance(run: CaseRun) -> Tolerance:
@@ -143,16 +143,16 @@ def _tolerance(run: CaseRun) -> Tolerance:
     return TOLERANCES["tf32" if uses_tf32 else run.dtype]
 
 
-def _difference(value: Tensor, reference: Tensor) -> float:
-    return float((value.double() - reference.double()).abs().max()) if value.shape == reference.shape else float("inf")
+def _difference(value: Tensor, expected: Tensor) -> float:
+    return float((value.double() - expected.double()).abs().max()) if value.shape == expected.shape else float("inf")
 
 
-def _metric_difference(value: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]) -> float:
+def _metric_difference(value: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]]) -> float:
     """The largest difference of a metric, except of the largest ratio of one token, and of what only a GPU has."""
     return _largest(
         [
             abs(ours[name] - theirs[name]) / max(1.0, abs(theirs[name]))
-            for ours, theirs in zip(value, reference, strict=True)
+            for ours, theirs in zip(value, expected, strict=True)
             for name in theirs
             if name != "ratio_max"
         ]

@@ -26,9 +26,9 @@ from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
+from workers.gpucheck.case_run import BATCH, PROMPT, CaseRun, run_case
 from workers.gpucheck.cases import STEPS, prompt_columns
-from workers.gpucheck.course import BATCH, PROMPT, CaseRun, run_course
-from workers.gpucheck.equality import TOLERANCES, course_rows
+from workers.gpucheck.equality import TOLERANCES, case_rows
 from workers.gpucheck.large import full_rows
 from workers.gpucheck.policy import TOKENS, actor_config, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, measured, skipped
@@ -68,7 +68,7 @@ def group(session: Session) -> Iterator[Row]:
     """Look at the process of a worker, compare its results with the CPU's, and look for what is left of it."""
     ranks = min(2, torch.cuda.device_count())
     run = CaseRun("dense")
-    expected = session.cpu.submit(run_course, run, session.folder / "group")
+    expected = session.cpu.submit(run_case, run, session.folder / "group")
     before, listed = torch.cuda.mem_get_info()[0], _on_gpus()
     config = actor_config(run.settings() | {"parallel": {"tp": ranks}})
     with _group(config, "actor_rollout", ranks=ranks) as started:
@@ -80,7 +80,7 @@ def group(session: Session) -> Iterator[Row]:
         yield judged("variables", found["connections"] == expected_value, expected_value, advice, **found)
         advice = "Ray has other GPUs than the group: see docs/gpu.md, 'The device of a worker'"
         yield judged("visible GPUs", found["gpus"] == ranks, f"{ranks}", advice, **found)
-        yield from course_rows(run, _course_of(started), expected())
+        yield from case_rows(run, _course_of(started), expected())
     advice = "a process of the group still has memory: nvidia-smi lists it"
     yield _waited(
         "GPU bytes left after shutdown, GB", lambda: (before - torch.cuda.mem_get_info()[0]) / _GB, 0.1, advice
@@ -106,7 +106,7 @@ def _probe() -> dict[str, Any]:
 
 
 def _course_of(started: MegatronRayWorkerGroup) -> dict[str, Tensor]:
-    """The results of ``run_course`` that a group returns."""
+    """The results of ``run_case`` that a group returns."""
     batch = DataProto.from_dict(BATCH, meta_info=TOKENS)
     prompts = {name: BATCH[name][:, :PROMPT] for name in ("input_ids", "attention_mask")}
     greedy = DataProto.from_dict(prompts, meta_info=TOKENS | {"do_sample": False})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.config import ActorConfig
-from workers.gpucheck.course import SIZES
+from workers.gpucheck.case_run import SIZES
 from workers.gpucheck.policy import actor_config
 
 __all__ = ["FULL", "TINY", "Scale", "full_rows"]

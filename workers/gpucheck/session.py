@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from workers.gpucheck.course import CpuProcess
+from workers.gpucheck.case_run import CpuProcess
 from workers.gpucheck.large import FULL, TINY
 
 __all__ = ["Session"]
@@ -39,7 +39,7 @@ class Session:
 
     @functools.cached_property
     def cpu(self) -> CpuProcess:
-        """The process that computes the reference; it starts with the first call."""
+        """The process that computes the CPU's results; it starts with the first call."""
         return CpuProcess()
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from workers.gpucheck.course import can_save
+from workers.gpucheck.case_run import can_save
 from workers.gpucheck.equality import TOLERANCES, score_difference
 from workers.gpucheck.large import full_rows
 from workers.gpucheck.policy import Policy, timed

@@ -24,7 +24,7 @@ SAMPLED = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
 
 
 def trained(parallel: dict[str, Any], packed: bool, further: dict[str, Any]) -> dict[str, Any]:
-    # The pretended device is a Hopper; these recipes run on the next generation too.
+    # The fake CUDA device is a Hopper; these recipes run on the next generation too.
     torch.cuda.get_device_capability = lambda *_: (10, 0)  # type: ignore[method-assign]
     role = "actor" if "cp" in parallel else "actor_rollout_ref"
     model = MODEL | SIZES | (EXPERTS if "ep" in parallel else {}) | {"transformer": further}

@@ -1,4 +1,4 @@
-"""Estimated memory of Transformer Engine's layers next to the bytes that the pretended device counts."""
+"""Estimated memory of Transformer Engine's layers next to the bytes that the fake CUDA device counts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_device_without_bfloat16_is_one_line() -> None:
         ("NVIDIA L4", 121.0),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("Tesla T4", None),
-        ("pretended CUDA device", None),
+        ("fake CUDA device", None),
     ],
 )
 def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, peak: float | None) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from workers.gpucheck.course import CaseRun
-from workers.gpucheck.equality import course_rows
+from workers.gpucheck.case_run import CaseRun
+from workers.gpucheck.equality import case_rows
 from workers.gpucheck.rows import Report, Result, Row, at_most, measured, skipped
 from workers.gpucheck.speed import waits_row
 from workers.gpucheck.state import offload_rows
@@ -37,8 +37,8 @@ def changed(tensor: torch.Tensor, by: float) -> torch.Tensor:
     return result
 
 
-def course(run: CaseRun, **changes: Any) -> Callable[[], Iterable[Row]]:
-    return lambda: course_rows(run, RIGHT | changes, RIGHT)
+def case_with(run: CaseRun, **changes: Any) -> Callable[[], Iterable[Row]]:
+    return lambda: case_rows(run, RIGHT | changes, RIGHT)
 
 
 def passes(**last: float) -> Callable[[], Iterable[Row]]:
@@ -46,18 +46,18 @@ def passes(**last: float) -> Callable[[], Iterable[Row]]:
 
 
 KINDS: dict[str, tuple[Callable[[], Iterable[Row]], Callable[[], Iterable[Row]]]] = {
-    "scores": (course(FLOAT32, scores=changed(SCORES, 1e-5)), course(FLOAT32, scores=changed(SCORES, 1e-3))),
-    "scores NaN": (course(FLOAT32), course(FLOAT32, scores=changed(SCORES, float("nan")))),
-    "scores bfloat16": (course(BFLOAT16, scores=changed(SCORES, 0.1)), course(BFLOAT16, scores=SCORES + 0.1)),
-    "scores of other rows": (course(BFLOAT16), course(BFLOAT16, scores=SCORES[:6])),
-    "greedy": (course(FLOAT32, greedy=changed(TOKENS, 1)), course(FLOAT32, greedy=TOKENS + 1)),
-    "sampled": (course(FLOAT32), course(FLOAT32, sampled=RIGHT["sampled"].flip(0))),
-    "drift": (course(BFLOAT16, drift=0.005), course(BFLOAT16, drift=0.1)),
-    "metrics": (course(FLOAT32), course(FLOAT32, metrics=[{"grad_norm": 2.1}, {"grad_norm": 1.5}])),
-    "metrics NaN": (course(BFLOAT16), course(BFLOAT16, metrics=[{"grad_norm": float("nan")}] * 2)),
-    "weights": (course(FLOAT32), course(FLOAT32, weights={"weight": torch.ones(4, 4) + 0.01})),
-    "weights without a common name": (course(FLOAT32), course(FLOAT32, weights={"other": torch.ones(4, 4)})),
-    "after": (course(FLOAT32), course(FLOAT32, after=changed(RIGHT["after"], 0.1))),
+    "scores": (case_with(FLOAT32, scores=changed(SCORES, 1e-5)), case_with(FLOAT32, scores=changed(SCORES, 1e-3))),
+    "scores NaN": (case_with(FLOAT32), case_with(FLOAT32, scores=changed(SCORES, float("nan")))),
+    "scores bfloat16": (case_with(BFLOAT16, scores=changed(SCORES, 0.1)), case_with(BFLOAT16, scores=SCORES + 0.1)),
+    "scores of other rows": (case_with(BFLOAT16), case_with(BFLOAT16, scores=SCORES[:6])),
+    "greedy": (case_with(FLOAT32, greedy=changed(TOKENS, 1)), case_with(FLOAT32, greedy=TOKENS + 1)),
+    "sampled": (case_with(FLOAT32), case_with(FLOAT32, sampled=RIGHT["sampled"].flip(0))),
+    "drift": (case_with(BFLOAT16, drift=0.005), case_with(BFLOAT16, drift=0.1)),
+    "metrics": (case_with(FLOAT32), case_with(FLOAT32, metrics=[{"grad_norm": 2.1}, {"grad_norm": 1.5}])),
+    "metrics NaN": (case_with(BFLOAT16), case_with(BFLOAT16, metrics=[{"grad_norm": float("nan")}] * 2)),
+    "weights": (case_with(FLOAT32), case_with(FLOAT32, weights={"weight": torch.ones(4, 4) + 0.01})),
+    "weights without a common name": (case_with(FLOAT32), case_with(FLOAT32, weights={"other": torch.ones(4, 4)})),
+    "after": (case_with(FLOAT32), case_with(FLOAT32, after=changed(RIGHT["after"], 0.1))),
     "freed in the allocator": (passes(allocator_gb=30.4), passes(allocator_gb=27.0)),
     "freed in the driver": (passes(driver_gb=29.0), passes(driver_gb=24.0)),
     "nothing freed": (passes(), passes(freed_gb=0.0, allocator_gb=0.0)),

@@ -1,4 +1,4 @@
-"""Estimated memory: parameters are those of real models, and bytes those that the pretended device counts."""
+"""Estimated memory: parameters are those of real models, and bytes those that the fake CUDA device counts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_parameters_are_counted_exactly(parallel: dict[str, Any], model: dict[st
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="bytes are counted on a pretended device, or on a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bytes are counted on a fake CUDA device, or on a GPU")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_estimates_are_within_a_tenth_of_the_counted_bytes(layout: Layout) -> None:
     assert far_off(layout) == {}

@@ -31,7 +31,7 @@ def indices(of_rank: list[LocalTensor]) -> set[int]:
     return {index for span in of_rank[0].spans for index in range(span.start, span.stop)}
 
 
-def check_arrival(plan: ReshardingPlan, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:
+def check_moves(plan: ReshardingPlan, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:
     """Carry the plan out on the indices themselves: each must arrive at its position in the target."""
 
     def places(held: LocalTensor) -> np.ndarray:
@@ -62,7 +62,7 @@ def test_every_index_arrives_at_its_position(
     rows = blocks * 16 - (missing if pieces == 1 else 0)  # gated units have no padding
     sources, targets = cut(rows, 8, ways[0], pieces), cut(rows, 8, ways[1], pieces)
     plan = plan_resharding(sources, targets, limit)
-    check_arrival(plan, sources, targets)
+    check_moves(plan, sources, targets)
     held, wanted = (
         [{i for s in of[0].spans for i in range(s.start, s.stop)} for of in model] for model in (sources, targets)
     )

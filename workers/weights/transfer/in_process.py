@@ -18,8 +18,8 @@ from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 
 __all__ = ["TRANSPORT"]
 
-_SENT: dict[tuple[str, int, int], deque[Tensor]] = defaultdict(deque)
-"""Parcels that were not received yet, by transfer, sender and receiver."""
+_PENDING: dict[tuple[str, int, int], deque[Tensor]] = defaultdict(deque)
+"""Tensors that were sent and not received yet, by transfer, sender and receiver."""
 
 
 class _End:
@@ -42,8 +42,8 @@ class _End:
 
     def close(self) -> None:
         """Drop what was not received."""
-        for key in [key for key in _SENT if key[0] == self._traffic.transfer and self._traffic.rank in key[1:]]:
-            del _SENT[key]
+        for key in [key for key in _PENDING if key[0] == self._traffic.transfer and self._traffic.rank in key[1:]]:
+            del _PENDING[key]
 
 
 class _Sender(_End):
@@ -55,13 +55,13 @@ class _Sender(_End):
     def send(self, index: int, deadline: Deadline) -> None:
         for slices in self._traffic.buckets[index]:
             part = self._filled[slices.start : slices.start + slices.nbytes]
-            _SENT[self._traffic.transfer, self._traffic.rank, slices.peer].append(part)
+            _PENDING[self._traffic.transfer, self._traffic.rank, slices.peer].append(part)
 
 
 class _Receiver(_End):
     def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
         for slices in self._traffic.buckets[index]:
-            parts = _SENT[self._traffic.transfer, slices.peer, self._traffic.rank]
+            parts = _PENDING[self._traffic.transfer, slices.peer, self._traffic.rank]
             if not parts:
                 cause = "it has sent nothing: in one process, the source sends before the target receives"
                 raise PeerLost(f"rank {slices.peer} of the transfer: {cause}", peer=slices.peer, cause=cause)

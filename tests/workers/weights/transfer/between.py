@@ -40,7 +40,7 @@ def policy(
     return group
 
 
-def check_arrival(actor: Any, rollout: Any, transport: str) -> None:
+def check_weights(actor: Any, rollout: Any, transport: str) -> None:
     """Check that changed weights arrive, twice by one transfer, with the least bytes and in two buckets at most."""
     actor.change_weights()
     with WeightTransfer(actor, rollout, transport=transport, bucket_bytes=BUCKET, timeout=60) as transfer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcontroller import RayResourcePool
-from tests.workers.weights.transfer.between import check_arrival, check_death, check_hang, policy
+from tests.workers.weights.transfer.between import check_death, check_hang, check_weights, policy
 from workers.weights.transfer import plan, weight_transfer
 
 
@@ -32,9 +32,9 @@ def test_weights_arrive_over_every_transport_and_the_source_survives_a_target(
         with policy(pool, "rollout", 2, {}) as rollout:
             assert rollout.digest()[0] != actor.digest()[0]
             for transport in ("shared_memory", "process_group", "object_store"):
-                check_arrival(actor, rollout, transport)
+                check_weights(actor, rollout, transport)
             set_message_bytes(256, actor, rollout)  # slices travel from weights to weights
-            check_arrival(actor, rollout, "process_group")
+            check_weights(actor, rollout, "process_group")
             check_hang(actor, rollout, "process_group")
         with policy(pool, "rollout", 2, {}) as rollout:
             check_hang(actor, rollout, "shared_memory")

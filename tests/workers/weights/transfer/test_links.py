@@ -68,9 +68,9 @@ def test_a_link_opens_beside_a_stranger(kind: str, thread: ThreadPoolExecutor) -
     listener = Listener(HOST)
     other = stranger(listener.address)
     other.sendall(STRANGERS[kind](listener.address))
-    opening = thread.submit(connected, listener.address, RANK, PEER, Deadline(SECONDS))
+    connecting = thread.submit(connected, listener.address, RANK, PEER, Deadline(SECONDS))
     links = listener.accept([RANK], Deadline(SECONDS))
-    opened = opening.result()
+    opened = connecting.result()
     opened.send(b"read", Deadline(SECONDS))
     assert {rank: link.receive(Deadline(SECONDS))[0] for rank, link in links.items()} == {RANK: b"read"}
     links[RANK].send(b"ready", Deadline(SECONDS))
@@ -100,11 +100,11 @@ def test_the_key_is_never_sent(thread: ThreadPoolExecutor) -> None:
 def test_a_listener_without_the_key_is_rejected(thread: ThreadPoolExecutor) -> None:
     fake = socket.create_server((HOST, 0))
     address = ListenerAddress(fake.getsockname(), secrets.token_bytes(32))
-    opening = thread.submit(connected, address, RANK, PEER, Deadline(SECONDS))
+    connecting = thread.submit(connected, address, RANK, PEER, Deadline(SECONDS))
     connection, _ = fake.accept()
     connection.sendall(secrets.token_bytes(64))
     with pytest.raises(PeerLost, match="does not have the key of the transfer"):
-        opening.result()
+        connecting.result()
     connection.close()
     fake.close()
 

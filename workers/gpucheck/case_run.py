@@ -1,4 +1,4 @@
-"""The course of one case, whose results do not depend on the device: scores, tokens, updates, a checkpoint.
+"""Run one case, whose results do not depend on the device: scores, tokens, updates, a checkpoint.
 
 The CPU's results come from a process that starts with an empty CUDA_VISIBLE_DEVICES and computes while the GPU works.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
 from workers.gpucheck.policy import Policy, actor_config
 
-__all__ = ["BATCH", "PROMPT", "RESPONSE", "SIZES", "CaseRun", "CpuProcess", "can_save", "continue_course", "run_course"]
+__all__ = ["BATCH", "PROMPT", "RESPONSE", "SIZES", "CaseRun", "CpuProcess", "can_save", "continue_case", "run_case"]
 
 PROMPT, RESPONSE = 24, 16
 SIZES: dict[str, Any] = {
@@ -57,8 +57,8 @@ class CaseRun:
         return f"{self.case} {self.dtype}" + (" TE" if self.implementation != "local" else "")
 
     @property
-    def reference(self) -> CaseRun:
-        """What the CPU computes."""
+    def on_cpu(self) -> CaseRun:
+        """The same case and dtype with the layers that run on a CPU."""
         return CaseRun(self.case, self.dtype)
 
     def settings(self) -> dict[str, Any]:
@@ -73,11 +73,11 @@ class CaseRun:
 
 
 def can_save() -> bool:
-    """Return whether checkpoints can be saved here: Megatron-Core needs psutil for it, and does not install it."""
+    """Return whether checkpoints can be saved: Megatron-Core needs psutil for it, and does not install it."""
     return importlib.util.find_spec("psutil") is not None
 
 
-def run_course(run: CaseRun, folder: Path) -> dict[str, Any]:
+def run_case(run: CaseRun, folder: Path) -> dict[str, Any]:
     """Score, generate and train.
 
     Args:
@@ -114,8 +114,8 @@ def run_course(run: CaseRun, folder: Path) -> dict[str, Any]:
         return results | {"metrics": metrics, "weights": weights, "after": policy.scores(BATCH)}
 
 
-def continue_course(run: CaseRun, checkpoint: Path) -> Tensor:
-    """Load the checkpoint of a course, make the remaining updates, and return the scores: ``after``."""
+def continue_case(run: CaseRun, checkpoint: Path) -> Tensor:
+    """Load the checkpoint of a run, make the remaining updates, and return the scores: ``after``."""
     with run.policy() as policy:
         policy.call("load_checkpoint", str(checkpoint))
         for _ in range(STEPS - 1):
@@ -130,7 +130,7 @@ class CpuProcess:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        """Start a call there, and return a function that waits for its result."""
+        """Start a call in the process, and return a function that waits for its result."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the first call starts the process, which inherits this
         try:
