@@ -1,4 +1,4 @@
-"""The policy worker: generation, log-probabilities, PPO, supervised training, and a frozen reference."""
+"""The policy worker: generation, log-probabilities, PPO, supervised training, and a frozen reference policy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ActorRolloutRefWorker(ModelWorker):
     Raises:
         ConfigError: an unknown role; a field that the rollout engine cannot run with; ``rollout.parallel`` in a
             subclass that overrides ``build_model`` and not ``build_rollout_model``.
-        LayoutError: the axes, or those of the rollout, do not divide the world size.
+        LayoutError: the axes, or the axes of the rollout, do not divide the world size.
     """
 
     components: ClassVar[Mapping[str, type]] = {
@@ -150,8 +150,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
         """Return this rank's chunks of the copy of the policy that generates.
 
-        If you override ``build_model``, override this too. The weights need no values: those of the policy are copied
-        by name before the first generation.
+        If you override ``build_model``, override this too. The weights need no values: the policy's are copied by name
+        before the first generation.
 
         Args:
             parallel: the axes ``rollout.parallel``.
@@ -193,8 +193,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def updates_once(cls, config: ActorConfig, rows: int, n: int) -> bool:
         """Return whether ``update_actor`` can do without ``old_log_probs``: it makes one optimizer step of a batch.
 
-        The log-probabilities before this step are those that the step computes. A class with a loss of its own needs
-        them in any case.
+        The log-probabilities before such a step are computed in the step. A class with a custom loss always needs them.
 
         Args:
             config: the configuration of the worker.
@@ -257,9 +256,9 @@ class ActorRolloutRefWorker(ModelWorker):
             token) and ``rollout_log_probs`` ``[rows * n, response]``; ``input_ids``, ``attention_mask`` and
             ``position_ids`` of both; ``policy_version`` int64 ``[rows * n]``, the number of calls that had trained the
             policy which generated the row. Samples of one prompt are next to each other. Log-probabilities are the
-            policy's at the temperature, before top-k and top-p; those of an engine that reports others are in the
-            column ``engine_log_probs`` instead, with what they are in ``meta_info`` (see ``LogProbBasis``).
-            With ``router_replay=rollout`` also ``routed_experts``: the experts of each token, int8 or int16
+            policy's at the temperature, before top-k and top-p. An engine that reports others has them in the column
+            ``engine_log_probs`` instead, and ``meta_info`` says what they are (see ``LogProbBasis``). With
+            ``router_replay=rollout`` also ``routed_experts``: the experts of each token, int8 or int16
             ``[rows * n, prompt + response, layers with experts, topk]``; -1 for padding and for the last token.
             ``meta_info`` has ``temperature`` and ``n``, so that later calls score at the same temperature. If the
             rollout got new weights first, ``meta_info["metrics"]`` has the cost of that. None off the last stage.
@@ -288,8 +287,8 @@ class ActorRolloutRefWorker(ModelWorker):
 
         Returns:
             ``old_log_probs`` and ``entropys``, float32 ``[rows, response]``, 0 if there is no response token. With
-            ``router_replay=old_log_probs`` also ``routed_experts``, as ``generate_sequences`` returns them, with those
-            of the last token. None off the last stage.
+            ``router_replay=old_log_probs`` also ``routed_experts``, as ``generate_sequences`` returns them, with the
+            experts of the last token. None off the last stage.
 
         Raises:
             ConfigError: the role does not include ``actor``, or the temperature is not above 0.
@@ -310,7 +309,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
-        """Compute ``ref_log_prob`` of the reference; arguments, shapes and errors are those of ``compute_log_prob``."""
+        """Compute ``ref_log_prob`` of the reference, with the arguments, shapes and errors of ``compute_log_prob``."""
         require_role(self.roles, "ref", "compute_ref_log_prob")
         scores = self._scores(self._rows(data, "compute_ref_log_prob"), self.reference)
         return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
@@ -364,7 +363,7 @@ class ActorRolloutRefWorker(ModelWorker):
             data: as for ``update_actor``.
 
         Returns:
-            ``meta_info["metrics"]``: those of the loss, the same on every rank.
+            ``meta_info["metrics"]``: the metrics of the loss, the same on every rank.
 
         Raises:
             ConfigError: the role does not include ``actor``.

@@ -32,7 +32,7 @@ def check_engine(by_name: bool, config: ActorConfig) -> None:
     """Check that the engine that ``rollout.engine`` names can run.
 
     Args:
-        by_name: False if the class has an engine of its own: then nothing is checked.
+        by_name: False if the class builds its own engine: then nothing is checked.
         config: of the actor.
 
     Raises:
@@ -57,7 +57,7 @@ def serves_engine(roles: Collection[str], by_name: bool, config: ActorConfig) ->
 
     Args:
         roles: of the worker.
-        by_name: False if the class has an engine of its own, which may need the model.
+        by_name: False if the class builds its own engine, which may need the model.
         config: of the actor.
     """
     return set(roles) == {"rollout"} and by_name and not ROLLOUT_ENGINES[config.rollout.engine].in_worker
@@ -70,11 +70,12 @@ def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, over
         config: of the actor.
         world_size: number of its ranks.
         worker: the name of its class, for error messages.
-        overridden: of ``build_model``, ``build_rollout_model`` and ``build_rollout``, those that the class overrides.
+        overridden: the methods of ``build_model``, ``build_rollout_model`` and ``build_rollout`` that the class
+            overrides.
 
     Raises:
         LayoutError: the axes do not divide the ranks.
-        ConfigError: the class builds a model of its own, but no copy of it in the rollout's layout.
+        ConfigError: the class builds its own model, but no copy of it in the rollout's layout.
     """
     if config.rollout.parallel is None:
         return
@@ -92,7 +93,7 @@ def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, over
 
 
 def require_role(roles: Collection[str], role: str, method: str) -> None:
-    """Raise ConfigError if ``method`` needs a role that is not among those of the worker."""
+    """Raise ConfigError if ``method`` needs a role that the worker does not have."""
     if role not in roles:
         given = "_".join(sorted(roles))
         with before_changes():

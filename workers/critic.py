@@ -146,7 +146,7 @@ class CriticWorker(ModelWorker):
             data: as for ``update_critic``.
 
         Returns:
-            ``meta_info["metrics"]``: those of the loss, the same on every rank.
+            ``meta_info["metrics"]``: the metrics of the loss, the same on every rank.
 
         Raises:
             DataError: a column is missing or of a wrong shape, or no row has a valid token.

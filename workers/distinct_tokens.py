@@ -37,7 +37,7 @@ class Spread:
         place: ``[sources]`` int64, the first place of each source that counts; 0 if there is none.
         absent: int64, the sources without such a place.
         several: ``[n]`` int64, the sources with several of them.
-        others: ``[n, most - 1]`` int64, their further places; the first one again where there are fewer.
+        others: ``[n, most - 1]`` int64, their other places; padded with the first one.
         weights: float32 ``[n, most - 1]``, 0 for the repeated entries. None: there are none.
     """
 
@@ -66,10 +66,10 @@ class Spread:
         if len(self.absent):
             sums.index_fill_(0, self.absent, 0)
         if len(self.several):
-            further = values.index_select(0, self.others.flatten()).unflatten(0, self.others.shape)
+            extra = values.index_select(0, self.others.flatten()).unflatten(0, self.others.shape)
             if self.weights is not None:
-                further = further * self.weights.to(further.dtype).view(*self.weights.shape, *[1] * (values.dim() - 1))
-            sums.index_add_(0, self.several, further.sum(1))  # no source comes twice
+                extra = extra * self.weights.to(extra.dtype).view(*self.weights.shape, *[1] * (values.dim() - 1))
+            sums.index_add_(0, self.several, extra.sum(1))  # no source comes twice
         return sums
 
     def to(self, device: torch.device) -> Spread:
@@ -97,9 +97,9 @@ def spread_of(index: Tensor, sources: int, counted: Tensor | None = None) -> Spr
     absent = torch.ones(sources, dtype=torch.bool)
     absent[found] = False
     several = times > 1
-    further = torch.arange(1, int(times.max()) if len(times) else 1)
-    inside = further < times[several, None]
-    others = places[starts[several, None] + further * inside]
+    extra = torch.arange(1, int(times.max()) if len(times) else 1)
+    inside = extra < times[several, None]
+    others = places[starts[several, None] + extra * inside]
     weights = None if bool(inside.all()) else inside.float()
     return Spread(index, place, absent.nonzero().flatten(), found[several], others, weights)
 
@@ -156,7 +156,7 @@ class DistinctTokens:
 
 
 def distinct_tokens(tokens: Tensor, predictors: Tensor, mask: Tensor, multiple: int = 1) -> DistinctTokens | None:
-    """Return the tokens to compute, or None if they are not clearly fewer than those of the padded rows.
+    """Return the tokens to compute, or None if they are not clearly fewer than the tokens of the padded rows.
 
     All tensors are on the CPU.
 

@@ -32,7 +32,7 @@ _REPORTS = ("get_megatron_rank_info", "get_megatron_global_info")
 class MegatronWorker(Worker):
     """Base class of workers that compute with Megatron-Core.
 
-    Every call through a group runs inside ``call_context``, where Megatron's globals are those of this worker, even if
+    Every call through a group runs inside ``call_context``, where Megatron's globals belong to this worker, even if
     several workers with different layouts share the process. So does the rest of a subclass's ``__init__`` after
     ``super().__init__(...)``. A subclass needs no code for that::
 
@@ -63,8 +63,8 @@ class MegatronWorker(Worker):
     Raises:
         ConfigError: ``parallel`` is None, and the subclass does not report its layout.
         LayoutError: the axes do not divide the world size; with the arithmetic.
-        ResourceError: torch can use GPUs here, but sees fewer than the group has ranks on this node; or two ranks are
-            on one GPU.
+        ResourceError: torch can use GPUs, but sees fewer than the group has ranks on this node; or two ranks are on one
+            GPU.
     """
 
     _constructing: ExitStack | None = None
@@ -118,7 +118,7 @@ class MegatronWorker(Worker):
         if inherited:
             raise ConfigError(
                 f"{type(self).__name__} has no parallel, and does not override {' and '.join(inherited)}: pass a "
-                "ParallelConfig, or report the layout of your own groups in both",
+                "ParallelConfig, or report the layout of the groups that you build in both",
                 key="parallel",
                 value=None,
             )

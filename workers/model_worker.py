@@ -1,7 +1,7 @@
 """The base class of actor, critic and reward worker: a model on a layout that is scored, trained and saved.
 
 To change what is computed, override ``build_model``, ``build_optimizer``, ``parameter_groups``, ``forward_step``,
-``loss``, ``loss_count`` or ``metrics``. The components do the rest: each is a class with a file of its own.
+``loss``, ``loss_count`` or ``metrics``. The components do the rest: each is a class in a separate file.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ModelWorker(MegatronWorker):
 
     schedule_unit: ClassVar[str] = "steps"
     """What the schedule of ``build_optimizer`` counts: ``"steps"`` of the optimizer, or ``"samples"``, the rows of each
-    step's mini-batch on all ranks, as those of Megatron-LM's training loop do."""
+    step's mini-batch on all ranks, as in Megatron-LM's training loop."""
 
     config_class: ClassVar[type | None] = None
     """The type of the constructor's ``config`` argument. None: any."""
@@ -232,7 +232,7 @@ class ModelWorker(MegatronWorker):
 
         Args:
             phases: optimizer configurations by phase of training.
-            ddp: further fields of Megatron's DistributedDataParallelConfig.
+            ddp: other fields of Megatron's DistributedDataParallelConfig.
         """
         self.state.check_context()
         model = self.build_model()
@@ -296,7 +296,7 @@ class ModelWorker(MegatronWorker):
 
         From a distributed checkpoint of Megatron-LM, the weights are loaded. From one that was saved before the first
         step of the optimizer, training continues with a new optimizer. A model with a value head loads the weights of a
-        model with logits, without those of the head, with a warning.
+        model with logits, without the head's, with a warning.
 
         Args:
             path: a checkpoint, or the directory that ``save_checkpoint`` was called with.

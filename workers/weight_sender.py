@@ -97,7 +97,7 @@ class WeightSender:
         """Return which parts of the model this rank has, and where it runs.
 
         Args:
-            hf_names: whether the parts are those of a Hugging Face checkpoint.
+            hf_names: whether the parts are tensors of a Hugging Face checkpoint.
 
         Raises:
             DataError: ``hf_names``, and a tensor has no counterpart in a Hugging Face checkpoint.
@@ -157,13 +157,14 @@ class WeightSender:
     def send_weights(self, transfer: str, timeout: float) -> TransferOutcome:
         """Send the current weights to the other group, which calls ``receive_weights`` at the same time.
 
-        A failure of the other group is a result, not an error: nothing has changed here, and this group stays usable.
+        A failure of the other group is a result, not an error: nothing has changed on this rank, and this group stays
+        usable.
         """
         return self._endpoints[transfer].send(timeout, self._state.policy_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
-        """Replace the weights by those of the other group. They count as complete after ``accept_weights``."""
+        """Replace the weights by the other group's. They count as complete after ``accept_weights``."""
         self._incomplete = "a transfer of weights was not completed"
         self._state.weights_version += 1
         endpoint, rollout = self._endpoints[transfer], self._generator.rollout
@@ -174,7 +175,7 @@ class WeightSender:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def accept_weights(self, version: int) -> None:
-        """Mark the received weights as complete: all ranks have them, and they are those of ``version``."""
+        """Mark the received weights as complete: all ranks have them, at ``version``."""
         self._state.received_version, self._incomplete = version, ""
         if self._generator.serves_engine:
             self._generator.version = self._state.weights_version
@@ -189,7 +190,7 @@ class WeightSender:
 
 def _node() -> tuple[str, str]:
     """Return the id of this node, and its address for other nodes."""
-    ray = sys.modules.get("ray")  # not imported here: parts a to c of gpucheck run without it
+    ray = sys.modules.get("ray")  # parts a to c of gpucheck run without Ray
     if ray is None or not ray.is_initialized():
         return socket.gethostname(), "127.0.0.1"
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

@@ -17,7 +17,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from mcontroller.config.fields import mapped_config, nested_config, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
 
-__all__ = ["Problems", "given_values", "load_config", "read_yaml"]
+__all__ = ["CollectedErrors", "given_values", "load_config", "read_yaml"]
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -43,19 +43,19 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
     Example:
         >>> load_config(ActorConfig, "actor.yaml", overrides=["optim.lr=1e-6"])
     """
-    problems = Problems()
+    errors = CollectedErrors()
     layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
     for layer in layers:
         values = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
         for owner, path in list(_unknown_keys(cls, values, ())):
-            problems.errors.append(unknown_field(owner, str(path[-1]), "".join(f"{key}." for key in path[:-1])))
+            errors.errors.append(unknown_field(owner, str(path[-1]), "".join(f"{key}." for key in path[:-1])))
             _remove(layer, path)
-    while (config := problems.attempt(lambda: _built(cls, layers))) is None:
+    while (config := errors.attempt(lambda: _built(cls, layers))) is None:
         before = [OmegaConf.create(layer) for layer in layers]
-        if not _without_value(layers, str(getattr(problems.errors[-1], "key", ""))) or _lacks_values(cls, layers):
-            problems.errors += _errors_of_sections(cls, before)
+        if not _without_value(layers, str(getattr(errors.errors[-1], "key", ""))) or _lacks_values(cls, layers):
+            errors.errors += _errors_of_sections(cls, before)
             break
-    problems.raise_any()
+    errors.raise_any()
     assert config is not None
     return config
 
@@ -80,22 +80,22 @@ def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]
 
 def _lacks_values(cls: type[Any], layers: Sequence[DictConfig]) -> bool:
     """Return whether a value that was removed has no default."""
-    error = Problems()
+    error = CollectedErrors()
     error.attempt(lambda: _built(cls, layers))
     return any(hasattr(each, "keys") or hasattr(each, "missing") for each in error.errors)
 
 
 def _errors_of_sections(cls: type[Any], layers: Sequence[DictConfig]) -> list[MControllerError]:
     """Return the first error of each section, for a configuration that cannot be built as a whole."""
-    problems = Problems()
+    errors = CollectedErrors()
     whole = typing.cast(DictConfig, OmegaConf.merge(*layers))
     for item in dataclasses.fields(cls):
         nested = nested_config(cls, item.name)
         if nested is not None and isinstance(OmegaConf.select(whole, item.name), DictConfig):
             section = _resolved(whole[item.name])
             if section is not None:
-                problems.attempt(partial(_built, nested, [section]))
-    return problems.errors
+                errors.attempt(partial(_built, nested, [section]))
+    return errors.errors
 
 
 def _resolved(section: DictConfig) -> DictConfig | None:
@@ -245,7 +245,7 @@ def _unknown_keys(
                     yield from _unknown_keys(mapped, each, (*path, key, name))
 
 
-class Problems:
+class CollectedErrors:
     """Errors that are collected and then raised together.
 
     Attributes:

@@ -261,7 +261,7 @@ def _replace(target: Path, manifest: Manifest) -> None:
     link = target.with_name(_LINK.format(step))
     if not link.exists():
         link.symlink_to(target.name)
-    if link.is_symlink():  # else it is a checkpoint that Megatron-LM saved here: its file names its own newest one
+    if link.is_symlink():  # else Megatron-LM saved into this directory, and its file names its own newest checkpoint
         replace_text(target.with_name(_LATEST_OF_MEGATRON_LM), str(step))
 
 
@@ -270,7 +270,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _delete_old(target: Path, keep: int) -> None:
-    """Delete the oldest steps but never ``target``, which is not the newest if an earlier run went further."""
+    """Delete the oldest steps but never ``target``, which is not the newest if an earlier run made more steps."""
     found = map(_step_of, target.parent.glob(_STEP.format("[0-9]*")))
     steps = sorted(step for step in found if checkpoint_path(target.parent, step) != target)
     for step in steps[: max(len(steps) + 1 - keep, 0)]:

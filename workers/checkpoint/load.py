@@ -41,7 +41,7 @@ def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path
     """Find the checkpoint at ``path``, or the latest one in it, read its manifest and verify it (a collective).
 
     Args:
-        path: the directory of a checkpoint or of several; those of Megatron-LM in its distributed format are read too.
+        path: the directory of a checkpoint or of several; Megatron-LM's, in its distributed format, are read too.
         vocab_size: of the model, without padding.
 
     Returns:
@@ -138,7 +138,7 @@ def load_checkpoint(
         training: the objects to load into.
         checkpoint: the directory, as ``open_checkpoint`` returns it.
         manifest: its manifest, which ``check_checkpoint`` has accepted.
-        without_head: load the weights only, without those of the head: the result of ``check_checkpoint``.
+        without_head: load the weights only, without the head's: the result of ``check_checkpoint``.
     """
     sources = _sources(training, manifest)
     with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None and not without_head

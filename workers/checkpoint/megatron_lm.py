@@ -1,7 +1,7 @@
 """Distributed checkpoints written by Megatron-LM: their weights, and the step.
 
 ``latest_checkpointed_iteration.txt`` names a directory ``iter_0000100`` (or ``release``) with the files of
-``megatron.core.dist_checkpointing``. Its weights have the same names as ours. Its vocabulary may be padded further.
+``megatron.core.dist_checkpointing``. Its weights have the same names as ours. Its vocabulary may have more padding.
 """
 
 from __future__ import annotations

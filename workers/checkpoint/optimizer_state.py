@@ -3,7 +3,7 @@
 If experts are divided over other ranks than the other weights (ep, or etp unlike tp), Megatron chains two optimizers,
 and saves the state that belongs to no tensor for each of them. Tensors are found by their names, in whatever part they
 are. Of the remaining state only the number of steps and the scale of the loss come from the checkpoint. Learning rates,
-betas and weight decay are those of the run.
+betas and weight decay are the run's.
 
 A distributed optimizer is saved by weights (Megatron's ``fully_reshardable``), or in its buckets (``dp_reshardable``).
 """
@@ -49,7 +49,7 @@ def buckets_to_save(optimizer: MegatronOptimizer) -> Buckets | None:
 def check_buckets(
     optimizer: MegatronOptimizer, layout: Mapping[str, Any], manifest: Manifest, checkpoint: Path
 ) -> None:
-    """Compare the buckets of the optimizer with those that a checkpoint was saved in (a collective).
+    """Compare the optimizer's buckets with the buckets of a checkpoint (a collective).
 
     Args:
         optimizer: a distributed one, to load into.

@@ -45,7 +45,7 @@ def sharded_state(
 
     Args:
         training: the objects to save, or to load into.
-        loading: whether the tensors are those to load into.
+        loading: whether the tensors are loaded into.
         sources: by part, the part of the checkpoint that it is read from; None if each is its own.
         in_buckets: whether the state of a distributed optimizer is in its buckets, and not by weights.
     """
@@ -100,7 +100,7 @@ def weight_shapes(training: TrainingState, state: Mapping[str, Any], sources: Ma
 
 
 def _sharded_tensors(weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """All sharded tensors of a chunk, with those that a factory builds (gated units are made of two tensors)."""
+    """All sharded tensors of a chunk, including the ones that a factory builds (a gated unit is two tensors)."""
     for value in weights.values():
         values = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
         yield from (tensor for tensor in values if isinstance(tensor, ShardedTensor))

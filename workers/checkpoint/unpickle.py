@@ -1,8 +1,8 @@
 """Reading the pickles of a checkpoint without running code: only the types that checkpoints consist of are accepted.
 
 Three kinds of its files are pickles: ``.metadata``, the description of torch's distributed checkpoints; the objects in
-the shards, such as the random state, which torch unpickles without a check; and ``common.pt``. They are checked here
-before Megatron reads them. A tensor in a shard is read by torch with ``weights_only``.
+the shards, such as the random state, which torch unpickles without a check; and ``common.pt``. They are checked before
+Megatron reads them. A tensor in a shard is read by torch with ``weights_only``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writing Megatron's distributed format: every rank its files, with their checksums, and one error if one rank fails.
 
-The files are those of ``megatron.core.dist_checkpointing.save`` (strategy ``torch_dist``): shards, ``.metadata``,
+The files are the same as of ``megatron.core.dist_checkpointing.save`` (strategy ``torch_dist``): shards, ``.metadata``,
 ``common.pt`` and ``metadata.json``. Megatron's own writer raises an error of the coordinator on its rank only, so that
 the others wait for it.
 """
@@ -120,7 +120,7 @@ class PlannedWrite:
         return self._process is None or self._process.poll() is not None
 
     def finish(self) -> None:
-        """Wait for the files of all ranks, then write those that describe them, and call ``then`` (a collective).
+        """Wait for the files of all ranks, then write the files that describe them, and call ``then`` (a collective).
 
         Raises:
             DataError: on every rank, if one of them could not write.
@@ -213,7 +213,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 @contextlib.contextmanager
 def _without_results_queue() -> Iterator[None]:
-    """Keep Megatron's writer from starting a process for a queue of results, which is not used here."""
+    """Keep Megatron's writer from starting a process for a queue of results, which is not used."""
     module: Any = filesystem_async
     before = getattr(module, "_results_queue", None)
     module._results_queue = before or queue.SimpleQueue()

@@ -26,7 +26,7 @@ __all__ = ["StepRows", "Traffic", "communication_of_step"]
 _FLOAT, _INT, _DOUBLE = 4, 8, 8
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _METRICS = 4  # numbers of a report of update_sft: loss, entropy, tokens, count of the loss
-_ROWS = 3  # numbers of each shard's rows: those that count, those in no mini-batch, those in the only one
+_ROWS = 3  # three counts of each shard's rows: with loss, in no mini-batch, in the only mini-batch
 _AGREEMENT = (8, 4)  # bytes of a pickled None and of its length, see parallel_state.agreement
 
 # What a configuration adds to the communication that is not counted, and the values without an effect.
@@ -94,7 +94,7 @@ def communication_of_step(config: ActorConfig, world_size: int, step: StepRows) 
 
 
 class _Step:
-    """The sums of a step; sizes are those of one rank and one micro-batch."""
+    """The sums of a step; sizes are of one rank and one micro-batch."""
 
     def __init__(self, config: ActorConfig, world_size: int, step: StepRows) -> None:
         parallel = self.parallel = config.parallel
@@ -125,8 +125,8 @@ class _Step:
         self.size = _SIZES[config.model.dtype]
         self.whole = self.tokens * self.shape.hidden * self.size
         self.part = self.whole // self.split
-        further = config.ddp if isinstance(config.ddp, dict) else {}
-        self.gradient = _FLOAT if further.get("grad_reduce_in_fp32", True) else self.size
+        extra = config.ddp if isinstance(config.ddp, dict) else {}
+        self.gradient = _FLOAT if extra.get("grad_reduce_in_fp32", True) else self.size
 
     def add(self, axes: Sequence[str], operation: str, group: str, nbytes: float, ranks: int) -> None:
         """Add the bytes of each of some ranks; nothing for groups of one rank."""
@@ -233,7 +233,7 @@ class _Step:
         boundaries = parallel.pp * (parallel.vpp or 1) - 1
         nbytes = 2 * boundaries * self.count * self.part
         pipelines = self.world_size // parallel.pp
-        if parallel.vpp and parallel.pp == 2:  # one direction has a group of its own, of all ranks
+        if parallel.vpp and parallel.pp == 2:  # one direction has a separate group, of all ranks
             for operation in ("send", "recv"):
                 self.add(["pp"], operation, name, nbytes / 2, pipelines)
                 self.add(self.topology.dense_axes, operation, "default_pg", nbytes / 2, pipelines)
@@ -255,8 +255,8 @@ def _check(config: ActorConfig, shape: Shape) -> None:
         raise _not_counted("parallel.etp", parallel.etp, "1")
     if config.ppo_max_tokens_per_micro_batch:
         raise _not_counted("ppo_max_tokens_per_micro_batch", config.ppo_max_tokens_per_micro_batch, "0")
-    further = transformer.add_bias_linear or transformer.add_qkv_bias or transformer.qk_layernorm
-    if further and (parallel.sequence_parallel or config.optim.distributed_optimizer):
+    extra = transformer.add_bias_linear or transformer.add_qkv_bias or transformer.qk_layernorm
+    if extra and (parallel.sequence_parallel or config.optim.distributed_optimizer):
         raise _not_counted("model.transformer", "biases or norms of queries", "none of them")
     if config.optim.optimizer != "adam" or config.optim.megatron:
         raise _not_counted("optim.optimizer", config.optim.optimizer, "'adam' without optim.megatron")

@@ -63,7 +63,7 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "transformer_impl": ("transformer_engine", "set model.transformer_impl"),
     "flash_decode": (False, "generation caches keys after their rotation"),
 }
-# Fields that only Transformer Engine's layers support; for those of attention see workers.model.local_attention.
+# Fields that only Transformer Engine's layers support; workers.model.local_attention has the fields of attention.
 _ENGINE_ONLY: dict[str, object] = {
     "fp8": None,
     "fp32_residual_connection": False,
@@ -132,11 +132,11 @@ def check_generation(parallel: ParallelConfig, at: str) -> None:
 
 
 def divided_for(model: ModelConfig, parallel: ParallelConfig, training: ParallelConfig) -> ModelConfig:
-    """Return the model for other axes than those of training: without a custom split of layers over other stages."""
+    """Return the model for other axes than in training: without a custom split of layers over other stages."""
     if (parallel.pp, parallel.vpp) == (training.pp, training.vpp):
         return model
-    further = {name: value for name, value in model.transformer.items() if name not in _CUSTOM_SPLIT}
-    return dataclasses.replace(model, transformer=further)
+    extra = {name: value for name, value in model.transformer.items() if name not in _CUSTOM_SPLIT}
+    return dataclasses.replace(model, transformer=extra)
 
 
 def check_local(model: ModelConfig, *, on_gpu: bool) -> None:

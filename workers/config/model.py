@@ -17,7 +17,7 @@ __all__ = ["ModelConfig"]
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A GPT model. Sizes are those of the whole model, before any axis divides it.
+    """A GPT model. Sizes are of the whole model, before any axis divides it.
 
     With ``hf_path`` set, ``load_config`` reads every size that is not set from the checkpoint's ``config.json``.
     """
@@ -85,7 +85,7 @@ class ModelConfig:
     family: str | None = None
     """Model type that the model is exported as. None: that of the registered family that is built like it."""
     transformer: dict[str, Any] = field(default_factory=dict)
-    """Further fields of Megatron's TransformerConfig, under Megatron's names."""
+    """Other fields of Megatron's TransformerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
         check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)

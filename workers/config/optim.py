@@ -44,7 +44,7 @@ _TIMERS = "it belongs to the timers of Megatron-LM's training loop"
 # Fields of OptimizerConfig, the only supported value, and the reason.
 _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "overlap_param_gather_with_optimizer_step": (False, "it needs Megatron-LM's own training loop"),
-    "use_layer_wise_distributed_optimizer": (False, "its buffers are not those of optim.distributed_optimizer"),
+    "use_layer_wise_distributed_optimizer": (False, "it does not use the buffers of optim.distributed_optimizer"),
     "grad_norm_skip_threshold": (float("inf"), "the skipped step would be reported as NaN or Inf; use optim.clip_grad"),
     "log_num_zeros_in_grad": (False, "no metric reports the number"),
     "optimizer_cuda_graph": (False, "the norm of every step is read on the host, for optim.on_nonfinite"),
@@ -62,7 +62,7 @@ _FIELDS_OF = {
 }
 _UNSUPPORTED = {
     "adaptive_muon": "its first step fails with emerging-optimizers 0.3",
-    "dist_muon": "its buffers are not those of optim.distributed_optimizer; use muon",
+    "dist_muon": "it does not use the buffers of optim.distributed_optimizer; use muon",
     "soap": "megatron-core cannot save its state in a checkpoint",
 }
 # Field -> the switch among the other fields without which it has no effect.
@@ -121,7 +121,7 @@ class OptimConfig:
     optimizer: str = "adam"
     """Name of the optimizer in Megatron-Core: adam, sgd, or muon or lion of the package emerging-optimizers."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Further fields of Megatron's OptimizerConfig, under Megatron's names."""
+    """Other fields of Megatron's OptimizerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
         check_at_least("optim.lr", self.lr, float(self.min_lr))
@@ -149,7 +149,7 @@ class OptimConfig:
                 key="optim.overlap_param_gather",
                 value=True,
             )
-        _check_further(self)
+        _check_megatron(self)
 
     def resolved(self, replicas: int, *, on_gpu: bool) -> OptimConfig:
         """Return this configuration with ``distributed_optimizer`` decided.
@@ -163,7 +163,7 @@ class OptimConfig:
         return replace(self, distributed_optimizer=on_gpu and replicas > 1 and self.optimizer == "adam")
 
 
-def _check_further(optim: OptimConfig) -> None:
+def _check_megatron(optim: OptimConfig) -> None:
     """Check ``optim.megatron`` as far as no model and no megatron-core is needed."""
     if optim.optimizer in _UNSUPPORTED:
         text = f"optim.optimizer={optim.optimizer!r} is not supported: {_UNSUPPORTED[optim.optimizer]}"
@@ -208,18 +208,18 @@ def check_loss_scale(optim: OptimConfig, dtype: str, at: str) -> None:
     Raises:
         ConfigError: a field has no effect; ``key`` names it.
     """
-    further = optim.megatron
-    if "loss_scale" in further and dtype == "float32" and not optim.distributed_optimizer:
+    fields = optim.megatron
+    if "loss_scale" in fields and dtype == "float32" and not optim.distributed_optimizer:
         key = f"{at}.megatron.loss_scale"
         text = f"{key} has no effect on parameters in float32 without {at}.distributed_optimizer; leave it out"
-        raise ConfigError(text, key=key, value=further["loss_scale"])
+        raise ConfigError(text, key=key, value=fields["loss_scale"])
     for name in _DYNAMIC_SCALE:
-        if name in further and (dtype != "float16" or further.get("loss_scale")):
+        if name in fields and (dtype != "float16" or fields.get("loss_scale")):
             key = f"{at}.megatron.{name}"
             reason = (
                 "a constant loss_scale is set" if dtype == "float16" else f"model.dtype is {dtype!r}, not 'float16'"
             )
-            raise ConfigError(f"{key} has no effect: {reason}; leave it out", key=key, value=further[name])
+            raise ConfigError(f"{key} has no effect: {reason}; leave it out", key=key, value=fields[name])
 
 
 DDP_SET_ELSEWHERE = {

@@ -62,7 +62,7 @@ class ParallelConfig:
 
         Args:
             args: with Megatron's names, such as ``tensor_model_parallel_size``. Axes that it does not have are 1.
-                Virtual stages are those that Megatron-LM's ``validate_args`` has computed.
+                Virtual stages are taken as Megatron-LM's ``validate_args`` has computed them.
 
         Raises:
             ConfigError: virtual stages are given in layers, and were not converted to a number of stages.

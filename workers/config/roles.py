@@ -73,14 +73,14 @@ class ActorConfig:
     share_prompts: bool = True
     """Compute a prompt once for the rows of a pass that begin with it, and no padding, in training and scoring.
 
-    Not where it is not the same: with experts, dropout, context parallelism or packed rows, and in models of your own.
+    Not done with experts, dropout, context parallelism or packed rows, or in custom models: the result would differ.
     """
     router_replay: str = "none"
-    """What chooses the experts of tokens in ``update_actor``: its own routers (none), or routers of an earlier pass.
+    """What chooses the experts of tokens in ``update_actor``: its own routers (none), or those of an earlier pass.
 
-    old_log_probs: those of the pass that computed the old log-probabilities. rollout: those of generation, which are
-    replayed for the old log-probabilities too. The weights of the chosen experts are always computed from their present
-    logits, so routers are trained.
+    old_log_probs: the pass that computed the old log-probabilities. rollout: generation, whose choices are replayed for
+    the old log-probabilities too. The weights of the chosen experts are always computed from their present logits, so
+    routers are trained.
     """
     ppo_epochs: int = 1
     """[epochs] Passes over the batch in one call of ``update_actor``."""
@@ -130,7 +130,7 @@ class ActorConfig:
     Ranks wait in a collective while others of their group generate, start an engine or read files.
     """
     ddp: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
+    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except the ones that optim sets."""
 
     def __post_init__(self) -> None:
         check_fit(self.model, self.parallel)
@@ -235,7 +235,7 @@ class CriticConfig:
     share_prompts: bool = True
     """Compute a prompt once for the rows of a pass that begin with it, and no padding, in training and scoring.
 
-    Not where it is not the same: with experts, dropout, context parallelism or packed rows, and in models of your own.
+    Not done with experts, dropout, context parallelism or packed rows, or in custom models: the result would differ.
     """
     ppo_epochs: int = 1
     """[epochs] Passes over the batch in one call of ``update_critic``."""
@@ -251,7 +251,7 @@ class CriticConfig:
     Ranks wait in a collective while others of their group generate, start an engine or read files.
     """
     ddp: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except those that optim sets."""
+    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except the ones that optim sets."""
 
     @property
     def update_size(self) -> MicroBatchSize:

@@ -33,7 +33,7 @@ class RolloutConfig:
     repetition_penalty: float = 1.0
     """Divide positive logits of tokens of the prompt and of the response so far by this, multiply negative ones. 1: no.
 
-    The policy is scored without the penalty: its log-probabilities are not those that were sampled from.
+    The policy is scored without the penalty: its log-probabilities differ from the distribution that was sampled.
     """
     do_sample: bool = True
     """Sample; False takes the most likely token."""

@@ -41,7 +41,7 @@ class VllmConfig:
     The rest is what is free beside the policy and the engine's weights when the engine starts.
     """
     seeds: bool = False
-    """Draw every sample with a seed of its own, so that a run can be repeated; vLLM then draws row by row."""
+    """Draw every sample with a separate seed, so that a run can be repeated; vLLM then draws row by row."""
     bucket_bytes: int = 64 << 20
     """[bytes] Weights that are sent at once. Two buckets exist at a time, each at least as large as one tensor."""
     start_timeout_s: float = 600.0
@@ -49,9 +49,9 @@ class VllmConfig:
     silence_timeout_s: float = 300.0
     """[seconds] An engine that has not finished a step, or part of an update, for this long is reported as hung."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of ``vllm.LLM``, under vLLM's names, such as ``enable_prefix_caching``.
+    """Other arguments of ``vllm.LLM``, under vLLM's names, such as ``enable_prefix_caching``.
 
-    ``gpu_memory_utilization`` [fraction of a GPU] is what is free when the engine starts, unless it is set here.
+    ``gpu_memory_utilization`` [fraction of a GPU] is the free share when the engine starts, unless it is set.
     """
 
     def __post_init__(self) -> None:

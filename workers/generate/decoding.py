@@ -59,9 +59,9 @@ def generate(
         pg: the process groups of the layout.
         samples: prompts on the CPU, padded on the left, with one seed per row.
         sampling: how tokens are drawn, and when a response ends.
-        vocab_size: ids from here on are padding of the vocabulary and are never drawn.
+        vocab_size: ids from this one on are padding of the vocabulary and are never drawn.
         device: of the model.
-        routers: those of the chunks, whose choices are returned. None: they are not.
+        routers: the routers of the chunks, whose choices are returned. None: no choices are returned.
 
     Returns:
         The responses, on every rank; the log-probabilities are 0 on all stages but the last.

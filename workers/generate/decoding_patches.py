@@ -37,7 +37,7 @@ _ROTARY = ("rope", "yarn")  # the position embeddings whose angles depend on one
 
 
 def check_positions(chunks: Sequence[Any]) -> None:
-    """Check that each row can have positions of its own, as prompts of unequal length need.
+    """Check that each row can have its own positions, as prompts of unequal length need.
 
     Raises:
         ConfigError: a layer rotates cached keys by their columns, or positions have several dimensions.
@@ -107,7 +107,7 @@ class TokenPositions:
 
 @contextlib.contextmanager
 def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute the attention of one new token by plain products, to all keys or to those that are not masked.
+    """Compute the attention of one new token by plain products, to all keys or to the keys that are not masked.
 
     With cuDNN, Transformer Engine builds a plan for every number of keys: for every token of a response. It masks
     single keys only with the mask type ``arbitrary``, which turns its flash and fused kernels off and repeats keys for
@@ -239,8 +239,8 @@ class _Rotation:
         config, length = attention.config, heads[0].size(0)
         if config.rotary_interleaved or self.mscale != 1.0 or angles.size(-1) < heads[0].size(-1):
             options = {"config": config, "mscale": self.mscale, "cp_group": attention.pg_collection.cp}
-            here = self.tokens.select_angles(angles, start, length)
-            return [apply_rotary_pos_emb(each, here, **options) for each in heads]
+            selected = self.tokens.select_angles(angles, start, length)
+            return [apply_rotary_pos_emb(each, selected, **options) for each in heads]
         if self.angles is not angles:
             sines = angles.sin().to(heads[0].dtype)
             self.angles, self.cosines = angles, angles.cos().to(heads[0].dtype)

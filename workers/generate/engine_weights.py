@@ -57,7 +57,7 @@ class EngineWeights:
             update: the number of the update, for the error.
 
         Returns:
-            What the update returns, and ``verify_seconds``, those of the slowest rank, if engines are compared.
+            What the update returns, and ``verify_seconds`` of the slowest rank, if engines are compared.
 
         Raises:
             WeightsNotArrived: on every rank.

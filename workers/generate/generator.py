@@ -30,7 +30,7 @@ __all__ = ["Generator"]
 
 
 class Generator:
-    """Generates with the rollout of a worker, after its weights were updated to those of the policy.
+    """Generates with the rollout of a worker, after its weights were updated to the policy's.
 
     As a part that can be offloaded, it is the rollout: which comes back without its weights.
 
@@ -230,7 +230,7 @@ def generate_batch(
 
 
 def _sequences(requested: Prompts, generated: Generated, samples: int) -> dict[str, Tensor]:
-    """The columns of the first ``samples`` sequences, on the CPU; those of a placeholder follow them."""
+    """The columns of the first ``samples`` sequences, on the CPU, without the sequences of a placeholder after them."""
     responses, mask, log_probs, *experts = (column[:samples].cpu() for column in generated.columns())
     ids, attention = (column[:samples] for column in requested.samples()[:2])
     whole = torch.cat((attention, mask), 1)
@@ -259,7 +259,7 @@ def _placeholder_prompt(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _seeds(
     ids: Tensor, attention: Tensor, rows: int, sampling: Sampling, call: int, dp_group: dist.ProcessGroup
 ) -> Tensor:
-    """A seed for every sample of this rank, 0 for those of a placeholder (a collective over dp).
+    """A seed for every sample of this rank, 0 for samples of a placeholder (a collective over dp).
 
     See ``sampling.sample_seeds``.
     """

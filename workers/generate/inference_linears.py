@@ -21,7 +21,7 @@ def inference_linears(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Reduce the forward pass of Megatron's linear layers to the product, and the sum over tp.
 
     What a linear does for its backward pass costs as much as a small product. The weights must not change inside. A
-    linear with a forward pass of its own, in a subclass or on the instance, keeps it.
+    linear with its own forward pass, in a subclass or on the instance, keeps it.
     """
     modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     columns = [

@@ -33,11 +33,12 @@ class MegatronRollout:
     Args:
         chunks: this rank's model chunks, wrapped in DistributedDataParallel or not.
         context: their layout, with cp=1.
-        vocab_size: ids from here on are padding of the vocabulary.
+        vocab_size: ids from this one on are padding of the vocabulary.
         max_rows: the most rows that are generated at once; 0 means as many as fit into memory.
         memory_fraction: of the free memory that the rows of a pass may take, if ``max_rows`` is 0.
         processes_on_node: processes that share the memory of the host.
-        routers: those of the chunks, whose choices are returned with the responses. None: they are not.
+        routers: the routers of the chunks, whose choices are returned with the responses. None: no choices are
+            returned.
     """
 
     holds_weights = False
@@ -46,7 +47,7 @@ class MegatronRollout:
     def of(
         cls, config: ActorConfig, chunks: Sequence[nn.Module], context: MegatronContext, processes_on_node: int
     ) -> MegatronRollout:
-        """Return a rollout with the settings of a policy; the other arguments are those of the class."""
+        """Return a rollout with the settings of a policy; the other arguments are passed to the class."""
         return cls(
             chunks,
             context,
@@ -83,7 +84,7 @@ class MegatronRollout:
         return generated if stages.rank() == stages.size() - 1 else None
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
-        """Do nothing and report nothing: the weights are those of the model."""
+        """Do nothing and report nothing: the rollout uses the weights of the model."""
         return {}
 
     def fingerprints(self) -> HeldWeights:
@@ -134,8 +135,8 @@ class MegatronRollout:
 class ReshardedRollout:
     """Generates with a copy of the weights in another layout, in the same processes.
 
-    The prompts of all data-parallel ranks of training are divided evenly over those of this layout, for any two
-    numbers of ranks. Each rank of training's last stage gets its own rows back.
+    The prompts of all data-parallel ranks of training are divided evenly over the data-parallel ranks of this layout,
+    for any two numbers of ranks. Each rank of training's last stage gets its own rows back.
 
     Args:
         rollout: generates with the copy, whose weights are undefined until the first ``update_weights``.
@@ -169,7 +170,7 @@ class ReshardedRollout:
         return returned._replace(routed_experts=returned.routed_experts[:, wider:])
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
-        """Update the copy: slices of tensors go directly from the ranks that have them to those that need them.
+        """Update the copy: slices of tensors go directly from the ranks that have them to the ranks that need them.
 
         Returns:
             ``resharding_seconds``, ``resharding_bytes_sent``, and ``resharding_least_bytes``: the least that could be

@@ -33,9 +33,9 @@ class RankRole(NamedTuple):
 
 
 class ResponseExchange:
-    """Sends responses from the ranks that generated shares of them to those that return them.
+    """Sends responses from the ranks that generated shares of them to the ranks that return them.
 
-    The ranks are all those of torch.distributed. The constructor and the method are collectives.
+    The ranks are all ranks of torch.distributed. The constructor and the method are collectives.
 
     Args:
         mine: the part of this rank.
@@ -50,7 +50,7 @@ class ResponseExchange:
         """Send the responses back to the ranks that requested them.
 
         Args:
-            generated: the responses of this rank, those of its share.
+            generated: the responses of this rank's share.
             shares: by share, its rows among all responses.
             shards: by dp rank of the requesting layout, its rows among all responses.
 

@@ -35,7 +35,7 @@ class Prompts(NamedTuple):
     seeds: Tensor
 
     def samples(self) -> Prompts:
-        """Return the prompts with one row for every response, those of one prompt next to each other."""
+        """Return the prompts with one row for every response; the rows of one prompt are next to each other."""
         n = self.seeds.size(1)
         return Prompts(
             self.ids.repeat_interleave(n, 0), self.attention_mask.repeat_interleave(n, 0), self.seeds.view(-1, 1)
@@ -56,14 +56,14 @@ class LogProbBasis(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """Generated responses, each ``[rows * n, response_length]``, those of one prompt next to each other.
+    """Generated responses, each ``[rows * n, response_length]``; the responses to one prompt are next to each other.
 
     Attributes:
         responses: int64, padded on the right after the stop token.
         mask: int64, 1 up to and including the stop token.
         log_probs: float32, 0 where the mask is 0.
         basis: what ``log_probs`` are of. None: of the policy at the temperature of the batch, before top-k and top-p,
-            as ``compute_log_prob`` returns them. Others are not comparable with those, and become the column
+            as ``compute_log_prob`` returns them. Others are not comparable with them, and become the column
             ``engine_log_probs`` instead of ``rollout_log_probs``.
         routed_experts: integers ``[rows * n, prompt + response_length, layers, topk]``, the experts that computed each
             token of prompt and response, in the layers that have experts; -1 for padding, and for the last token of a
@@ -97,8 +97,8 @@ class PolicyWeights:
     Args:
         chunks: this rank's model chunks, for a rollout of Megatron's; none if the weights come from another group.
         context: the layout of the ranks.
-        whole: the tensors, if they are not those of the chunks.
-        device: of the tensors; None for that of the chunks.
+        whole: the tensors, if they differ from the chunks'.
+        device: of the tensors; None for the device of the chunks.
 
     Attributes:
         chunks, context: as passed.
@@ -197,8 +197,8 @@ class HeldWeights(NamedTuple):
 
     Attributes:
         naming: whose names they have: ``hugging_face``, or ``megatron``.
-        fingerprints: those of the tensors that this rank's engine holds, in the engine's dtypes; none on a rank
-            without an engine. An engine that holds several copies of a tensor reports each, under the tensor's name.
+        fingerprints: of the tensors that this rank's engine holds, in the engine's dtypes; none on a rank without an
+            engine. An engine that holds several copies of a tensor reports each, under the tensor's name.
     """
 
     naming: str

@@ -19,8 +19,8 @@ The code compares ``weight / -log(u)``, whose logarithm is ``log(weight) + gumbe
 three.
 
 The seed of a sample is mixed from the seed of the run, the number of batches sampled before, the tokens of the prompt,
-and the number of the sample among those of that prompt. The noise is therefore the same for every layout, every device
-and every order of the batch.
+and the number of the sample among the samples of that prompt. The noise is therefore the same for every layout, every
+device and every order of the batch.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def draw_tokens(
         seen: bool ``[rows, vocab]``, the tokens that the repetition penalty lowers; None for none.
 
     Returns:
-        Tokens, int64 ``[rows]``, and their log-probabilities, float32 ``[rows]``: those of the policy at the
-        temperature but before penalty and filters, as ``compute_log_prob`` returns them.
+        Tokens, int64 ``[rows]``, and their log-probabilities, float32 ``[rows]``: the policy's at the temperature but
+        before penalty and filters, as ``compute_log_prob`` returns them.
     """
     log_probs = torch.log_softmax(_scaled(logits, sampling), dim=-1)
     lowered = log_probs

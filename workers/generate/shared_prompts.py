@@ -20,7 +20,7 @@ class DistinctPrompts(NamedTuple):
     Attributes:
         ids: int64 ``[prompts, width]``, from column 0 on.
         lengths: int64 ``[prompts]``.
-        of_row: int64 ``[rows]``, the prompt of each row. None: every row has a prompt of its own.
+        of_row: int64 ``[rows]``, the prompt of each row. None: every row has a different prompt.
     """
 
     ids: Tensor
@@ -29,7 +29,7 @@ class DistinctPrompts(NamedTuple):
 
 
 def distinct_prompts(chunks: Sequence[Any], ids: Tensor, lengths: Tensor) -> DistinctPrompts:
-    """Return the prompts of rows without those that repeat the row before.
+    """Return the prompts of rows without repetitions of the row before.
 
     Models with experts get every row: which tokens they drop may depend on how many there are.
 

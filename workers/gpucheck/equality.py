@@ -59,7 +59,7 @@ TOLERANCES: dict[str, Tolerance] = {
 
 
 def attention(session: Session) -> Iterator[Row]:
-    """Name the kernels of attention in an update, with heads as wide as those of large models."""
+    """Name the kernels of attention in an update, with heads as wide as in large models."""
     for case in ("dense", "packed"):
         settings = CaseRun(case, "bfloat16", session.implementation).settings()
         settings["model"] |= {"num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 128}
@@ -84,7 +84,7 @@ def equality(session: Session) -> Iterator[Row]:
         try:
             found[run] = run_case(run, session.folder)
             yield from case_rows(run, found[run], expected[run.on_cpu]())
-        except Exception as error:  # a kind of model that does not work here says nothing about the others
+        except Exception as error:  # one kind of model that fails says nothing about the others
             yield raised(str(run), error)
     if not can_save():
         yield skipped("checkpoints", "psutil, which Megatron-Core saves with, is not installed")

@@ -44,7 +44,7 @@ _GB = 2**30
 def _group(
     config: ActorConfig, role: str, *, pool: RayResourcePool | None = None, ranks: int = 1
 ) -> Iterator[MegatronRayWorkerGroup]:
-    """Start a group, in a pool of its own unless one is given."""
+    """Start a group, in a new pool unless one is given."""
     with contextlib.ExitStack() as stack:
         pool = pool or stack.enter_context(RayResourcePool([ranks]))
         created = RayClassWithInitArgs(ActorRolloutRefWorker, config, role)

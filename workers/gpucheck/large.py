@@ -46,7 +46,7 @@ class Scale:
 
         Args:
             implementation: of the layers.
-            settings: further fields of ActorConfig; ``rollout`` and ``seed`` are added to those of the model.
+            settings: other fields of ActorConfig; ``rollout`` and ``seed`` are added to the fields of the model.
         """
         model = self.model | {"dtype": "bfloat16", "transformer_impl": implementation, "seed": settings.pop("seed", 1)}
         rollout = {"prompt_length": self.prompt, "response_length": self.response} | settings.pop("rollout", {})

@@ -14,11 +14,11 @@ from torch.torch_version import TorchVersion
 
 from workers.gpucheck.rows import Row, judged
 
-__all__ = ["bfloat16_problem", "gpu_problem", "versions"]
+__all__ = ["bfloat16_error", "gpu_error", "versions"]
 
 
-def gpu_problem() -> str | None:
-    """Return one line that says why torch can use no GPU here, and what to do; None if it can use one.
+def gpu_error() -> str | None:
+    """Return one line that says why torch can use no GPU, and what to do; None if it can use one.
 
     Call this before anything patches ``torch.cuda`` for a CPU.
     """
@@ -41,7 +41,7 @@ def gpu_problem() -> str | None:
     return f"torch {torch.__version__} with CUDA {torch.version.cuda} finds no GPU{chosen}: run nvidia-smi"
 
 
-def bfloat16_problem(capability: tuple[int, int], name: str) -> str | None:
+def bfloat16_error(capability: tuple[int, int], name: str) -> str | None:
     """Return one line if a GPU of this compute capability has no bfloat16 arithmetic, otherwise None."""
     if capability >= (8, 0):
         return None
@@ -52,14 +52,14 @@ def bfloat16_problem(capability: tuple[int, int], name: str) -> str | None:
 def versions(_: object) -> Iterator[Row]:
     """Yield the rows of packages and GPUs."""
     supported = (3, 11) <= sys.version_info[:2] <= (3, 12) and TorchVersion(torch.__version__) >= "2.6"
-    problem = None if supported else "install torch 2.6 or newer, in an environment of Python 3.11 or 3.12"
+    error = None if supported else "install torch 2.6 or newer, in an environment of Python 3.11 or 3.12"
     if find_spec("transformer_engine") is not None and not HAVE_TE:
-        problem = "Megatron cannot import the installed Transformer Engine: install a version that it knows"
+        error = "Megatron cannot import the installed Transformer Engine: install a version that it knows"
     yield judged(
         "versions",
-        problem is None,
+        error is None,
         "Python 3.11 or 3.12, torch 2.6",
-        problem or "",
+        error or "",
         python=".".join(map(str, sys.version_info[:3])),
         **{name.replace("-", "_"): _version(name) for name in ("torch", "megatron-core", "transformer-engine")},
         cuda=str(torch.version.cuda),
@@ -69,12 +69,12 @@ def versions(_: object) -> Iterator[Row]:
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
         busy = "other processes use this GPU (nvidia-smi lists them): end them, or set CUDA_VISIBLE_DEVICES"
-        problem = bfloat16_problem(capability, name) or (busy if free < 0.9 * total else None)
+        error = bfloat16_error(capability, name) or (busy if free < 0.9 * total else None)
         yield judged(
             f"cuda:{index}",
-            problem is None,
+            error is None,
             "capability 8.0, 90% free",
-            problem or "",
+            error or "",
             gpu=name,
             capability="{}.{}".format(*capability),
             free_gb=free / 2**30,

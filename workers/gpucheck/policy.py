@@ -28,7 +28,7 @@ def actor_config(settings: Mapping[str, Any]) -> ActorConfig:
     """Return the configuration of an actor without clipping, from nested fields, without omegaconf.
 
     Args:
-        settings: fields of ActorConfig, such as those of ``Case.settings`` with ``rollout``.
+        settings: fields of ActorConfig, such as ``Case.settings`` returns, with ``rollout``.
     """
     types = {"model": ModelConfig, "parallel": ParallelConfig, "optim": OptimConfig, "rollout": RolloutConfig}
     nested: dict[str, Any] = {name: made(**settings.get(name, {})) for name, made in types.items()}

@@ -74,7 +74,7 @@ def raised(name: str, error: Exception) -> Row:
 
 
 class Report:
-    """The rows of a run, written as they are added: a run that is killed keeps those that it has.
+    """The rows of a run, written as they are added: a run that is killed keeps the rows written so far.
 
     Args:
         output: gets a line of JSON for each row, and is flushed.

@@ -26,7 +26,7 @@ class Session:
 
     Attributes:
         scale: sizes of the model of parts b to d.
-        layers: the implementations of layers that can be used here.
+        layers: the implementations of layers that this machine can use.
     """
 
     def __init__(self, *, tiny: bool, folder: Path | None = None) -> None:

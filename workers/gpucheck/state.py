@@ -89,7 +89,7 @@ def saves(session: Session) -> Iterator[Row]:
         policy.update(batch)
         tolerance = TOLERANCES["bfloat16"]
         difference = score_difference(policy.scores(batch), expected, tolerance)
-        advice = "the step after a load differs from the step after the save: do not resume runs here"
+        advice = "the step after a load differs from the step after the save: do not resume runs on this machine"
         yield at_most("step after a load", difference, tolerance.again, advice)
 
 

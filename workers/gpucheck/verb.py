@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from workers.gpucheck.checks import run_parts
-from workers.gpucheck.machine import gpu_problem
+from workers.gpucheck.machine import gpu_error
 from workers.gpucheck.rows import Report
 from workers.gpucheck.session import Session
 
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print the rows and the table, and return the exit status."""
-    problem = gpu_problem()
-    if problem is not None:
-        sys.stderr.write(f"gpucheck: {problem}\n")
+    error = gpu_error()
+    if error is not None:
+        sys.stderr.write(f"gpucheck: {error}\n")
         return UNUSABLE
     parts = [part for part in _PARTS if part in (arguments.part or _PARTS)]
     with os.fdopen(os.dup(1), "w") as rows:

@@ -1,8 +1,8 @@
 """Bytes of activations: what a layer saves for its backward pass, and what passes through it at once.
 
 The terms follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with gated MLPs,
-grouped queries, attention that saves no scores, and experts that get equal shares of the tokens. Those of the local
-layers are the tensors that they save; those of Transformer Engine are its documented ones, not measured yet.
+grouped queries, attention that saves no scores, and experts that get equal shares of the tokens. For the local layers,
+they are the tensors that the layers save; for Transformer Engine, the documented ones, not measured yet.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Tokens:
 
     Attributes:
         count: rows x padded length, divided over the cp axis.
-        local: those of them that a rank keeps between layers: divided over tp under sequence parallelism.
+        local: the tokens that a rank keeps between layers: divided over tp under sequence parallelism.
         size: bytes of one element of the hidden states.
-        fused: whether layers are those of Transformer Engine.
+        fused: whether layers are Transformer Engine's.
     """
 
     count: int
@@ -113,7 +113,7 @@ def layer_passing(shape: Shape, tokens: Tokens, with_experts: bool, masks: int =
 
     Args:
         shape: of the model.
-        tokens: those that pass through it.
+        tokens: the tokens that pass through the layer.
         with_experts: whether the layer has experts.
         masks: bytes of attention masks, which exist during attention.
         decoding: whether the layer runs in generation, whose linear layers copy no input.
@@ -145,7 +145,8 @@ def recomputes_all(shape: Shape) -> bool:
 def in_flight(micro_batches: int, pp: int, pp_rank: int, vpp: int | None) -> int:
     """Return how many micro-batches have saved activations at once, in chunks of the stage.
 
-    1F1B: ``pp - pp_rank``. Interleaved: those of the warm-up and one more, ``2 (pp - pp_rank - 1) + (vpp - 1) pp + 1``.
+    1F1B: ``pp - pp_rank``. Interleaved: the micro-batches of the warm-up and one more,
+    ``2 (pp - pp_rank - 1) + (vpp - 1) pp + 1``.
 
     Args:
         micro_batches: of one optimizer step.

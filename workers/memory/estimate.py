@@ -81,9 +81,9 @@ class PlannedRole:
         parallel: its axes.
         world_size: number of ranks.
         optim: its optimizer; None if the model is not trained.
-        ddp: further fields of Megatron's DistributedDataParallelConfig.
+        ddp: other fields of Megatron's DistributedDataParallelConfig.
         value_head: whether the model ends in a value head.
-        fused: whether the layers are those of Transformer Engine.
+        fused: whether the layers are Transformer Engine's.
 
     Raises:
         LayoutError: the axes do not divide the world size.
@@ -127,7 +127,7 @@ class PlannedRole:
 
     def _optimizer(self, optim: OptimConfig, count: Parameters) -> int:
         layout = self.layout
-        further = optim.megatron
+        extra = optim.megatron
         name = optim.optimizer
         if name not in _STATES:
             raise ConfigError(
@@ -135,24 +135,24 @@ class PlannedRole:
                 key="optim.optimizer",
                 value=name,
             )
-        per_parameter = sum(_SIZES[str(further.get(state, "float32"))] for state in _STATES[name])
+        per_parameter = sum(_SIZES[str(extra.get(state, "float32"))] for state in _STATES[name])
         if self.model.dtype != "float32":  # the optimizer updates a copy of the weights in float32
-            per_parameter += _SIZES[str(further.get("main_params_dtype", "float32"))]
-        if further.get("store_param_remainders"):
+            per_parameter += _SIZES[str(extra.get("main_params_dtype", "float32"))]
+        if extra.get("store_param_remainders"):
             per_parameter -= self.size
         sharded = optim.distributed_optimizer
         dense = count.dense / (layout.dp * layout.cp if sharded else 1)
         expert = count.expert / (layout.sizes["edp"] if sharded else 1)
         on_device = 1.0
-        if further.get("optimizer_cpu_offload"):
-            on_device -= float(further.get("optimizer_offload_fraction", 1.0))
+        if extra.get("optimizer_cpu_offload"):
+            on_device -= float(extra.get("optimizer_offload_fraction", 1.0))
         return math.ceil(per_parameter * on_device * (dense + expert))
 
     def nccl(self) -> int:
         """Return the guess for NCCL's buffers: one communicator for each group that an update uses.
 
-        Megatron makes a group for each set of axes, also of the same ranks. The gradient norm has one of its own: that
-        of tp x pp, or of all ranks with the distributed optimizer.
+        Megatron makes a group for each set of axes, also of the same ranks. The gradient norm has a separate group: of
+        tp x pp, or of all ranks with the distributed optimizer.
         """
         layout = self.layout
         distributed = self.optim is not None and self.optim.distributed_optimizer
@@ -247,7 +247,7 @@ class PlannedRole:
         return Tokens(count, local, self.size, self.fused)
 
     def _exchanged(self, pp_rank: int, tokens: Tokens) -> int:
-        """Hidden states next to those that pass through a layer: the ones sent, or on the last stage other inputs."""
+        """Hidden states outside of the layers: the ones sent, or on the last stage the inputs of other chunks."""
         others = (self.parallel.vpp or 0) if pp_rank == self.parallel.pp - 1 else 1
         return tokens.size * tokens.local * self.shape.hidden * others
 

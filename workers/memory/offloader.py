@@ -33,7 +33,7 @@ _GB = 2**30
 
 
 class Offloader:
-    """Moves parts of a worker to host memory, and brings back those that a method needs before it runs.
+    """Moves parts of a worker to host memory, and brings back the parts that a method needs before it runs.
 
     Args:
         state: the models and the optimizer.

@@ -15,7 +15,7 @@ from workers.model.transformer_config import transformer_config
 
 __all__ = ["Parameters", "Shape", "count_parameters", "layers_of_chunks"]
 
-# Fields of model.transformer that add parameters which are not counted here, and the values without an effect.
+# Fields of model.transformer that add parameters which are not counted, and the values without an effect.
 _NOT_COUNTED = {
     "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
@@ -31,8 +31,8 @@ class Parameters:
     """Numbers of parameters of one rank.
 
     Attributes:
-        dense: those that are replicated over the dp and cp axes.
-        expert: those of experts, which are replicated over the edp axis.
+        dense: parameters that are replicated over the dp and cp axes.
+        expert: parameters of experts, which are replicated over the edp axis.
     """
 
     dense: int = 0
@@ -59,7 +59,7 @@ class Shape:
         vocabulary: entries of the vocabulary of the rank.
 
     Raises:
-        ConfigError: the model has parts whose parameters are not counted here; the error names the field.
+        ConfigError: the model has parts whose parameters are not counted; the error names the field.
     """
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -65,14 +65,14 @@ def build_model(
     ``workers.model.placement.place_chunks`` describes which tensors are moved and cast, also of user-defined models.
 
     Args:
-        model: the model; its weights are those at ``model.hf_path``, or follow from ``model.seed``.
+        model: the model; its weights are read from ``model.hf_path``, or follow from ``model.seed``.
         parallel: the axes of ``context``.
         context: the layout that the model is built in.
         value_head: whether the model ends in a value head, as a critic does: one number for each token (float32
             ``[batch, seq, 1]``) instead of logits. Embeddings are not tied then.
         model_provider: a function that builds each chunk. Of ``model`` only ``vocab_size`` is used then: if the
-            chunk's vocabulary is larger, the rest is padding, which is never sampled and not saved. The weights are
-            those of the provider, moved to the device and cast to the dtype of the chunk's own Megatron config.
+            chunk's vocabulary is larger, the rest is padding, which is never sampled and not saved. The weights are the
+            provider's, moved to the device and cast to the dtype of the chunk's own Megatron config.
         initialize: False leaves the weights uninitialized, to be loaded later, and ignores ``model.hf_path`` and
             ``model.seed``.
 

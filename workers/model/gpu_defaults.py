@@ -176,7 +176,7 @@ def connection_variables(arguments: Iterable[Any], capability: tuple[int, int] |
     """Return CUDA_DEVICE_MAX_CONNECTIONS with its value, or nothing, for a worker with these arguments.
 
     Args:
-        arguments: those of its constructor: of them, the axes, and configurations that have the axes.
+        arguments: the arguments of its constructor, of which the axes, and configurations that have the axes, are read.
         capability: compute capability of the GPUs; None if it is unknown.
     """
     for each in arguments:

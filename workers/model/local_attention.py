@@ -33,7 +33,7 @@ _NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla"}
 class TEDotProductAttention(MegatronModule):
     """Compute softmax(QK^T / sqrt(d)) V with ``scaled_dot_product_attention``; without parameters.
 
-    Arguments are those of Megatron's class of the same name.
+    It takes the arguments of Megatron's class of the same name.
 
     Raises:
         ConfigError: the config has sliding windows or learned softmax offsets, which need Transformer Engine.
@@ -88,7 +88,7 @@ class TEDotProductAttention(MegatronModule):
             value: as ``key``.
             attention_mask: bool, True where attention is not allowed (Megatron's meaning); ``[batch, 1, 1, keys]``
                 masks keys in addition to causality, ``[batch or 1, 1, queries, keys]`` replaces it. Under context
-                parallelism both dims are those of the whole sequence, in its own order. None: causality only.
+                parallelism both dims are of the whole sequence, in its own order. None: causality only.
             attn_mask_type: ignored; the type of the layer counts.
             attention_bias: must be None.
             packed_seq_params: the bounds of packed sequences (THD), each of them divided over cp separately.

@@ -23,12 +23,12 @@ _BUFFERS_AS_MADE = (Router, YarnRotaryEmbedding)
 def place_chunks(chunks: Sequence[torch.nn.Module], device: torch.device) -> None:
     """Move model chunks to ``device`` and cast them to their dtype, in place.
 
-    The rule is that of Megatron-LM, whose ``get_model`` calls ``cuda()`` and then ``Float16Module``, and is the same on
-    a CPU:
+    The rule is Megatron-LM's, whose ``get_model`` calls ``cuda()`` and then ``Float16Module``, and is the same on a
+    CPU:
 
     - Every parameter and buffer goes to the device.
     - Every floating-point parameter is cast to ``chunk_dtype`` of its chunk. So is every floating-point buffer, except
-      those that Megatron keeps in float32: the buffers of MoE routers and of YaRN's rotary embedding.
+      the ones that Megatron keeps in float32: the buffers of MoE routers and of YaRN's rotary embedding.
     - Tensors that are neither parameter nor buffer stay, such as the frequencies of rotary embeddings. Megatron makes
       these on the device, in float32.
 

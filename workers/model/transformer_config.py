@@ -19,7 +19,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit
 from workers.model.gpu_defaults import gpu_defaults
 
-__all__ = ["check_chunks", "coerced", "further_fields", "transformer_config"]
+__all__ = ["check_chunks", "checked_fields", "coerced", "transformer_config"]
 
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -36,7 +36,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     """Return the TransformerConfig of the model on these axes; needs no process group.
 
     Args:
-        model: the model; ``model.transformer`` has further fields of TransformerConfig.
+        model: the model; ``model.transformer`` has other fields of TransformerConfig.
         parallel: the sizes of the axes.
 
     Raises:
@@ -47,12 +47,12 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     fields = _from_model(model) | _from_parallel(parallel)
     set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
     fields |= {default.field: default.value for default in gpu_defaults(model)}
-    further = further_fields(TransformerConfig, model.transformer, "model.transformer", set_elsewhere)
+    extra = checked_fields(TransformerConfig, model.transformer, "model.transformer", set_elsewhere)
     # With one expert for each token, a softmax over the chosen one is 1. Megatron computes that, but its check rejects
     # it: the main loss does not train the router then.
-    chosen_only = model.moe_router_topk == 1 and further.get("moe_router_pre_softmax") is False
+    chosen_only = model.moe_router_topk == 1 and extra.get("moe_router_pre_softmax") is False
     try:
-        config = TransformerConfig(**(fields | further | ({"moe_router_pre_softmax": True} if chosen_only else {})))
+        config = TransformerConfig(**(fields | extra | ({"moe_router_pre_softmax": True} if chosen_only else {})))
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"TransformerConfig rejects the model: {error}", key="model", value=model) from error
     if chosen_only:
@@ -152,7 +152,7 @@ _POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
 
 
 def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelConfig, owner: str) -> None:
-    """Check that model chunks are those of the configuration, which ranks, checkpoints and exports rely on.
+    """Check that model chunks match the configuration, which ranks, checkpoints and exports rely on.
 
     Chunks without a TransformerConfig of Megatron's are not checked.
 
@@ -197,7 +197,7 @@ def _compare(differing: dict[str, tuple[Any, Any]], name: str, built: Any, wante
         differing[name] = (built, wanted)
 
 
-# Fields that have a value here, and that a user may set to another.
+# Defaults that differ from Megatron's; a user may set other values.
 _CHANGEABLE = frozenset(
     (
         "moe_token_dispatcher_type",
@@ -210,7 +210,7 @@ _CHANGEABLE = frozenset(
 )
 
 
-def further_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
+def checked_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a configuration class of Megatron, checked and converted to its annotations.
 
     Args:

@@ -45,7 +45,7 @@ def peak_tflops(device_name: str) -> float | None:
 def training_flops(chunks: Sequence[nn.Module], lengths: Tensor, pg: ProcessGroupCollection) -> float:
     """Return this rank's operations of a forward and a backward pass: of the model, not of what it computes again.
 
-    6 for each token and parameter but those of the input embedding, and for causal attention 6 x length x width of the
+    6 for each token and parameter outside of the input embedding, and for causal attention 6 x length x width of the
     queries for each token and layer (Narayanan et al. 2021, with half of the attention). Experts are assumed to get
     equal shares of the tokens.
 

@@ -37,7 +37,7 @@ def log_probs_and_entropy(
         project: the output layer, from ``[tokens, hidden]`` to this rank's logits ``[tokens, vocab / tp]``.
         targets: ``[tokens]`` int64, ids in the whole vocabulary.
         group: the ranks that the vocabulary is divided over; None if this rank has all of it.
-        vocab_size: ids from here up are padding of the vocabulary and have probability 0.
+        vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
         temperature: divides the logits, as the sampler does.
         chunk_tokens: logits exist for this many tokens at once. With more than one chunk the backward pass computes
             each chunk's logits again.
@@ -68,7 +68,7 @@ def vocab_parallel_log_probs(
         logits: this rank's, float32 ``[tokens, vocab / tp]``, divided by the temperature.
         targets: ``[tokens]`` int64, ids in the whole vocabulary.
         group: the ranks that the vocabulary is divided over; None if this rank has all of it.
-        vocab_size: ids from here up are padding of the vocabulary and have probability 0.
+        vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
     """
     return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size)
 

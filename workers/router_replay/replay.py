@@ -20,7 +20,7 @@ class RouterReplay:
 
     Args:
         mode: ``router_replay`` of the configuration.
-        routers: those of the policy on this rank; None if there is no replay.
+        routers: the policy's routers on this rank; None if there is no replay.
     """
 
     def __init__(self, mode: str, routers: ModelRouters | None) -> None:

@@ -1,8 +1,9 @@
 """The routers of a model: what each chooses in a pass is recorded, or given to it.
 
 Megatron's router asks an object for its choice of experts (``TopKRouter.router_replay``). Megatron's own object for
-this, ``RouterReplay``, belongs to a list of all routers of a process, which all do the same. Here every model of a
-process has objects of its own: its reference, its copy for generation and its critic are not affected.
+this, ``RouterReplay``, belongs to a list of all routers of a process, which all do the same. In this project every
+model of a process has separate objects: recording one does not affect the reference, the copy for generation or the
+critic.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ModelRouters:
         experts: number of experts of a layer.
         topk: number of experts that compute a token.
         layers: number of layers with experts in the whole model.
-        own: for each router of this rank, in the order of the chunks, the index of its layer among those.
+        own: for each router of this rank, in the order of the chunks, the index of its layer among the layers with
+            experts.
         dtype: of the indices of experts: int8, or int16 if there are more than 128 experts.
 
     Raises:
@@ -53,7 +55,7 @@ class ModelRouters:
         for chunk in map(unwrap_model, chunks):
             named = ((name, module) for name, module in chunk.named_modules() if isinstance(module, TopKRouter))
             self._of_chunk[id(chunk)] = [_Router(name, module) for name, module in named]
-        routers = [router for those in self._of_chunk.values() for router in those]
+        routers = [router for chunk_routers in self._of_chunk.values() for router in chunk_routers]
         numbers = sorted({number for stage in all_gather_values([r.layer for r in routers], pg.pp) for number in stage})
         if not numbers:
             raise ConfigError(
@@ -121,7 +123,7 @@ class ModelRouters:
         """Return the experts of all layers ``[..., layers, topk]`` (a collective over pp).
 
         Args:
-            own: those of this rank's routers, ``[..., routers, topk]``.
+            own: the experts that this rank's routers chose, ``[..., routers, topk]``.
         """
         everything = own.new_full((*own.shape[:-2], self.layers, self.topk), NOT_RECORDED)
         everything[..., self.own, :] = own

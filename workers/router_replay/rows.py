@@ -18,7 +18,7 @@ class ReplayedExperts:
     """Experts that the routers are to choose for the tokens of rows.
 
     Args:
-        routers: those of this rank.
+        routers: the routers of this rank.
         values: ``[rows, seq, routers, topk]``.
     """
 
@@ -26,7 +26,7 @@ class ReplayedExperts:
         self.routers, self.values = routers, values
 
     def take(self, index: Tensor, valid: int) -> ReplayedExperts:
-        """Return the experts of a micro-batch: of the rows at ``index``, also those from ``valid`` on that fill it."""
+        """Return the experts of the rows at ``index``, a micro-batch; rows from the ``valid``-th on only fill it."""
         return ReplayedExperts(self.routers, self.values[index])
 
     def narrow(self, width: int) -> ReplayedExperts:
@@ -54,7 +54,7 @@ class RecordedExperts:
     """The experts that the routers choose for the tokens of rows, or of the micro-batches that are taken from them.
 
     Args:
-        routers: those of this rank.
+        routers: the routers of this rank.
         rows: number of rows.
         width: tokens of a row.
         index: int64 ``[n]``, the positions of the first ``n`` rows in the batch that they are from; rows after them
@@ -109,7 +109,7 @@ class RecordedExperts:
         return everything
 
     def own(self) -> Tensor:
-        """Return those of this rank's routers and tokens, ``[rows, seq, routers, topk]``."""
+        """Return the experts of this rank's routers and tokens, ``[rows, seq, routers, topk]``."""
         sizes = (self._rows * self.width, len(self.routers.own), self.routers.topk)
         values = torch.full(sizes, NOT_RECORDED, dtype=self.routers.dtype, device=self._device)
         for places, positions, chosen in self._passes:
@@ -157,7 +157,7 @@ class GeneratedExperts:
     """The experts of prompts and of their responses, in the columns of both, with prompts at the right edge of theirs.
 
     Args:
-        routers: those of this rank.
+        routers: the routers of this rank.
         lengths: int64 ``[rows]``, the tokens of each prompt.
         prompt_columns: columns of the prompts.
         response_columns: columns of the responses.

@@ -52,10 +52,12 @@ _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("file", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
     parser.add_argument("--role", help="the file has the configuration of this role only, e.g. critic")
-    parser.add_argument("--config", metavar="MODULE:CLASS", help="the dataclass of the file, of a program of your own")
-    parser.add_argument("--world-size", type=int, help="ranks of each group; by default those of the role's pool")
+    parser.add_argument(
+        "--config", metavar="MODULE:CLASS", help="the dataclass of the file, if your program defines one"
+    )
+    parser.add_argument("--world-size", type=int, help="ranks of each group; by default as many as the role's pool has")
     parser.add_argument(
         "--layers",
         choices=("transformer_engine", "local"),
@@ -95,7 +97,7 @@ def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mappi
 
 
 def _nodes(config: Any, key: str, world_size: int) -> list[str]:
-    """The node of every rank: those of the role's pool, or one if its size is not that of the pool."""
+    """The node of every rank: the nodes of the role's pool, or one node if its size is not the pool's."""
     pool = pool_nodes(config)[pool_names(config).get(key, MAIN_POOL)] if isinstance(config, RunConfig) else []
     nodes = [f"node{node}" for node, size in enumerate(pool) for _ in range(size)]
     return nodes if len(nodes) == world_size else ["node0"] * world_size
@@ -133,7 +135,7 @@ def _problems(config: Any) -> list[str]:
     if not isinstance(config, RunConfig):
         return []
     parts = make_parts(config)
-    parts.try_rewards(here=True)
+    parts.try_rewards(in_process=True)
     return parts.problem_lines()
 
 
@@ -245,7 +247,7 @@ def _locality_lines(config: RunConfig) -> list[str]:
 
 
 def _resource_lines(config: RunConfig) -> list[str]:
-    """Return the resources that the pools reserve and those of the cluster, or of this machine if there is none."""
+    """Return the resources that the pools reserve, and the resources of the cluster, or of this machine without one."""
     unit = "GPU" if config.pool.use_gpu else "CPU"
     pools = pools_of(config, roles_of(config))
     lines = [

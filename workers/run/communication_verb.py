@@ -23,10 +23,12 @@ _ROLE = "actor_rollout_ref"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("file", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
     parser.add_argument("--role", help=f"the file has the configuration of this role only: {_ROLE} or ref")
-    parser.add_argument("--config", metavar="MODULE:CLASS", help="the dataclass of the file, of a program of your own")
-    parser.add_argument("--world-size", type=int, help="ranks of the group; by default those of the role's pool")
+    parser.add_argument(
+        "--config", metavar="MODULE:CLASS", help="the dataclass of the file, if your program defines one"
+    )
+    parser.add_argument("--world-size", type=int, help="ranks of the group; by default as many as the role's pool has")
 
 
 def run(arguments: argparse.Namespace) -> int:

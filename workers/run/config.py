@@ -25,7 +25,7 @@ __all__ = [
     "OWN_POOL_ROLES",
     "ROLES",
     "ClusterConfig",
-    "FurtherPoolConfig",
+    "NamedPoolConfig",
     "PoolConfig",
     "RunConfig",
     "read_run_config",
@@ -54,7 +54,7 @@ class PoolConfig:
     use_gpu: bool = False
     """Reserve GPUs; False runs on CPUs."""
     isolate_gpus: bool = False
-    """Each process sees only its own GPU, as cuda:0, instead of those of all ranks of its group on the node."""
+    """Each process sees only its own GPU, as cuda:0, instead of the GPUs of all ranks of its group on the node."""
     record_collectives: bool = True
     """Each process records its last collectives; ``CallTimeout`` then reports which rank waits for which."""
     threads: int | None = None
@@ -70,8 +70,8 @@ class PoolConfig:
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
-class FurtherPoolConfig:
-    """A further resource pool, with a slot in each bundle for every role in it."""
+class NamedPoolConfig:
+    """Another resource pool, with a slot in each bundle for every role in it."""
 
     process_on_nodes: list[int]
     """[bundles] Bundles on each node: one GPU each, or one CPU without GPUs, as ``pool.use_gpu`` says."""
@@ -98,17 +98,17 @@ class RunConfig(PPOConfig):
     """The configuration of a run."""
 
     actor_rollout_ref: ActorConfig
-    """The actor, its rollout and its reference."""
+    """The actor, its rollout and its reference policy."""
     rollout: ActorConfig | None = None
-    """The rollout in a group of its own. None: the rollout is in the actor's workers.
+    """The rollout in a separate group. None: the rollout is in the actor's workers.
 
-    In a file, values that are not given are those of actor_rollout_ref, but not ``rollout.parallel``. ``parallel`` is
+    In a file, values that are not given are taken from actor_rollout_ref, except ``rollout.parallel``. ``parallel`` is
     taken over as a whole: if it is given, axes without a size are 1.
     """
     critic: CriticConfig | None = None
     """The critic. None: an estimator without a critic."""
     ref: ActorConfig | None = None
-    """The reference in a group of its own. None: the reference is in the actor's workers."""
+    """The reference policy in a separate group. None: it is in the actor's workers."""
     reward_model: RewardConfig | None = None
     """The reward model. None: no reward model."""
     data: ProblemsConfig = field(default_factory=ProblemsConfig)
@@ -122,9 +122,9 @@ class RunConfig(PPOConfig):
     model: ModelConfig | None = None
     """A model that the roles can refer to as ``${model}``."""
     pool: PoolConfig = field(default_factory=PoolConfig)
-    """The resource pool of the actor, and of every role that is in no further pool."""
-    pools: dict[str, FurtherPoolConfig] = field(default_factory=dict)
-    """Further resource pools by name: those of a rollout, critic, ref or reward_model that is not in ``pool``."""
+    """The resource pool of the actor, and of every role that is in no other pool."""
+    pools: dict[str, NamedPoolConfig] = field(default_factory=dict)
+    """Other resource pools by name, for a rollout, critic, ref or reward_model that is not in ``pool``."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The Ray cluster."""
     layout: int = 1
@@ -139,7 +139,7 @@ class RunConfig(PPOConfig):
     """Modules, or files that end in .py, that are imported first: they register your own losses, tokenizers, etc."""
 
     def __post_init__(self) -> None:
-        """Check the further pools; their roles are checked with the others, see ``workers.run.pools.pool_problems``."""
+        """Check the other pools; their roles are checked with the rest, see ``workers.run.pools.pool_errors``."""
         for name, pool in self.pools.items():
             _check_nodes(f"pools.{name}.process_on_nodes", pool.process_on_nodes)
 
@@ -199,7 +199,7 @@ def _imports(given: Mapping[str, Any]) -> list[str]:
 
 
 def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return references to the actor's values for those that a section ``rollout`` does not have.
+    """Return interpolations of the actor's values for the keys that a section ``rollout`` does not have.
 
     Args:
         given: the values of the file and the overrides.
@@ -210,18 +210,18 @@ def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     sampling = rollout.get("rollout", {})
     if isinstance(sampling, Mapping):  # the layout in which the actor's own processes would generate is none of these
         rollout = {**rollout, "rollout": {"parallel": None, **sampling}}
-    return {"rollout": _references(ActorConfig, rollout, "actor_rollout_ref")}
+    return {"rollout": _interpolations(ActorConfig, rollout, "actor_rollout_ref")}
 
 
-def _references(cls: type, given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return references to the fields of ``source`` that are not given; of nested ones but layouts, by field."""
+def _interpolations(cls: type, given: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return interpolations of the fields of ``source`` that are not given; of nested ones but layouts, by field."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         nested = nested_config(cls, item.name)
         if item.name not in given:
             found[item.name] = f"${{{source}.{item.name}}}"
         elif nested not in (None, ParallelConfig) and isinstance(given[item.name], Mapping):
-            found[item.name] = _references(nested, given[item.name], f"{source}.{item.name}")
+            found[item.name] = _interpolations(nested, given[item.name], f"{source}.{item.name}")
     return found
 
 

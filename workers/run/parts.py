@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mcontroller.config.load import Problems
+from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.ahead.checks import check_generates_alone
 from mcontroller.ppo.data import BatchStream
@@ -32,7 +32,7 @@ from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
-from workers.run.pools import check_layout, pool_problems, pools_of, role_layouts
+from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
 
 __all__ = ["RunParts", "make_parts", "policy_loss_line", "roles_of"]
 
@@ -48,7 +48,7 @@ class RunParts:
         warm_up: demonstrations, if there is a supervised phase.
         rewards: the reward functions, if there are any.
         rollout_fn: generates responses of several turns, if there is an environment.
-        combine: makes one score of those of the functions and of the reward model, if there are both.
+        combine: makes one score of the functions' and the reward model's, if there are both.
         roles: the worker class of every role.
     """
 
@@ -70,11 +70,11 @@ class RunParts:
                 lines.append(f"{name}: {len(prompts)} prompts{dropped if prompts.dropped else ''}")
         return lines
 
-    def try_rewards(self, *, here: bool = False) -> None:
+    def try_rewards(self, *, in_process: bool = False) -> None:
         """Call every reward function with the first problems and their right answers as responses.
 
         Args:
-            here: in this process, without a deadline, instead of in processes.
+            in_process: call them in this process, without a deadline, instead of in processes.
 
         Raises:
             DataError: a function fails, or none applies and there is no reward model; with the problem.
@@ -86,7 +86,7 @@ class RunParts:
             answer = row["answer"]
             response = answer if isinstance(answer, str) else ""
             samples.append({**row["record"], "prompt": row["prompt"], "answer": answer, "response": response})
-        self.rewards.check(samples, must_apply=self.combine is None, here=here)
+        self.rewards.check(samples, must_apply=self.combine is None, here=in_process)
 
 
 def policy_loss_line(config: ActorConfig) -> str:
@@ -108,12 +108,12 @@ def make_parts(config: RunConfig) -> RunParts:
         LayoutError: the axes of a role do not divide the pool.
         DataError: a file cannot be used, with the file and the line or row; the directory of the export is not empty.
     """
-    problems = Problems()
-    attempt = problems.attempt
+    errors = CollectedErrors()
+    attempt = errors.attempt
     for placed in role_layouts(config):
         attempt(partial(check_layout, placed))
     roles = roles_of(config)
-    problems.errors += pool_problems(config, roles)
+    errors.errors += pool_errors(config, roles)
     attempt(lambda: check_roles(config, roles, pools_of(config, roles)))
     attempt(lambda: role_workers(config, roles))
     has_rollout_fn = config.multi_turn.environment is not None
@@ -143,7 +143,7 @@ def make_parts(config: RunConfig) -> RunParts:
         attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, "data.train"))
     if config.reward_model is None:
         attempt(lambda: check_functions(config.rewards))
-    problems.raise_any()
+    errors.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
     rollout_fn = None if environment is None else MultiTurnRollout(environment, config.multi_turn.max_turns)

@@ -12,11 +12,11 @@ from mcontroller.ray.resource_pool import ResourcePoolManager, Role
 from workers.config import ParallelConfig
 from workers.run.config import MAIN_POOL, OWN_POOL_ROLES, ROLES, RunConfig
 
-__all__ = ["PlacedLayout", "check_layout", "pool_names", "pool_nodes", "pool_problems", "pools_of", "role_layouts"]
+__all__ = ["PlacedLayout", "check_layout", "pool_errors", "pool_names", "pool_nodes", "pools_of", "role_layouts"]
 
 ADD_ROLE = {
-    "rollout": "the actor's processes generate: set rollout={}, whose values are those of actor_rollout_ref",
-    "ref": "the run has no reference of its own: add the section ref",
+    "rollout": "the actor's processes generate: set rollout={}, which takes its values from actor_rollout_ref",
+    "ref": "the run has no separate reference policy: add the section ref",
     "critic": "the run has no critic: set algorithm.adv_estimator=gae, or another estimator that needs one",
     "reward_model": "the run has no reward model: add the section reward_model",
 }
@@ -28,7 +28,7 @@ class PlacedLayout:
     """The layout of a role in its pool.
 
     Attributes:
-        key: the key of the role, or ``<role>.rollout`` for a layout of generation of its own.
+        key: the key of the role, or ``<role>.rollout`` for a separate layout of generation.
         parallel: the layout.
         pool: the name of the pool.
         nodes: bundles on each node of the pool.
@@ -42,8 +42,8 @@ class PlacedLayout:
 
 def pool_nodes(config: RunConfig) -> dict[str, list[int]]:
     """Return the bundles on each node of every pool, by its name."""
-    further = {name: pool.process_on_nodes for name, pool in config.pools.items() if name != MAIN_POOL}
-    return {MAIN_POOL: config.pool.process_on_nodes, **further}
+    named = {name: pool.process_on_nodes for name, pool in config.pools.items() if name != MAIN_POOL}
+    return {MAIN_POOL: config.pool.process_on_nodes, **named}
 
 
 def pool_names(config: RunConfig) -> dict[str, str]:
@@ -68,29 +68,29 @@ def pools_of(config: RunConfig, roles: Iterable[Role]) -> ResourcePoolManager:
     )
 
 
-def pool_problems(config: RunConfig, roles: Iterable[Role]) -> list[ConfigError]:
+def pool_errors(config: RunConfig, roles: Iterable[Role]) -> list[ConfigError]:
     """Return what is wrong with the roles of the pools, and with the slots of ``pool``.
 
-    Every role of a further pool is one of the run, and in one pool; every role has a slot.
+    Every role of another pool is one of the run, and in one pool; every role has a slot.
 
     Args:
         config: the configuration of the run.
         roles: the roles that have a group.
     """
     groups = {CONFIG_KEYS[role] for role in roles}
-    problems = []
+    errors = []
     pool_of: dict[str, str] = {}
     for name, pool in config.pools.items():
         if name == MAIN_POOL:
             text = f"pools.{name} has the name of the pool of all other roles: choose another name"
-            problems.append(ConfigError(text, key=f"pools.{name}", value=name))
+            errors.append(ConfigError(text, key=f"pools.{name}", value=name))
             continue
         for role in pool.roles or [name]:
             if rule := _broken_rule(role, name, groups, pool_of, named=bool(pool.roles)):
                 key = f"pools.{name}.roles" if pool.roles else f"pools.{name}"
-                problems.append(ConfigError(f"{key} has the role {role!r}, {rule}", key=key, value=role))
+                errors.append(ConfigError(f"{key} has the role {role!r}, {rule}", key=key, value=role))
             pool_of.setdefault(role, name)
-    return problems + _without_slot(config.pool.max_colocate_count, groups - pool_of.keys())
+    return errors + _without_slot(config.pool.max_colocate_count, groups - pool_of.keys())
 
 
 def check_layout(placed: PlacedLayout) -> None:
@@ -121,7 +121,7 @@ def _broken_rule(role: str, pool: str, groups: Collection[str], pool_of: Mapping
     if role not in OWN_POOL_ROLES:
         possible = f"{close_names(role, OWN_POOL_ROLES)}; possible: {', '.join(OWN_POOL_ROLES)}"
         other = "" if named else f". A pool with another name has a list of its roles: set pools.{pool}.roles"
-        return f"which cannot have a pool of its own{possible}{other}"
+        return f"which cannot have a separate pool{possible}{other}"
     if role in pool_of:
         return f"and so has pools.{pool_of[role]}: expected one pool for each role"
     return "" if role in groups else f"and {ADD_ROLE[role]}; or remove the role from pools"

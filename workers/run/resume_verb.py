@@ -21,7 +21,7 @@ __all__ = ["add_arguments", "config_of_run", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("directory", metavar="RUN_DIR", help="the directory of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the run's")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,5 +40,5 @@ def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
     if not (path / CONFIG_FILE).is_file():
         raise DataError(f"{directory} contains no run: there is no {path / CONFIG_FILE}", path=str(path))
     checkpoints = Path(read_run_config(path / CONFIG_FILE, overrides).trainer.default_local_dir).name
-    here = [f"run_dir={path}", f"trainer.default_local_dir={path / checkpoints}"]
-    return read_run_config(path / CONFIG_FILE, [*here, *overrides])
+    locations = [f"run_dir={path}", f"trainer.default_local_dir={path / checkpoints}"]
+    return read_run_config(path / CONFIG_FILE, [*locations, *overrides])

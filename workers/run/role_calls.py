@@ -63,7 +63,7 @@ def calls_of_run(
         configs: by key: ``actor_rollout_ref``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
         world_sizes: ranks of each group, by the same keys.
         lengths: of the rows.
-        fused: whether layers are those of Transformer Engine.
+        fused: whether layers are Transformer Engine's.
 
     Raises:
         LayoutError: the axes of a role do not divide the world size.

@@ -53,7 +53,7 @@ INTERRUPTED = 130
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("file", metavar="CONFIG", help="a YAML file with the fields of workers.run.config:RunConfig")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -157,13 +157,13 @@ def check_responses(batch: Mapping[str, Tensor], prompt_width: int, method: str)
     attended = batch["attention_mask"][:, prompt_width:] != 0
     differing = (batch["responses"] != batch["input_ids"][:, prompt_width:]) & attended
     counted = batch["response_mask"] != 0 if "response_mask" in batch else attended
-    for column, wrong, problem in (
+    for column, wrong, reason in (
         ("responses", differing, "differs from the end of input_ids"),
         ("response_mask", counted & ~attended, "is 1 at a token that attention_mask marks as padding"),
     ):
         if bool(wrong.any()):
             row = int(wrong.any(1).nonzero()[0])
-            raise DataError(f"{method}: {column} of row {row} {problem}", method=method, column=column, row=row)
+            raise DataError(f"{method}: {column} of row {row} {reason}", method=method, column=column, row=row)
 
 
 def check_token_ids(name: str, column: Tensor, method: str) -> None:
@@ -206,7 +206,7 @@ def check_shapes(columns: Mapping[str, Tensor], shape: tuple[int, ...], method: 
 
 
 def _check_rows(lengths: Tensor, gaps: Tensor, method: str, max_length: int) -> None:
-    for wrong, problem in (
+    for wrong, reason in (
         (lengths == 0, "is padding only: its attention_mask has no 1"),
         (gaps, "has a gap: the 1s of its attention_mask must be contiguous, with padding only before and after them"),
         (lengths > max_length, f"is longer than {max_length}, the maximum"),
@@ -214,7 +214,7 @@ def _check_rows(lengths: Tensor, gaps: Tensor, method: str, max_length: int) -> 
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise DataError(
-                f"{method}: row {row}, of {int(lengths[row])} tokens, {problem}",
+                f"{method}: row {row}, of {int(lengths[row])} tokens, {reason}",
                 method=method,
                 row=row,
                 length=int(lengths[row]),

@@ -47,7 +47,7 @@ class TokenBatch:
         predictors: ``[rows, targets]`` int64, the column of ``tokens`` whose output predicts each target.
         mask: ``[rows, targets]`` float32, 0 if a target is padding or does not count.
         lengths: ``[rows]`` int64, the tokens of each row without padding.
-        columns: further inputs of the loss, each ``[rows, targets]``.
+        columns: other inputs of the loss, each ``[rows, targets]``.
         temperature: divides the logits when the rows are scored.
         packing: the position of each row in one sequence, if the rows go through the model as one; otherwise None.
         distinct: the tokens that go through the model, if they are not all tokens of the rows; otherwise None.
@@ -85,7 +85,7 @@ class TokenBatch:
         return (len(self), self.tokens.size(1)) if one is None else (1, one.total)
 
     def take(self, index: Tensor, valid: int) -> TokenBatch:
-        """Return the rows at ``index``, with the mask set to 0 from the ``valid``-th on: those only fill the batch.
+        """Return the rows at ``index``, with the mask set to 0 from the ``valid``-th on, which only fill the batch.
 
         Args:
             index: ``[n]`` int64, row numbers; a row may come more than once.
@@ -173,7 +173,7 @@ def response_batch(
         batch: ``input_ids`` and ``attention_mask`` ``[rows, prompt + response]``, ``responses`` ``[rows, response]``,
             ``response_mask`` if there is one (otherwise the attention mask of the response), and ``columns``, each
             ``[rows, response]``.
-        columns: names of further columns that the loss needs.
+        columns: names of other columns that the loss needs.
         method: the worker method that reads the batch, for error messages.
         vocab_size: token ids must be less than this.
         max_length: the most tokens of a row.
@@ -278,12 +278,12 @@ class RowReader:
         max_response: int | None = None,
         experts: Callable[[Mapping[str, Tensor], TokenBatch], RowExperts] | None = None,
     ) -> TokenBatch:
-        """Return the rows whose targets are the response tokens; arguments and errors are those of ``response_batch``.
+        """Return the rows whose targets are the response tokens, with the arguments and errors of ``response_batch``.
 
         Args:
             data: the rows of this rank.
             method: the worker method that reads them, for error messages.
-            columns: names of further columns that the loss needs.
+            columns: names of other columns that the loss needs.
             temperature: divides the logits when the rows are scored.
             max_response: the most tokens of a response; None is no limit.
             experts: returns the ``experts`` of the rows from the columns of the batch; None if there are none.

@@ -76,10 +76,10 @@ def token_scores(
 ) -> Tensor:
     """Return the log-probability of every target, and the entropy of its distribution: float32 ``[2, rows, targets]``.
 
-    Both are 0 for targets with a mask of 0 and, under context parallelism, for those that another rank predicts. The
+    Both are 0 for targets with a mask of 0 and, under context parallelism, for targets that another rank predicts. The
     output layer runs over the other targets only. A model whose last chunk is not a ``LanguageModule`` with Megatron's
-    ``ColumnParallelLinear`` as ``output_layer`` may compute its logits in any way: it computes those of all columns,
-    and the targets are selected afterwards.
+    ``ColumnParallelLinear`` as ``output_layer`` may compute its logits in any way: all columns are computed, and the
+    targets are selected afterwards.
 
     Args:
         model: the last chunk of the model, wrapped or not.
@@ -177,18 +177,18 @@ def sum_over_context(column: Tensor, pg: ProcessGroupCollection) -> Tensor:
 def _inputs(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the chunk's ``forward`` for this context-parallel rank's tokens."""
     columns = torch.arange(rows.tokens.size(1), device=rows.tokens.device).expand_as(rows.tokens)
-    further: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if rows.packing is not None:
-        further["packed_seq_params"] = rows.packing.params()
+        extra["packed_seq_params"] = rows.packing.params()
     elif rows.distinct is not None:
-        further["packed_seq_params"] = rows.distinct.params()
+        extra["packed_seq_params"] = rows.distinct.params()
     if torch.is_grad_enabled() and padding_matters(model):
         padding = _local_columns((columns >= rows.lengths[:, None]) | ~rows.counted[:, None], rows, pg)
         chunk = unwrap_model(model)
         if chunk.config.sequence_parallel and not chunk.pre_process:  # a first stage divides it over tp itself
             padding = padding.chunk(pg.tp.size(), dim=1)[pg.tp.rank()]
-        further["padding_mask"] = padding
-    return (_local_columns(rows.tokens, rows, pg), _local_columns(columns, rows, pg), None), further
+        extra["padding_mask"] = padding
+    return (_local_columns(rows.tokens, rows, pg), _local_columns(columns, rows, pg), None), extra
 
 
 def _local_columns(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
@@ -211,7 +211,7 @@ def _unchanged(logits: Tensor) -> Tensor:
 
 
 def _has_output_layer(chunk: nn.Module) -> bool:
-    """Whether the logits of a last chunk are those of Megatron's output layer, which can run over some tokens only."""
+    """Whether Megatron's output layer, which can run over some tokens only, computes the logits of a last chunk."""
     return isinstance(chunk, LanguageModule) and (
         not chunk.post_process or isinstance(chunk.output_layer, ColumnParallelLinear)
     )
@@ -229,7 +229,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
     layer = model.output_layer
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
     kept = layer.sequence_parallel, layer.allreduce_dgrad
-    layer.sequence_parallel, layer.allreduce_dgrad = False, layer.tp_group.size() > 1  # the sequence is whole here
+    layer.sequence_parallel, layer.allreduce_dgrad = False, layer.tp_group.size() > 1  # the sequence is whole
     try:
         hidden = hidden.to((layer.weight if weight is None else weight).dtype)
         return layer(hidden[:, None], weight=weight, runtime_gather_output=False)[0][:, 0]
@@ -239,7 +239,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _rotary_positions(chunk: nn.Module, rows: TokenBatch) -> Iterator[None]:
-    """Rotate distinct tokens by their columns: Megatron rotates those of a sequence by their place in it."""
+    """Rotate distinct tokens by their columns: Megatron rotates the tokens of a sequence by their place in it."""
     embedding = getattr(chunk, "rotary_pos_emb", None)
     if rows.distinct is None or embedding is None:
         yield

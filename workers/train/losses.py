@@ -1,7 +1,7 @@
 """Losses of tokens as pure functions: policy, value, cross entropy.
 
-No loss is averaged here: the pipeline sums it over the mask and divides it by what it counts in the whole global
-mini-batch. Policy losses by name are in ``mcontroller.ppo.losses``.
+No loss is averaged in this file: the pipeline sums it over the mask and divides it by what it counts in the whole
+global mini-batch. Policy losses by name are in ``mcontroller.ppo.losses``.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ def policy_objective(
         every = weights_of(config, rows.whole_mask, rows.whole_mask).tokens
         others = masked_sum(per_token, every * (rows.mask == 0))
         total = total + others - others.detach()
-    further = -config.entropy_coeff * entropy
+    extra = -config.entropy_coeff * entropy
     if config.use_kl_loss:
         kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type)
-        further = further + config.kl_loss_coef * kl
+        extra = extra + config.kl_loss_coef * kl
         token_means["kl_loss"] = kl
     if "rollout_log_probs" in columns:
         rollout = columns["rollout_log_probs"]
@@ -154,7 +154,7 @@ def policy_objective(
     report["ratio_max"] = (policy.ratio.detach() * rows.mask).max()
     if "rollout_log_probs" in columns:
         report["rollout_probs_diff_max"] = (token_means["rollout_probs_diff_mean"].detach() * rows.mask).max()
-    return total + masked_sum(further, weights.tokens), weights.count, report | {TOKENS: rows.mask.sum()}
+    return total + masked_sum(extra, weights.tokens), weights.count, report | {TOKENS: rows.mask.sum()}
 
 
 def policy_metrics(config: ActorConfig) -> dict[str, Rule]:
@@ -176,7 +176,7 @@ def _policy_loss(
             of_all = own.clone()
             all_reduce(of_all, group=context_parallel)
             log_probs = of_all + (log_probs - own)
-    further = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
+    extra = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
     clip_low, clip_high = config.clip_limits()
     return registered.function(
         log_probs,
@@ -186,10 +186,10 @@ def _policy_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=config.clip_ratio_c,
-        **further,
+        **extra,
     )
 
 
 def _old_log_probs(rows: TokenBatch, log_probs: Tensor) -> Tensor:
-    """Return the log-probabilities before the update: those of the batch, or else the present ones."""
+    """Return the log-probabilities before the update: the batch's, or else the present ones."""
     return rows.columns["old_log_probs"] if "old_log_probs" in rows.columns else log_probs.detach()

@@ -72,7 +72,7 @@ class MicroBatcher:
 
         Args:
             rows: the rows of this rank.
-            index: those to divide, int64.
+            index: the rows to divide, int64.
             most: the largest number of rows that any data-parallel rank divides.
             size: rows or tokens of a micro-batch.
         """
@@ -209,7 +209,7 @@ def _packed(batch: TokenBatch, index: Tensor, filling: int, length_multiple: int
 
 
 def _shortest(batch: TokenBatch, index: Tensor) -> int:
-    """The row that fills a micro-batch without rows: the shortest of those at ``index``, or of all."""
+    """The row that fills a micro-batch without rows: the shortest of the rows at ``index``, or of all."""
     return int(index[batch.lengths[index].argmin()] if len(index) else batch.lengths.argmin())
 
 

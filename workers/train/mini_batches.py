@@ -236,7 +236,7 @@ def of_every_shard(numbers: Sequence[int], group: dist.ProcessGroup, device: tor
     """Return the ``numbers`` of every rank of ``group``, in their order (a collective).
 
     Args:
-        numbers: those of this rank, as many on every rank.
+        numbers: the numbers of this rank, as many on every rank.
         group: the data-parallel ranks.
         device: of the collective.
     """

@@ -127,8 +127,8 @@ def first_nonfinite_gradient(
 
     Args:
         chunks: this rank's model chunks, inside DistributedDataParallel.
-        micro_batches: those of the mini-batch, on the device.
-        compute: adds the gradients of some of them to those of the chunks.
+        micro_batches: the micro-batches of the mini-batch, on the device.
+        compute: adds the gradients of some of them to the chunks' gradients.
         pg: the groups of the layout.
     """
     size = pg.pp.size() if len(chunks) > 1 else 1  # an interleaved schedule needs a multiple of the stages

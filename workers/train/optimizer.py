@@ -23,7 +23,7 @@ from parallel_state.errors import ParallelStateError
 from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
 from workers.config.optim import DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
-from workers.model.transformer_config import further_fields
+from workers.model.transformer_config import checked_fields
 from workers.train.router_losses import prepare_routers
 
 __all__ = [
@@ -46,19 +46,19 @@ def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerC
     """Return Megatron's configuration of the optimizer; needs no process group.
 
     Args:
-        optim: the optimizer; ``optim.megatron`` has further fields of OptimizerConfig.
+        optim: the optimizer; ``optim.megatron`` has other fields of OptimizerConfig.
         model: Megatron's configuration of the model, of which the dtypes are read.
 
     Raises:
         ConfigError: a field of ``optim.megatron`` is unknown in the installed megatron-core, follows from other fields
             of the configuration, or has a value of another type; OptimizerConfig itself rejects the fields.
     """
-    further = further_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
-    if further.get("use_precision_aware_optimizer") and not gpt_layer_specs.HAVE_TE:
+    extra = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
+    if extra.get("use_precision_aware_optimizer") and not gpt_layer_specs.HAVE_TE:
         key = "optim.megatron.use_precision_aware_optimizer"
         text = f"{key}=True needs Transformer Engine's FusedAdam, and the package transformer_engine cannot be imported"
         raise ConfigError(text, key=key, value=True)
-    if further.get("optimizer_cpu_offload") and not torch.cuda.is_available():
+    if extra.get("optimizer_cpu_offload") and not torch.cuda.is_available():
         key = "optim.megatron.optimizer_cpu_offload"
         text = f"{key}=True moves the optimizer from a GPU to host memory, and CUDA is not available; leave it out"
         raise ConfigError(text, key=key, value=True)
@@ -78,7 +78,7 @@ def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerC
             fp8_recipe=model.fp8_recipe if model.fp8 else None,
             use_distributed_optimizer=bool(optim.distributed_optimizer),
             overlap_param_gather=optim.overlap_param_gather,
-            **further,
+            **extra,
         )
     except (AssertionError, RuntimeError, ValueError) as error:
         text = f"OptimizerConfig rejects optim.megatron: {error}"
@@ -92,7 +92,7 @@ def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> Distribu
 
     Args:
         optim: whether the optimizer is distributed, and what overlaps with computation.
-        ddp: further fields of DistributedDataParallelConfig.
+        ddp: other fields of DistributedDataParallelConfig.
 
     Raises:
         ConfigError: a field is unknown in the installed megatron-core, follows from ``optim``, or has a value of
@@ -105,15 +105,15 @@ def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> Distribu
         "overlap_grad_reduce": optim.overlap_grad_reduce,
         "overlap_param_gather": optim.overlap_param_gather,
     }
-    further = further_fields(DistributedDataParallelConfig, ddp, "ddp", DDP_SET_ELSEWHERE)
-    if further.get("nccl_ub") and not torch.cuda.is_available():
+    extra = checked_fields(DistributedDataParallelConfig, ddp, "ddp", DDP_SET_ELSEWHERE)
+    if extra.get("nccl_ub") and not torch.cuda.is_available():
         raise ConfigError(
             "ddp.nccl_ub=True registers buffers with NCCL, and CUDA is not available; leave it out",
             key="ddp.nccl_ub",
             value=True,
         )
     try:
-        return DistributedDataParallelConfig(**(fields | further))
+        return DistributedDataParallelConfig(**(fields | extra))
     except (AssertionError, ValueError) as error:
         text = f"DistributedDataParallelConfig rejects ddp: {error}"
         raise ConfigError(text, key="ddp", value=dict(ddp)) from error
@@ -135,7 +135,7 @@ def wrap_for_training(
         chunks: this rank's model chunks.
         config: whether the optimizer is distributed, and what overlaps with computation.
         pg: the groups of the layout.
-        ddp: further fields of Megatron's DistributedDataParallelConfig.
+        ddp: other fields of Megatron's DistributedDataParallelConfig.
 
     Raises:
         ConfigError: a router of another class than Megatron's has losses (see ``prepare_routers``), or a field of

@@ -90,8 +90,8 @@ def run_for_gradients(
 ) -> list[dict[str, Any]]:
     """Compute the gradients of one mini-batch, and return the reports of ``loss`` (an empty list off the last stage).
 
-    Gradients are added to those of the chunks, and summed over data-parallel ranks. The caller divides them by the sum
-    of the counts that ``loss`` returned, which the reports have under ``LOSS_COUNT``.
+    Gradients are added to the chunks' gradients, and summed over data-parallel ranks. The caller divides them by the
+    sum of the counts that ``loss`` returned, which the reports have under ``LOSS_COUNT``.
 
     Args:
         chunks: this rank's model chunks, inside DistributedDataParallel.

@@ -1,10 +1,10 @@
 """Router losses of a mixture of experts, weighted so that micro-batches and ranks do not change them.
 
 Megatron attaches them to the gradient, which is divided by the count of the main loss: valid targets, responses, or
-what a loss of your own counts. The factor that Megatron applies before lacks tp x cp in version 0.16, and is wrong in
-every version if ranks have different numbers of tokens. Here each loss is a sum over the tokens of the micro-batch,
-without padding, times the count of the mini-batch divided by the number of all its tokens. After the division it is a
-mean over all tokens, whatever the main loss counts.
+what a custom loss counts. The factor that Megatron applies before lacks tp x cp in version 0.16, and is wrong in every
+version if ranks have different numbers of tokens. So each loss is a sum over the tokens of the micro-batch, without
+padding, times the count of the mini-batch divided by the number of all its tokens. After the division it is a mean over
+all tokens, whatever the main loss counts.
 
 - z loss (``moe_z_loss_coeff``): the square of the log-sum-exp of a token's logits.
 - balance (``moe_aux_loss_coeff``): for a token ``experts * sum_i f_i p_i``, with its probabilities ``p`` and the

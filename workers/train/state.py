@@ -29,8 +29,8 @@ class TrainingState:
         optimizer: of the part "model"; None if it is not trained. Saved only if it has made a step.
         scheduler: the learning-rate schedule of the optimizer.
         counters: go into the manifest: ``phase``, the phase of training that the optimizer belongs to; ``updates``, the
-            calls that trained the model; ``optimizer_steps``, those of this optimizer; ``ended_phases``, joined by
-            commas, those whose optimizer has made steps and was replaced.
+            calls that trained the model; ``optimizer_steps``, the steps of this optimizer; ``ended_phases``, joined by
+            commas, the phases whose optimizer has made steps and was replaced.
         float32: by part, for every chunk, copies in float32 of weights by name, which a checkpoint contains instead.
         received_version: the version of the policy that another group sent; None if it sent none. Not saved.
         weights_version: a number that changes whenever the weights may have changed. Not saved.
@@ -54,11 +54,11 @@ class TrainingState:
 
     @property
     def policy_version(self) -> int:
-        """The version of the policy on this worker: the number of calls that trained it, here or where it was sent."""
+        """The version of the policy: the number of calls that trained it, on this worker or on its sender."""
         return self.counters["updates"] if self.received_version is None else self.received_version
 
     def check_context(self) -> None:
-        """Raise unless Megatron's globals are those of this worker.
+        """Raise unless Megatron's globals belong to this worker.
 
         Raises:
             ParallelStateError: the caller is outside the worker's context.

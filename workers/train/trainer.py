@@ -189,7 +189,7 @@ class Trainer:
 
         Args:
             phases: optimizer configurations by phase.
-            ddp: further fields of Megatron's DistributedDataParallelConfig.
+            ddp: other fields of Megatron's DistributedDataParallelConfig.
         """
         pg, on_gpu = self._batcher.pg, self._batcher.device.type == "cuda"
         self.phases = {phase: optim.resolved(pg.dp_cp.size(), on_gpu=on_gpu) for phase, optim in phases.items()}
@@ -233,7 +233,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Make optimizer steps over mini-batches of the rows of all data-parallel ranks, and return the metrics.
 
-        Mini-batches are those of ``draw_mini_batches`` over the rows that have a valid token: the same for every
+        ``draw_mini_batches`` draws the mini-batches from the rows that have a valid token: the same for every
         data-parallel size, and for any rows without loss that pad the shards. The loss of a step is averaged over all
         valid tokens of its mini-batch on all ranks; router losses, and their metrics, over all its tokens.
 
@@ -283,7 +283,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Compute the gradients of all rows as one mini-batch for ``optim_step``, and return the metrics of the loss.
 
-        Arguments and errors are those of ``train``. Gradients of an earlier call that were not applied are replaced.
+        It has the arguments and errors of ``train``. Gradients of an earlier call that were not applied are replaced.
         """
         state, pg, device = self._state, self._batcher.pg, self._batcher.device
         state.check_context()

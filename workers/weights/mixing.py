@@ -1,4 +1,4 @@
-"""Move frozen weights towards those of a policy by a share, in float32 whatever their precision.
+"""Move frozen weights towards a policy's by a share, in float32 whatever their precision.
 
 A share of 0.01 of a difference is less than a weight of 16 bits can represent, so weights of 16 bits have a copy in
 float32, which is moved and then rounded. It takes 4 bytes for every weight.

@@ -54,7 +54,7 @@ class HostBuffer:
     """Bytes in host memory that a GPU copies from and to at full speed, freed with this object.
 
     torch's allocator of page-locked memory rounds every tensor up to a power of two, and keeps what it has allocated:
-    9 GB take 16. Memory of the usual allocator is locked here instead.
+    9 GB take 16. So memory of the usual allocator is locked instead.
 
     Args:
         size: [bytes] its length.
@@ -113,7 +113,7 @@ class Offload:
 
         Args:
             parts: all parts of the role, by name.
-            chosen: names of those to offload; a part that is offloaded already counts 0 bytes.
+            chosen: names of the parts to offload; a part that is offloaded already counts 0 bytes.
             discard: names of parts whose values are not kept: they come back as zeros.
 
         Raises:

@@ -167,7 +167,7 @@ class WholeTensors:
 
         Args:
             memory: returns the memory of a bucket.
-            wanted: the tensors that this rank gets: all of them, none, or those of which it is the first rank with a
+            wanted: the tensors that this rank gets: all of them, none, or each of which it is the first rank with a
                 part.
         """
         shards = self._shards()
@@ -260,7 +260,7 @@ def _source(shards: Sequence[WeightShard], move: Move) -> Tensor:
 
 
 def _exchanged(bucket: Sequence[Move], sources: Sequence[WeightShard]) -> list[tuple[Move, Tensor]]:
-    """Exchange the moves of one bucket (a collective); return those to this rank with their values, flat."""
+    """Exchange the moves of one bucket (a collective); return the moves to this rank with their values, flat."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if not bucket:
         return []

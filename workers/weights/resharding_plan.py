@@ -54,7 +54,7 @@ class LocalTensor(NamedTuple):
     """The part of one tensor of the whole model that one rank has.
 
     Attributes:
-        name, shape: those of the tensor in the whole model, without padding.
+        name, shape: of the tensor in the whole model, without padding.
         dtype, itemsize: the name of its dtype, and the bytes of an element.
         dim: the dim that it is divided along; None if the rank has all of it.
         spans: the parts of that dim that the rank has; padding is in none.
@@ -78,7 +78,7 @@ class Move(NamedTuple):
     """A copy of ``length`` indices along ``dim`` from one rank's tensor to another's.
 
     Attributes:
-        dtype, nbytes: those of the source.
+        dtype, nbytes: of the source.
         dim, length: the dim that is copied along, and how many indices of it.
         source_rank, target_rank: the ranks.
         source_slot, target_slot: the position of the tensor in the rank's list of tensors.
@@ -121,7 +121,7 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
         pieces: number of tensors stacked along the dim, each divided equally.
         size: number of ranks that the dim is divided over.
         index: the rank among them.
-        limit: indices of the whole from here on are padding and are left out.
+        limit: indices of the whole from this one on are padding and are left out.
     """
     each = length // pieces
     starts = [piece * each * size + index * each for piece in range(pieces)]

@@ -1,4 +1,4 @@
-"""Compare the weights that have arrived with those that were sent, by their fingerprints; without tensors.
+"""Compare the received weights with the sent ones, by their fingerprints; without tensors.
 
 A tolerance on log-probabilities cannot do this. One update in bfloat16 at a learning rate of 1e-6 changes them by less
 than engine and policy differ anyway. Fingerprints of the tensors are equal or not.
@@ -25,7 +25,7 @@ class WeightsNotArrived(MControllerError):
         update: the number of the update, ``weights_version`` of the worker; the version of the policy if the weights
             were sent from another group.
         tensors: by name, the fingerprints of the policy and of the receiver; several if copies differ.
-        old: names of those of ``tensors`` of which the receiver holds the values of the update before.
+        old: names of the ``tensors`` of which the receiver holds the values of the update before.
         missing: names of tensors of the policy that no rank of the receiver holds.
         unknown: names of tensors that the receiver holds and the policy does not have.
         ranks: ranks of the receiver that hold a value of ``tensors`` that is not the policy's.
@@ -66,7 +66,7 @@ class Verification:
 
         Args:
             policy: by rank of the policy, the fingerprints of its parts in the dtypes of the receiver.
-            held: by rank of the receiver, those of what it holds.
+            held: by rank of the receiver, the fingerprints of what it holds.
             update: the number of the update.
 
         Raises:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcontroller.cli.main import main
-from workers.gpucheck.machine import bfloat16_problem, gpu_problem
+from workers.gpucheck.machine import bfloat16_error, gpu_error
 from workers.model.utilization import peak_tflops
 
 
@@ -36,22 +36,22 @@ OLD = (
 )
 def test_a_driver_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch, message: str, reason: str) -> None:
     driver_error(monkeypatch, message)
-    problem = gpu_problem()
-    assert problem is not None and problem.startswith(f"the CUDA driver cannot be used: {reason}: run nvidia-smi")
-    assert "12.8" in problem and "\n" not in problem
+    error = gpu_error()
+    assert error is not None and error.startswith(f"the CUDA driver cannot be used: {reason}: run nvidia-smi")
+    assert "12.8" in error and "\n" not in error
 
 
 def test_torch_without_cuda_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert f"torch {torch.__version__} is built without CUDA" in str(gpu_problem())
+    assert f"torch {torch.__version__} is built without CUDA" in str(gpu_error())
 
 
 def test_hidden_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     driver_error(monkeypatch, "not asked")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert str(gpu_problem()).startswith("CUDA_VISIBLE_DEVICES is '', which hides all GPUs")
+    assert str(gpu_error()).startswith("CUDA_VISIBLE_DEVICES is '', which hides all GPUs")
 
 
 def test_a_machine_without_a_gpu_ends_with_status_2(
@@ -64,8 +64,8 @@ def test_a_machine_without_a_gpu_ends_with_status_2(
 
 
 def test_a_device_without_bfloat16_is_one_line() -> None:
-    assert bfloat16_problem((8, 0), "NVIDIA A100") is None
-    assert bfloat16_problem((7, 5), "Tesla T4") == (
+    assert bfloat16_error((8, 0), "NVIDIA A100") is None
+    assert bfloat16_error((7, 5), "Tesla T4") == (
         "Tesla T4 has compute capability 7.5; bfloat16 needs 8.0: set model.dtype=float16 or float32"
     )
 

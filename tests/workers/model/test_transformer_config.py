@@ -44,7 +44,7 @@ def test_stages_free_their_outputs_when_they_are_sent() -> None:
     assert [*freed, kept.deallocate_pipeline_outputs] == [False, True, False]
 
 
-def test_further_fields_pass_through_in_their_types() -> None:
+def test_other_fields_of_megatron_pass_through_in_their_types() -> None:
     config = transformer_config(
         with_fields(
             recompute_granularity="full",

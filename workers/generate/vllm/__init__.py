@@ -1,4 +1,4 @@
-"""Generation with vLLM: as many engines as fit the ranks of a data-parallel shard, each in a process of its own.
+"""Generation with vLLM: as many engines as fit the ranks of a data-parallel shard, each in a separate process.
 
 - ``checks``: what an engine cannot run, before any process starts.
 - ``placement``: which ranks' GPUs an engine uses.

@@ -46,7 +46,7 @@ def check_vllm(config: ActorConfig) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine is 'vllm', which is not installed: install vllm, or on a CPU mcontroller[vllm] with "
-            "constraints-vllm.txt, in an environment of its own (docs/install.md)",
+            "constraints-vllm.txt, in a separate environment (docs/install.md)",
             key="rollout.engine",
             value="vllm",
         )

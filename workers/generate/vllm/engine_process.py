@@ -52,10 +52,10 @@ class EngineHung(EngineError, TimeoutError):
 
 
 class EngineProcess:
-    """One engine in a process of its own, which ends with this object, and with the thread that started it.
+    """One engine in a separate process, which ends with this object, and with the thread that started it.
 
     Args:
-        arguments: those of ``vllm.LLM``.
+        arguments: arguments of ``vllm.LLM``.
         environment: variables of the process; a value of None removes the variable.
         start_timeout_s: seconds for the engine to start.
         silence_timeout_s: seconds without a sign of progress after which a call fails.
@@ -99,7 +99,7 @@ class EngineProcess:
         return self._process.pid
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the engine, and return its result; errors are those of ``result``."""
+        """Call a method of the engine, and return its result. Raise the errors of ``result``."""
         self.send(method, **arguments)
         return self.result()
 

@@ -72,7 +72,7 @@ def utilization(config: ActorConfig, gpus: Sequence[GpuMemory]) -> float:
 
     Args:
         config: of the actor and its rollout.
-        gpus: those of the engine, one for each of its ranks.
+        gpus: the GPUs of the engine, one for each of its ranks.
 
     Raises:
         ConfigError: the weights of the engine and one sequence do not fit beside the policy.

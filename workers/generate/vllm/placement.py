@@ -48,6 +48,6 @@ def engines_of_shards(shards: Sequence[int], nodes: Sequence[str], tp: int) -> l
 
 
 def gpus_used(config: ActorConfig, shards: Sequence[int], nodes: Sequence[str]) -> int:
-    """Return how many GPUs the engines use; ``shards`` and ``nodes`` are those of ``engines_of_shards``."""
+    """Return how many GPUs the engines use; ``shards`` and ``nodes`` are as in ``engines_of_shards``."""
     engines = engines_of_shards(shards, nodes, config.rollout.vllm.tp)
     return sum(len(ranks) for of_shard in engines for ranks in of_shard)

@@ -57,7 +57,7 @@ class EngineMap(NamedTuple):
 
     Attributes:
         of_shard: how many engines each shard has.
-        own: the number of this rank's engine among those of all shards; None on a rank without one.
+        own: the number of this rank's engine among the engines of all shards; None on a rank without one.
         on_gpus: whether they run on GPUs.
     """
 
@@ -66,7 +66,7 @@ class EngineMap(NamedTuple):
     on_gpus: bool
 
     def shares(self, shards: Sequence[range]) -> list[range]:
-        """Return the rows of every engine, from those of the shards; the engines of a shard get even parts."""
+        """Return the rows of every engine, from the rows of the shards; the engines of a shard get even parts."""
         return [
             range(rows.start + part.start, rows.start + part.stop)
             for rows, count in zip(shards, self.of_shard, strict=True)
@@ -83,7 +83,7 @@ class VllmRollout:
         config: of the actor and its rollout.
         context: the layout of the ranks.
         engine: that of this rank; None on ranks without one.
-        engines: those of all ranks.
+        engines: the engines of all ranks.
     """
 
     holds_weights = True
@@ -121,7 +121,7 @@ class VllmRollout:
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
         """Return the responses of this rank's shard; None on ranks that do not return results (a collective).
 
-        The tokens are not those that Megatron's generation draws from the same seeds.
+        Megatron's generation draws other tokens from the same seeds.
 
         Raises:
             EngineError: on every rank, if an engine fails.
@@ -267,7 +267,7 @@ def _place(config: ActorConfig, context: MegatronContext, *, trained: bool, mode
 
 
 def _started_everywhere(config: ActorConfig, places: Sequence[_Place], number: int | None) -> EngineProcess | None:
-    """The engine of this rank, if it has one, when those of all ranks have started or failed."""
+    """The engine of this rank, if it has one, when the engines of all ranks have started or failed."""
     try:
         return None if number is None else _started(config, places, number=number)
     finally:
@@ -335,7 +335,7 @@ def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, n
 
 
 def engine_environment(devices: list[str]) -> dict[str, str | None]:
-    """Return the variables of an engine's process that differ from those of the worker; None removes one.
+    """Return the variables of an engine's process that differ from the worker's; None removes one.
 
     Args:
         devices: the GPUs of the engine, as ``CUDA_VISIBLE_DEVICES`` names them; none on a CPU.

@@ -1,6 +1,6 @@
 """Sums over the bits of a tensor's elements, weighted by keys of their indices: what fingerprints of weights add up.
 
-This file imports torch alone. Engines import it as a module of its own name, without this project.
+This file imports torch alone. Engines import it as a top-level module, without this project.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ __all__ = ["ModelDescription", "family_at", "family_of", "hf_config_of", "model_
 
 
 class ModelDescription(Protocol):
-    """The attributes of ``workers.ModelConfig`` that are read here; its module imports this one."""
+    """The attributes of ``workers.ModelConfig`` that this module reads; the module of ModelConfig imports this one."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -37,7 +37,7 @@ class ModelDescription(Protocol):
 
     @property
     def transformer(self) -> dict[str, Any]:
-        """Further fields of Megatron's TransformerConfig."""
+        """Other fields of Megatron's TransformerConfig."""
         ...
 
 
@@ -46,7 +46,7 @@ def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         ConfigError: no ``config.json``, no family is registered for its ``model_type``, or a key has a value with which
-            the model would compute something else; ``key`` and ``value`` are those of ``config.json``.
+            the model would compute something else; ``key`` and ``value`` are from ``config.json``.
     """
     config = _read_config(path)
     model_type = str(config.get("model_type"))
@@ -77,12 +77,12 @@ def family_of(model: ModelDescription) -> ModelFamily:
 
 
 def hf_config_of(model: ModelDescription, value_head: bool = False) -> dict[str, Any]:
-    """Return ``config.json`` of the model, of its own family; with a value head, of a classifier with one label.
+    """Return ``config.json`` of the model's family; with a value head, of a classifier with one label.
 
-    Keys that change no logits, such as the ids of special tokens, are those of the checkpoint at ``model.hf_path``.
+    Keys that change no logits, such as the ids of special tokens, come from the checkpoint at ``model.hf_path``.
 
     Raises:
-        ConfigError: no family is built like the model; ``key`` and ``value`` are those of a field that differs.
+        ConfigError: no family is built like the model; ``key`` and ``value`` name a field that differs.
     """
     family = family_of(model)
     kept = {} if model.hf_path is None else inert_of(_config_at(model.hf_path), family)

@@ -1,8 +1,8 @@
 """Model families: the registry of how each ``model_type`` of Hugging Face maps to a GPT model of Megatron.
 
 A family is one file. It maps ``config.json`` to fields of ``ModelConfig`` and back, and lists the names of the weights.
-``workers.weights.hf.families`` are those that are built in. To add one, subclass the nearest (or ``ModelFamily``) and
-register it in a module that the module of your worker imports::
+``workers.weights.hf.families`` are built in. To add one, subclass the nearest (or ``ModelFamily``) and register it in a
+module that the module of your worker imports::
 
     from workers import register_model_family
     from workers.weights.hf.families.llama import Llama
@@ -38,7 +38,7 @@ class ModelFamily(ABC):
             ``linear_qkv`` are interleaved by query group.
         value_head: the name of the weight of a value head, ``[1, hidden_size]``.
         computed: the keys of ``config.json`` that ``fields_from`` reads.
-        inert: further keys that change no logits; an export keeps them.
+        inert: other keys that change no logits; an export keeps them.
         only_built: keys that change what is computed, and the values that are built. Every other key is rejected,
             unless it is in one of the lists of ``workers.weights.hf.fields``.
     """
@@ -62,7 +62,7 @@ class ModelFamily(ABC):
 
         Raises:
             ConfigError: a key is missing, or has a value with which Megatron's model would compute something else;
-                ``key`` and ``value`` are those of ``config.json``.
+                ``key`` and ``value`` are from ``config.json``.
         """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class ModelFamily(ABC):
         """Return the fields that keep a model from being of this family, with the values that the family has.
 
         Args:
-            fields: those of ``ModelConfig`` or of Megatron's ``TransformerConfig``.
+            fields: fields of ``ModelConfig`` or of Megatron's ``TransformerConfig``.
         """
         own = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
         differing: dict[str, Any] = {name: value for name, value in own.items() if fields.get(name) != value}
@@ -148,5 +148,5 @@ def _distance(differences: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def not_built(key: str, value: Any, built: Any) -> ConfigError:
-    """Return the error for a key of ``config.json`` whose value changes what is computed, and is not built here."""
+    """Return the error for a key of ``config.json`` whose value changes what is computed, and is not supported."""
     return ConfigError(f"config.json: {key} is {value!r}; only {built!r} is supported", key=key, value=value)

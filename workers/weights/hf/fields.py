@@ -4,7 +4,7 @@ A key that changes what a model computes and that is read over would result in w
 key is in one of these lists, and a key in none of them is rejected:
 
 - computed: the keys that a family reads (``ModelFamily.computed``);
-- inert: ``INERT``, ``ModelFamily.inert`` and keys that begin with ``_``, where libraries keep notes of their own, such
+- inert: ``INERT``, ``ModelFamily.inert`` and keys that begin with ``_``, where libraries keep their own notes, such
   as ``_name_or_path``: they change no logits; an export keeps them as they were;
 - neutral: ``NEUTRAL`` and ``ModelFamily.only_built``, accepted only with values that change nothing.
 """
@@ -88,7 +88,7 @@ def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
 
     Raises:
         ConfigError: a key is in none of the lists, or has a value at which it changes something; ``key`` and ``value``
-            are those of ``config.json``.
+            are from ``config.json``.
     """
     neutral = {**NEUTRAL, **family.only_built}
     known = INERT | _READ_ELSEWHERE | frozenset(family.computed) | frozenset(family.inert)
@@ -99,7 +99,7 @@ def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
         elif key not in known and not key.startswith("_"):
             raise ConfigError(
                 f"config.json: {key} is {value!r}: model_type {family.model_type!r} does not compute this key; if it "
-                "changes nothing, add it to `inert` of a family of your own (workers.register_model_family), or build "
+                "changes nothing, add it to `inert` of a custom family (workers.register_model_family), or build "
                 "the model in build_model",
                 key=key,
                 value=value,

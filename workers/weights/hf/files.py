@@ -202,7 +202,7 @@ def finish_export(
     Args:
         target: the directory of the export, as passed to ``start_export``.
         config: content of ``config.json``.
-        files: those of all ranks, in the order in which they are numbered.
+        files: the files of all ranks, in the order in which they are numbered.
         companions: a directory whose tokenizer and generation configuration are copied, or None.
     """
     partial = _partial(target)

@@ -40,7 +40,7 @@ def load_hf(
 ) -> frozenset[str]:
     """Fill model chunks from a directory of safetensors (a collective), and return the names of tensors left out.
 
-    The names in the files are those of the family in ``config.json``. If that is not registered, they are those that
+    The files have the names of the family in ``config.json``, or, if that is not registered, the names that
     ``hf_tensors`` uses. Values are cast to the dtype of the parameters; rows that pad the vocabulary become 0. A value
     head is read from ``score.weight``. If the checkpoint has none, the head stays as it is, and its name is returned.
 
@@ -75,10 +75,10 @@ def hf_whole_tensors(
 ) -> WholeTensors:
     """Return all tensors of the whole model under their Hugging Face names, to be read as often as they change.
 
-    They have no padding of the vocabulary; tied output weights come once, as the embedding. The names are those of the
+    They have no padding of the vocabulary; tied output weights come once, as the embedding. The names are from the
     family ``chunk.model_family``, which ``build_model`` sets to ``ModelConfig.family``. If a chunk has none, they are
-    those of the first registered family that is built like it. If that has no counterpart of a tensor, reading them is
-    a DataError on every rank.
+    from the first registered family that is built like it. If that has no counterpart of a tensor, reading them is a
+    DataError on every rank.
 
     Args:
         chunks: this rank's model chunks, wrapped or not.

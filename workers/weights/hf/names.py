@@ -33,7 +33,7 @@ def hf_shards(
     Args:
         chunks: this rank's model chunks, wrapped or not.
         context: their layout.
-        family: the one whose names to use; None for a model that no family matches: those of any family.
+        family: the family whose names to use; None for a model that no family matches: the names of any family.
         complete: whether these tensors are to be the whole model.
 
     Raises:
@@ -61,7 +61,7 @@ def model_family(chunks: Sequence[torch.nn.Module]) -> ModelFamily | None:
 
 
 def names_of(family: ModelFamily | None) -> Mapping[str, tuple[str, ...]]:
-    """Return the names of a family's weights (see ``ModelFamily.names``); for None those of all families together."""
+    """Return the names of a family's weights (see ``ModelFamily.names``); for None, of all families together."""
     if family is not None:
         return family.names
     return {name: theirs for each in reversed([*MODEL_FAMILIES.values()]) for name, theirs in each.names.items()}
@@ -103,7 +103,7 @@ def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tu
         of = family.model_type if family else ", ".join(MODEL_FAMILIES)
         raise DataError(
             f"{shard.name} has no counterpart in a Hugging Face checkpoint of {of} (the built-in families have RMSNorm,"
-            " gated units, and no biases but those of q, k and v)",
+            " gated units, and no biases except of q, k and v)",
             tensor=shard.name,
         )
     return tuple(name.format(**numbers) for name in names)

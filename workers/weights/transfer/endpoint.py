@@ -33,7 +33,7 @@ class RankPlan(NamedTuple):
         buckets: what it sends or receives.
         timeout: seconds after which setting up a connection fails.
         direct: what it sends or receives outside of the buckets.
-        hf_names: whether the tensors are those of a Hugging Face checkpoint.
+        hf_names: whether the tensors are named and divided as in a Hugging Face checkpoint.
         whole: the tensors that an engine gets, in the order of their slots; none without an engine.
     """
 
@@ -121,7 +121,7 @@ class TransferEndpoint:
 
     @torch.no_grad()
     def receive(self, timeout: float) -> TransferOutcome:
-        """Replace the weights by those that arrive."""
+        """Replace the weights by the received ones."""
         return self._run(self._receive, timeout)
 
     def receive_whole(self, timeout: float, update: Callable[[], object]) -> TransferOutcome:
@@ -212,7 +212,7 @@ class TransferEndpoint:
 
 
 def _parts(data: Tensor, moves: Sequence[Move]) -> tuple[Tensor, ...]:
-    """Divide the bytes of slices into those of each, which have one dtype."""
+    """Divide the bytes of slices, which have one dtype, into one tensor for each."""
     dtype = getattr(torch, moves[0].dtype)
     typed = data.view(dtype)
     ends = list(itertools.accumulate(move.nbytes // dtype.itemsize for move in moves))

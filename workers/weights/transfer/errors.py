@@ -24,7 +24,7 @@ class PeerLost(MControllerError):
     """A rank of the other group that did not send or receive in time, or whose process ended.
 
     Attributes:
-        peer: its number: ranks of the target follow those of the source.
+        peer: its number: ranks of the target follow the ranks of the source.
         cause: what was observed.
     """
 

@@ -1,6 +1,6 @@
 """Weights between groups whose ranks are all in the calling process: local and simulated groups.
 
-The ranks of one group run before those of the other, so all buckets are kept until they are received.
+The ranks of one group run before the ranks of the other, so all buckets are kept until they are received.
 """
 
 from __future__ import annotations

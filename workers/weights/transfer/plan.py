@@ -1,6 +1,6 @@
 """Plan which rank of one group sends which slices to which rank of another; pure, without tensors or processes.
 
-The ranks of both groups are numbered in one list: those of the source first, then those of the target.
+The ranks of both groups are numbered in one list: first the source's, then the target's.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class RankWeights(NamedTuple):
 _MOST_LINES = 40
 
 MESSAGE_BYTES = 1 << 20
-"""Slices of this size or more are messages of their own, so that a rank can send or receive them without a copy."""
+"""Slices of this size or more are separate messages, so that a rank can send or receive them without a copy."""
 
 
 def is_large(move: Move) -> bool:
-    """Return whether a slice is a message of its own."""
+    """Return whether a slice is a separate message."""
     return move.nbytes >= MESSAGE_BYTES
 
 
@@ -180,7 +180,7 @@ class TransferPlan:
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], int]:
-        """The bytes from each rank of the source to each rank of the target, which is counted from 0 here."""
+        """The bytes from each rank of the source to each rank of the target, counted from 0."""
         routes: dict[tuple[int, int], int] = defaultdict(int)
         for move in chain(self.direct, *self.buckets):
             routes[move.source_rank, move.target_rank - self.source_size] += move.nbytes

@@ -1,9 +1,9 @@
 """Weights through a process group of torch.distributed over the ranks of both groups: gloo on CPUs, NCCL on GPUs.
 
-It has a store and connections of its own: the default group of either side is not involved, and stays as it is. Large
-slices that are contiguous travel from the memory of one rank's weights to that of the other's, without a copy. All of
-those that are contiguous on both sides start together, before the buckets: with two of them in flight, each wait would
-leave the connection idle.
+It has a separate store and separate connections: the default group of either side is not involved. Large slices that
+are contiguous travel from the memory of one rank's weights to the other's, without a copy. All slices that are
+contiguous on both sides start together, before the buckets: with two of them in flight, each wait would leave the
+connection idle.
 
 Over NCCL, three things differ. A group's watchdog ends the process if a transfer takes longer than the group's timeout,
 unless the group was created with another error handling. ``wait(timeout)`` counts from the start of the operation, not

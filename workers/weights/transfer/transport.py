@@ -26,14 +26,14 @@ class RankTraffic:
 
     Attributes:
         transfer: the id of the transfer.
-        rank: its number; ranks of the target follow those of the source.
+        rank: its number; ranks of the target follow the ranks of the source.
         size: number of ranks of both groups.
         address: of its node, on which other processes reach it.
         buckets: the slices of each bucket, in the order in which they travel.
         device: the device of its tensors.
         timeout: seconds after which setting up a connection fails.
-        direct: the slices that travel outside of the buckets, from weights to weights, in order; those of a transport
-            that ``uses_in_place``.
+        direct: the slices that travel outside of the buckets, from weights to weights, in order, if the transport
+            ``uses_in_place``.
         in_place: returns the memory of a slice in the weights themselves, uint8 ``[bytes]``, if it can travel from or
             to there without being copied through a buffer.
     """
@@ -109,7 +109,7 @@ class End(Protocol):
         ...
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until everything has arrived that was sent here, or that is to be received here.
+        """Wait until the peers have received all that was sent, and all that is to be received is there.
 
         Raises:
             PeerLost: a peer has not received or sent in time, or its process ended.
@@ -163,8 +163,8 @@ class Transport:
 
     Attributes:
         sender, receiver: make the ends of a rank.
-        uses_in_place: whether its ends send and receive the slices of ``RankTraffic.in_place`` without a buffer, and
-            so those of ``RankTraffic.direct``.
+        uses_in_place: whether its ends send and receive the slices of ``RankTraffic.in_place`` without a buffer, and so
+            the slices of ``RankTraffic.direct``.
         why_not: returns why it cannot be used between these ranks; "" if it can.
     """
 

@@ -66,8 +66,8 @@ class TransferReport:
 class WeightTransfer:
     """Copies of the weights of one group's model to another group: planned once, run whenever the policy has changed.
 
-    Slices go directly from the ranks that have them to those that need them. No rank receives more than it needs, and
-    the weights do not pass through the controller. Both groups have workers of ``ActorRolloutRefWorker``, in any
+    Slices go directly from the ranks that have them to the ranks that need them. No rank receives more than it needs,
+    and the weights do not pass through the controller. Both groups have workers of ``ActorRolloutRefWorker``, in any
     layouts. If the target serves engines, these get whole tensors with Hugging Face names, bucket after bucket. After
     every transfer the fingerprints of all tensors are compared, unless the configuration of the target has
     ``rollout.verify_weights=never``.
@@ -79,9 +79,9 @@ class WeightTransfer:
             NCCL), ``cuda_ipc`` (GPUs of one node, which ranks may share), ``object_store`` (Ray's); ``auto`` is the
             first of these that can be used.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once. A rank keeps at most two such
-            buckets. Slices that travel from the weights of one rank to those of the other, without a buffer, do not
-            count (large ones by ``process_group``).
-        timeout: seconds after which opening or running a transfer fails, if a rank does not answer.
+            buckets. Slices that travel from the weights of one rank to the weights of the other, without a buffer, do
+            not count (large ones by ``process_group``).
+        timeout: seconds after which connecting or running a transfer fails, if a rank does not answer.
 
     Raises:
         DataError: the groups do not have the same model, or the position of a weight in the whole model is unknown.
@@ -161,7 +161,7 @@ class WeightTransfer:
         return explanation(self.plan, self.transport, self.bucket_bytes, self.source.name, self.target.name)
 
     def close(self) -> None:
-        """End the connections and free the buffers of all ranks; of those that are still there, after a failure."""
+        """End the connections and free the buffers of all ranks; after a failure, of the remaining ranks."""
         if not self._open:
             return
         self._open = False

@@ -35,7 +35,7 @@ class PolicyReceiver:
     def begin_policy_update(self, hashes: bool = True) -> None:
         """Prepare the layers for new weights, which are hashed as they arrive if ``hashes``."""
         model = self.model_runner.get_model()
-        # Before the layers are prepared: a tied output layer has a parameter of its own afterwards, with no weight.
+        # Before the layers are prepared: a tied output layer has a separate parameter afterwards, with no weight.
         self.policy_names_expected = frozenset(name for name, _ in model.named_parameters())
         initialize_layerwise_reload(model)
         self.policy_names_received = set()
@@ -106,7 +106,7 @@ class PolicyReceiver:
     def _copied(
         self, memory: torch.Tensor, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the tensors: vLLM keeps those of a layer until it has all of them."""
+        """Copies of the tensors: vLLM keeps the tensors of a layer until it has all of them."""
         for name, dtype, shape, first in tensors:
             content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
             copy = content.to(self.device, copy=True, non_blocking=True)

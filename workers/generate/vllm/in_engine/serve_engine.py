@@ -45,7 +45,7 @@ class Served:
 
     Args:
         connection: to the worker.
-        arguments: those of ``vllm.LLM``.
+        arguments: arguments of ``vllm.LLM``.
     """
 
     def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
@@ -104,8 +104,8 @@ class Served:
     def begin_update(self, hashes: bool = True) -> None:
         """Start an update of the weights, which are hashed as they arrive if ``hashes``.
 
-        On a GPU, only the weights have memory until ``generate``: those of the engine and of the policy, tensors on
-        their way and the cache would not fit together.
+        On a GPU, only the engine's weights get memory until ``generate``: the cache would not fit beside the policy's
+        weights and the tensors in flight.
         """
         self.sleep()
         self._wake("weights")

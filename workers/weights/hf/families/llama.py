@@ -148,10 +148,10 @@ class Llama(ModelFamily):
         for key, value in self.fixed.items():
             if fields[key] != value:
                 raise self.not_expressible(f"model.{key}", fields[key], value)
-        further = fields["transformer"]
+        extra = fields["transformer"]
         for key, value in self.fixed_transformer.items():
-            if further.get(key, value) != value:
-                raise self.not_expressible(f"model.transformer.{key}", further[key], value)
+            if extra.get(key, value) != value:
+                raise self.not_expressible(f"model.transformer.{key}", extra[key], value)
         return {
             "vocab_size": fields["vocab_size"],
             "max_position_embeddings": fields["max_sequence_length"],
@@ -219,7 +219,7 @@ def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """For transformers 5 and for those before it."""
+    """For transformers 5 and for earlier versions."""
     theta, factor = float(fields["rotary_base"]), fields["rope_scaling_factor"]
     scaled = None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     return {

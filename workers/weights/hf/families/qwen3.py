@@ -1,4 +1,4 @@
-"""Qwen3: Llama with a norm of each head of q and k, and a head width of its own."""
+"""Qwen3: Llama with a norm of each head of q and k, and a separate head width."""
 
 from __future__ import annotations
 

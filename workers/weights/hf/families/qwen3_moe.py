@@ -42,7 +42,7 @@ class Qwen3Moe(Qwen3):
     # Megatron's losses of the router are set in model.transformer.
     inert: ClassVar[tuple[str, ...]] = (*Qwen3.inert, "router_aux_loss_coef", "output_router_logits")
     defaults: ClassVar[Mapping[str, Any]] = {
-        **Llama.defaults,  # without the head width: here it follows from the sizes
+        **Llama.defaults,  # without the head width, which follows from the sizes
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
