@@ -8,7 +8,7 @@ A Llama model (hidden size 128, 4 layers, float32) continues 8 digits with 16 mo
 one; the reward is the share of right digits. 32 prompts with 8 samples each make one optimizer step. Both sides start
 from the same weights on disk, with the same tokenizer, sampling, learning rate, optimizer and clipping.
 
-Each side is a program of its own with its own processes. They run alternately, a block of steps each, and wait between
+Each side is a separate program with its own processes. They run alternately, a block of steps each, and wait between
 their blocks. A first block is not counted. The seconds of a step are all from the end of one step to the end of the
 next one: data, generation, rewards, update, metrics. Memory is read after the last block.
 """

@@ -1,4 +1,4 @@
-"""Compare estimators, losses, averages and KL estimates with those of verl 0.4.1 and TRL 0.22, on random data.
+"""Compare estimators, losses, averages and KL estimates with verl 0.4.1 and TRL 0.22, on random data.
 
     PYTHONPATH=. PEER_PYTHON benchmarks/against_verl.py
 
@@ -49,7 +49,7 @@ def batch() -> dict[str, Tensor]:
         "response_mask": mask,
         "token_level_scores": scores,
         "token_level_rewards": scores,
-        "values": torch.randn(ROWS, WIDTH) * mask,  # verl 0.4.1 reads those of padding
+        "values": torch.randn(ROWS, WIDTH) * mask,  # verl 0.4.1 reads the values of padding
         "greedy_scores": torch.randn(ROWS),
     }
 

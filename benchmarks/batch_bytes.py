@@ -5,7 +5,7 @@
 Runs the scoring and the updates of a PPO step by RayPPOTrainer, with workers that compute nothing: actor, reference,
 critic and reward model, of two ranks each but the last, on Ray. ``by reference`` is the trainer as it is; ``through the
 controller`` fetches the result of every call and sends it with the next, as the trainer did before. Both run in one
-run, each in a process of its own. Printed, for each:
+run, each in a separate process. Printed, for each:
 
 * ``controller wrote``: bytes that the controller put into messages and the object store;
 * ``workers wrote``: bytes that the workers put there, which is each result once;

@@ -2,12 +2,12 @@
 
     python benchmarks/checkpoints.py [--hidden 512] [--layers 8] [--distributed] [--directory DIR]
 
-Eight ranks are forked, one thread each. The seconds of a call are those of the slowest rank, the least of the rounds.
-Extra memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; for an
-asynchronous save, the files that stay in memory until they are written are added. CPU seconds are those of all ranks
-and of the processes that write, in the round with the least. Those of a process that writes are counted in the call in
-which it has ended. "verify" is what a load adds to read and hash every file once before anything changes. The files are
-read from the cache of the system, so storage that is slower than SHA-256 hides more of it.
+Eight ranks are forked, one thread each. The seconds of a call are of the slowest rank, in the fastest round. Extra
+memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; for an
+asynchronous save, the files that stay in memory until they are written are added. CPU seconds are of all ranks and of
+the processes that write, in the round with the least; a process that writes counts in the call in which it ends.
+"verify" is what a load adds to read and hash every file once before anything changes. The files are read from the cache
+of the system, so storage that is slower than SHA-256 hides more of it.
 """
 
 from __future__ import annotations

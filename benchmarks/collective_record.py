@@ -2,11 +2,11 @@
 
     python benchmarks/collective_record.py [--hidden 512] [--layers 8] [--length 128]
 
-Two gloo ranks (TP2 with sequence parallelism, and PP2) train a GPT. The events of a step are those that a rank records,
-and the CPU of a step is that of the rank's process, without the record. The cost of an event is the CPU of an
-all-reduce and its wait on a group of one rank with the record, less that without; rounds of both alternate, and the
-median of the differences counts. The calls come from the depth of Megatron's layers, because the line of the program
-is searched through the stack.
+Two gloo ranks (TP2 with sequence parallelism, and PP2) train a GPT. The events of a step are the ones that a rank
+records, and the CPU of a step is the time of the rank's process, without the record. The cost of an event is the CPU of
+an all-reduce and its wait on a group of one rank with the record, less that without; rounds of both alternate, and the
+median of the differences counts. The calls come from the depth of Megatron's layers, because the line of the program is
+searched through the stack.
 """
 
 from __future__ import annotations

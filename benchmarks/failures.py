@@ -2,7 +2,7 @@
 
     python benchmarks/failures.py [--repeats 3]
 
-The other ranks wait for the one that fails, as in a collective. Each failure starts a group of its own.
+The other ranks wait for the one that fails, as in a collective. Each failure starts a new group.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/resharding.py [--hidden 512] [--rounds 3]
 
 The bytes sent are compared with the least possible: what ranks need in the new layout and do not have in the old one.
-The seconds are compared with those of one plain all-to-all of as many bytes, evenly between the same ranks, and with
-those of verifying that the weights have arrived (``rollout.verify_weights``), whose share of an update is printed too.
+The seconds are compared with one plain all-to-all of as many bytes, evenly between the same ranks, and with the
+verification of the received weights (``rollout.verify_weights``), whose share of an update is printed too.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 GRPO with ``RayPPOTrainer`` on simulated ranks in this process: a policy of random weights, 16 experts of which 2
 compute each token. "mean", "max" and "KL" are ``training/rollout_probs_diff_mean``, ``_max`` and
 ``training/rollout_kl`` of the trainer: mean, largest and mean over all steps and seeds. "other experts" are the choices
-of a pass of whole sequences that differ from those of the rollout, of all tokens and layers, before the first step. The
-second table has what an update of four optimizer steps sees: the largest ratio of the policy's probability to the old
-one (median of the steps), the tokens whose ratio is clipped, and ``ppo_kl`` (mean of its absolute value).
+of a pass of whole sequences that differ from the rollout's, of all tokens and layers, before the first step. The second
+table has what an update of four optimizer steps sees: the largest ratio of the policy's probability to the old one
+(median of the steps), the tokens whose ratio is clipped, and ``ppo_kl`` (mean of its absolute value).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def make_group(pool: Any, init: Any, name_prefix: str) -> Any:
 def trainer_of(
     dtypes: tuple[str, str], mode: str, seed: int, steps_of_update: int, callbacks: Sequence[Callback] = ()
 ) -> RayPPOTrainer:
-    """Return a trainer with groups of their own for actor and rollout, which may have other dtypes."""
+    """Return a trainer with separate groups for actor and rollout, which may have other dtypes."""
     roles = {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
     config = PPOConfig(
         actor_rollout_ref=actor_config(dtypes[1], mode, seed, steps_of_update),

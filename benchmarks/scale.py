@@ -70,7 +70,7 @@ memory, with Python {python}; the load of the machine was {load:.1f} at the star
 
 The CPU time of the controller limits the number of ranks first: it grows with the ranks, and is spent on one message
 for each rank, encrypted and decrypted, and on one answer. A rank on the same machine costs less, because nothing is
-encrypted and no thread of ZeroMQ takes part, but there are few of those. From some thousand ranks on, the cost for a
+encrypted and no thread of ZeroMQ takes part, but a machine holds few ranks. From some thousand ranks on, the cost for a
 rank grows too: every message touches the state of its connection (kB for each rank, as in the table), and together they
 no longer fit into the processor's caches. Few ranks cost more each, because planning is spent once a call, and because
 the answers wake the controller one by one; the worker processes of actors compete for the same cores and caches as
@@ -190,7 +190,7 @@ class LightProcess:
         self.process.start()
 
     def start(self, keys: ChannelKeys, count: int, answers: int = 1) -> None:
-        """Start ``count`` endpoints that answer each call ``answers`` times; end those before."""
+        """Start ``count`` endpoints that answer each call ``answers`` times; end the earlier ones."""
         self.pipe.send((keys, count, answers))
 
 
@@ -245,8 +245,8 @@ def start_light(processes: list[LightProcess], ranks: int, answers: int = 1) -> 
 
 def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
     process, rendezvous = NodeProcess(0, 0, 0, None), Rendezvous("127.0.0.1", 0)
-    here = ray.get_runtime_context().get_node_id()
-    infos = [ProcessInfo("127.0.0.1", here, 0, (), each, rendezvous, process) for each in addresses]
+    node = ray.get_runtime_context().get_node_id()
+    infos = [ProcessInfo("127.0.0.1", node, 0, (), each, rendezvous, process) for each in addresses]
     handles = ProcessHandles(NoLease(), ChannelOptions(), infos=infos)
     topology = Topology.from_layout(ParallelLayout(len(addresses)))
     return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)

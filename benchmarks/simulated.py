@@ -1,7 +1,7 @@
 """CPU seconds and memory of simulated ranks: groups, model and optimizer, two training steps of a tiny GPT.
 
 Run ``python -m benchmarks.simulated 128 4 4`` (ranks, tp, pp); data-parallel ranks fill the rest. Without arguments it
-measures 128 and 512 ranks, each in a process of its own, and one hand-over between two ranks, with its parts.
+measures 128 and 512 ranks, each in a separate process, and one hand-over between two ranks, with its parts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure(ranks: int, tp: int, pp: int) -> None:
 
 
 def measure_all() -> int:
-    """Measure every size in a process of its own; return 1 if one is above its limits."""
+    """Measure every size in a separate process; return 1 if one is above its limits."""
     above = 0
     for size, (seconds, memory) in SIZES.items():
         sys.stdout.write("{} ranks, TP{} x PP{}\n".format(*size))

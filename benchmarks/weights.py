@@ -9,17 +9,18 @@ load of the machine slows both. All are the fastest of the rounds, after one tha
 - overlapped copies: the same bytes through two buckets of shared memory, copied in by one rank and out by the other at
   the same time, with one byte over a socket for each bucket;
 - bare pieces, bare gloo: the same bytes between two ranks over gloo, in messages of a bucket, each after the one before
-  has arrived; and in these or in one message, whichever is faster. Waiting for each message costs more than their
+  was received; and in these or in one message, whichever is faster. Waiting for each message costs more than their
   number: as many that are started together take the time of one.
 
 Every process computes with one thread. By default a pool uses as many threads as the node has cores, divided by the
-ranks of one group: with two groups on a node, the threads of one then wait for cores that those of the other hold, and
-two copies in one process while the other is idle use cores that a transfer needs for its other side.
+ranks of one group: with two groups on a node, the threads of one then wait for cores that threads of the other hold,
+and two copies in one process while the other is idle use cores that a transfer needs for its other side.
 
-Seconds are those of the slowest rank, from the start of its call until everything was sent or received, without the
+Seconds are of the slowest rank, from the start of its call until everything was sent or received, without the
 comparison of fingerprints, which is the column verify. The memory of a rank is what its resident set grows by between
-opening the transfer and the peak while it sends or receives. In the column peak, pages of shared memory count in every
-process that maps them, and so do pages of Ray's object store whose objects are gone; the column own leaves them out.
+the construction of the transfer and the peak while it sends or receives. In the column peak, pages of shared memory
+count in every process that maps them, and so do pages of Ray's object store whose objects are gone; the column own
+leaves them out.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ class Measured(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_peak(self) -> None:
-        """Measure the growth of the resident set from here on."""
+        """Measure the growth of the resident set from this call on."""
         self.resident, self.shared_before = _resident(), _resident("RssShmem")
         self.largest = self.largest_own = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def peak(self) -> tuple[int, int]:
-        """Return the bytes by which the resident set grew at the peak of a transfer, and those of them not shared."""
+        """Return the growth of the resident set at the peak of a transfer, and how many of its bytes are not shared."""
         return self.largest - self.resident, self.largest_own
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,6 +1,7 @@
 """The controller: plan, dispatch, execute and collect the calls of worker groups. It contains no model code.
 
-Every public name is here and is imported on first use, so a program that needs neither torch nor Ray imports neither.
+Every public name is in this module and is imported on first use, so a program that needs neither torch nor Ray imports
+neither.
 """
 
 from __future__ import annotations

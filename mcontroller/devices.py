@@ -19,7 +19,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
-    """Return the GPU of a rank among those that its process can see, or the CPU if torch can use none.
+    """Return the GPU of a rank among the visible ones, or the CPU if torch can use none.
 
     A cluster may count GPUs that torch cannot use. Then a rank of a GPU pool computes on the CPU too.
 
@@ -77,8 +77,8 @@ def check_torch_without_gpu() -> None:
     A cluster may count GPUs that do not exist, as in tests: without a driver this logs a warning.
 
     Raises:
-        ResourceError: torch is built without CUDA, the driver is older than torch's CUDA, or the names in
-            CUDA_VISIBLE_DEVICES are those of no GPU.
+        ResourceError: torch is built without CUDA, the driver is older than torch's CUDA, or no GPU has the names in
+            CUDA_VISIBLE_DEVICES.
     """
     import torch
 

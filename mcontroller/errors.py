@@ -1,4 +1,4 @@
-"""The errors of the controller, each with its fields; those of ``parallel_state`` are exported here too.
+"""The errors of the controller, each with its fields; also exports the errors of ``parallel_state``.
 
 ``MControllerError`` is the root of all. The fields of an error are its attributes.
 """

@@ -84,11 +84,11 @@ class ControllerPlugin(Plugin):
         return (lambda context: _group_method(context, name)) if owner == GROUP else None
 
     def get_function_signature_hook(self, fullname: str) -> Callable[[FunctionSigContext], FunctionLike] | None:
-        """Add the parameters of a worker's ``__init__`` to those of ``mock_worker_group``."""
+        """Add the parameters of a worker's ``__init__`` to the parameters of ``mock_worker_group``."""
         return _mock_signature if fullname == MOCK_GROUP else None
 
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
-        """Add the parameters of a worker's ``__init__`` to those of the fixture ``mock_group``."""
+        """Add the parameters of a worker's ``__init__`` to the parameters of the fixture ``mock_group``."""
         return _mock_signature if fullname == MOCK_FIXTURE else None
 
 
@@ -207,7 +207,7 @@ def _not_registered(context: AttributeContext, worker: TypeInfo, name: str) -> T
 
 
 def _rules(worker: TypeInfo, name: str) -> Rules | None:
-    """Return the rules of a method, its own or those of the method that it overrides; None if it is not registered."""
+    """Return the rules of a method, its own or the overridden method's; None if it is not registered."""
     for base in worker.mro:
         registered = base.metadata.get(KEY, {}).get(name)
         if registered is not None:

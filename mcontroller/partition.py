@@ -229,7 +229,7 @@ def balanced(
 
 
 def _add(bins: Sequence[list[int]], filled: list[list[int]], lengths: Sequence[int]) -> None:
-    """Add the rows of each bin to one of the shards: the heaviest to the lightest, of those with the fewest rows."""
+    """Add the rows of each bin to one of the shards: the heaviest to the lightest shard with the fewest rows."""
 
     def size(rows: Sequence[int]) -> tuple[int, int]:
         return len(rows), sum(lengths[row] for row in rows)

@@ -261,7 +261,7 @@ def _table(samples: Samples) -> tuple[list[str], list[list[Any]]]:
 
 
 def _remove_later_steps(path: Path, step: int) -> None:
-    """Remove the lines at the end of a file of metrics whose step is later; those of a warm-up come before."""
+    """Remove the lines at the end of a file of metrics whose step is later; the lines of a warm-up come first."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     while lines and _step_of(lines[-1]) > step:
         lines.pop()

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 Handle = Any
-"""A transport's reference to a value that it keeps: in a worker process, in Ray's object store, or in this process."""
+"""A transport's handle of a value that it keeps: in a worker process, in Ray's object store, or in this process."""
 
 
 class Fetch(Protocol):
@@ -204,7 +204,7 @@ class Executor(Protocol):
         """Call ``finish`` on idle ranks, end all ranks and free their resources. A second call does nothing.
 
         Args:
-            timeout: deadline of ``finish`` in seconds, for ranks that are processes of their own; None for none.
+            timeout: deadline of ``finish`` in seconds, for ranks that are separate processes; None for none.
         """
 
 

@@ -66,7 +66,7 @@ class RankEnvironment:
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> Self:
-        """Read the environment variables; those that are not set keep their defaults."""
+        """Read the environment variables; fields whose variable is not set keep their defaults."""
         known = {name: variables[name.upper()] for name in cls.__slots__ if name.upper() in variables}
         return cls(**{name: value if name == "master_addr" else int(value) for name, value in known.items()})  # type: ignore[arg-type]
 
@@ -88,7 +88,7 @@ class Worker:
     components: ClassVar[Mapping[str, type]] = {}
     _environment: RankEnvironment
 
-    if not TYPE_CHECKING:  # for a type checker, the arguments of a subclass are those of its __init__
+    if not TYPE_CHECKING:  # a type checker takes the arguments of a subclass from its __init__
 
         def __new__(cls, *args, **kwargs):
             """Create the worker and record its rank, so that ``__init__`` can read it."""
@@ -118,7 +118,7 @@ class Worker:
 
     @property
     def local_rank(self) -> int:
-        """The index of this worker among those of its group on its node."""
+        """The index of this worker among the workers of its group on its node."""
         return self._environment.local_rank
 
     @property
@@ -159,7 +159,7 @@ class Worker:
     def cuda_variables(cls, capability: tuple[int, int] | None, *args: Any, **kwargs: Any) -> dict[str, str]:
         """Return environment variables that CUDA reads when a process first uses it; by default none.
 
-        A process of a group sets them before it chooses its GPU. Those that its environment has already stay.
+        A process of a group sets them before it chooses its GPU. Variables that are set already stay.
 
         Args:
             capability: compute capability of the GPUs; None if it is unknown.

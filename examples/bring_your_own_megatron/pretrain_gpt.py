@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m examples.bring_your_own_megatron.pretrain_gpt Megatron-LM \
         --tensor-model-parallel-size 2
 
-Arguments after the checkout are Megatron-LM's and come after those of a tiny model with mock data. On a machine with
-GPUs nothing is patched; pass ``--distributed-backend nccl`` there.
+Arguments after the checkout are Megatron-LM's and follow the arguments of a tiny model with mock data. On a machine
+with GPUs nothing is patched; pass ``--distributed-backend nccl`` there.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class TeamActor(ActorRolloutRefWorker):
     args = team.parse_args()
 
     def build_model(self) -> list[Any]:
-        """Return this rank's chunks; called again for the reference, which begins with the same weights."""
+        """Return this rank's chunks; called again for the reference policy, which begins with the same weights."""
         config = self.config
         sizes = {
             "tensor_model_parallel_size": config.parallel.tp,

@@ -3,8 +3,8 @@
     python -m examples.ppo.compare [--algorithms grpo rloo] [--seeds 101 102] [--runs runs/compare] [--docs docs]
 
 Every run is ``python -m examples.ppo.main`` with one process for each role. A run that is complete in ``--runs`` is not
-repeated, so an interrupted comparison continues where it ended; ``learning.md`` and ``img/learning.png`` have those
-that are complete.
+repeated, so an interrupted comparison continues where it ended; ``learning.md`` and ``img/learning.png`` have the
+complete runs.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--runs", type=Path, default=Path("runs/compare"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
-    parser.add_argument("--overrides", nargs="*", default=[], help="further key=value of examples.ppo.main")
+    parser.add_argument("--overrides", nargs="*", default=[], help="more key=value of examples.ppo.main")
     given = parser.parse_args(arguments)
     runs = given.runs.resolve()
     curves: dict[str, dict[int, Curve]] = {}

@@ -2,9 +2,9 @@
 
     python -m examples.ppo.off_policy [--seeds 101 102 103] [--runs runs/off_policy] [--docs docs]
 
-GRPO with actor and rollout in groups of their own, one process each, and truncated importance sampling. The runs differ
-in ``trainer.max_staleness`` alone. Complete runs are not repeated; ``learning-off-policy.md`` and
-``img/learning-off-policy.png`` have those that are complete.
+GRPO with actor and rollout in separate groups, one process each, and truncated importance sampling. The runs differ in
+``trainer.max_staleness`` alone. Complete runs are not repeated; ``learning-off-policy.md`` and
+``img/learning-off-policy.png`` have the complete runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SETTINGS: Mapping[str, Sequence[str]] = {
 """Overrides of ``config.yaml`` by the name in table and plot."""
 PAGE = """# Learning one step off policy
 
-Held-out accuracy on the demo's task (chain_sum of reasoning-gym) before and after GRPO with actor and rollout in groups
-of their own, on policy and one step off policy ([training.md](training.md#one-step-off-policy)), by
+Held-out accuracy on the demo's task (chain_sum of reasoning-gym) before and after GRPO with actor and rollout in
+separate groups, on policy and one step off policy ([training.md](training.md#one-step-off-policy)), by
 `python -m examples.ppo.off_policy`; one line of the plot is one seed.
 
 {table}
@@ -44,7 +44,7 @@ steps in which it is not.
 
 
 def medians(directory: Path) -> tuple[float, float]:
-    """Return the median seconds of a step of a complete run, and those in which the step waited for responses."""
+    """Return the median seconds of a step of a complete run, and of its wait for responses."""
     steps = [each for each in read_metrics(directory / "metrics.jsonl") if "timing_s/step" in each]
     step, generate = (statistics.median(each[f"timing_s/{name}"] for each in steps) for name in ("step", "generate"))
     return step, generate
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--runs", type=Path, default=Path("runs/off_policy"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
-    parser.add_argument("--overrides", nargs="*", default=[], help="further key=value of examples.ppo.main")
+    parser.add_argument("--overrides", nargs="*", default=[], help="more key=value of examples.ppo.main")
     given = parser.parse_args(arguments)
     runs = given.runs.resolve()
     curves: dict[str, dict[int, Curve]] = {}

@@ -45,7 +45,7 @@ def accuracy_before_and_after(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def draw_curves(records: Sequence[Record], path: Path) -> None:
-    """Draw reward, accuracy, KL to the reference and entropy over the steps of PPO."""
+    """Draw reward, accuracy, KL to the reference policy and entropy over the steps of PPO."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     _curve(left, records, "train/score", "reward, sampled", "tab:blue")
     _curve(left, records, "train/accuracy", "accuracy on training problems, sampled", "tab:green", linestyle="--")

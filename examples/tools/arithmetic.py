@@ -21,7 +21,7 @@ class CalculationError(ValueError):
 def calculate(expression: str) -> Fraction:
     """Return the value of an expression, exactly.
 
-    The text is parsed, and only the nodes of the syntax tree that are listed here are calculated; it is never executed.
+    The text is parsed, and only the listed nodes of the syntax tree are calculated; it is never executed.
 
     Raises:
         CalculationError: it is malformed, too long, contains anything else, or divides by zero.

@@ -7,7 +7,7 @@ This form is also the one that Sphinx and editors read::
         prompt_length: int = 512
         \"\"\"[tokens] Longest prompt.\"\"\"
 
-A unit is in brackets at the start; name, type and default are those of the field.
+A unit is in brackets at the start; name, type and default are read from the field.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def fields_of(cls: type, prefix: str = "", parts: Mapping[str, type] | None = No
 
 
 def fields_under(cls: type, prefix: str = "", parts: Mapping[str, type] | None = None) -> Iterator[FieldDoc]:
-    """Yield the fields of a dataclass and of all dataclasses in it; the arguments are those of ``fields_of``."""
+    """Yield the fields of a dataclass and of all dataclasses in it, with the arguments of ``fields_of``."""
     for field in fields_of(cls, prefix, parts):
         yield field
         if field.nested is not None:

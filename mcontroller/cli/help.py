@@ -62,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def roots(paths: Iterable[str] = ()) -> tuple[list[type], dict[str, type]]:
-    """Return the dataclasses whose keys have no prefix, and the registered dataclasses of further keys.
+    """Return the dataclasses whose keys have no prefix, and the registered dataclasses of other keys.
 
     Args:
-        paths: further roots, each ``package.module:Class``.
+        paths: more roots, each ``package.module:Class``.
 
     Raises:
         ConfigError: a path is not an importable class.
@@ -129,7 +129,7 @@ def _unknown(key: str, fields: Sequence[FieldDoc]) -> ConfigError:
     elif close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
-        hint = "mcontroller help prints all sections; --config MODULE:CLASS adds those of your own program"
+        hint = "mcontroller help prints all sections; --config MODULE:CLASS adds the sections of your program"
     return ConfigError(f"there is no configuration key {key!r}; {hint}", key=key, value=None, close_matches=close)
 
 
@@ -146,7 +146,7 @@ def config_page(roots: Iterable[type], parts: Mapping[str, type]) -> str:
 
     Args:
         roots: dataclasses whose keys have no prefix. One that derives from an earlier one shows its own fields only.
-        parts: the dataclasses of further keys, by key.
+        parts: the dataclasses of other keys, by key.
     """
     used: dict[type, list[str]] = {}
     for root in roots:

@@ -95,8 +95,8 @@ def _find_spec(module: str) -> ModuleSpec | None:
 def entry_points(group: str, checkout: Path | None = None) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name, sorted.
 
-    In a checkout, those of this project are read from its ``pyproject.toml``: it may be on PYTHONPATH without being
-    installed, and the metadata of an editable install do not change when the file does.
+    In a checkout, the entry points of this project are read from its ``pyproject.toml``: it may be on PYTHONPATH
+    without being installed, and the metadata of an editable install do not change when the file does.
 
     Args:
         group: the name of the group.

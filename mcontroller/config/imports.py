@@ -39,7 +39,7 @@ def import_object(path: str, key: str) -> Any:
 
 
 def import_class(path: str, key: str) -> type:
-    """Return a class of a module; the arguments and errors are those of ``import_object``."""
+    """Return a class of a module, with the arguments and errors of ``import_object``."""
     found = import_object(path, key)
     if not isinstance(found, type):
         raise ConfigError(

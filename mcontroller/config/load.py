@@ -61,11 +61,11 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
 
 
 def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the values of all sources and overrides as they are, without types, defaults and resolved references.
+    """Return the values of all sources and overrides as they are, without types, defaults and resolved interpolations.
 
     Args:
-        sources: as those of ``load_config``.
-        overrides: as those of ``load_config``.
+        sources: as of ``load_config``.
+        overrides: as of ``load_config``.
 
     Raises:
         ConfigError: a source or an override cannot be read.
@@ -128,7 +128,7 @@ def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
 
 
 def _without_value(layers: Sequence[DictConfig], key: str) -> bool:
-    """Remove the values of a rejected key from the layers, so that further errors are found; False if there are none.
+    """Remove the values of a rejected key from the layers, so that other errors are found; False if there are none.
 
     The key of a check may lack the first parts of the dotted name.
     """
@@ -202,7 +202,7 @@ def _layer_of_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _parsed(content: bytes, what: str, key: str) -> Any:
-    """Parse YAML, with its errors, and those of the values that it makes, as errors of this project."""
+    """Parse YAML; its errors, and the errors of the values that it makes, become errors of this project."""
     try:
         return OmegaConf.load(io.StringIO(content.decode()))
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError, RecursionError) as error:

@@ -53,19 +53,19 @@ def check_node(node: NodeFacts, ranks: int | None) -> Iterator[Finding]:
 def check_installed(node: NodeFacts) -> Iterator[Finding]:
     """Yield findings on packages that are missing or cannot be imported."""
     missing = [name for name in ("torch", "megatron-core", "tensordict") if name not in node.versions]
-    if node.torch_problem is not None and "torch" not in missing:
+    if node.torch_error is not None and "torch" not in missing:
         advice = "install the build of torch for this machine's CUDA, and repeat: python -c 'import torch'"
-        yield Finding("packages", node.address, Verdict.FAILURE, node.torch_problem, advice)
+        yield Finding("packages", node.address, Verdict.FAILURE, node.torch_error, advice)
     if missing:
         advice = "pip install 'mcontroller[gpu]', or put your builds on PYTHONPATH of the raylets (docs/install.md)"
         yield Finding("packages", node.address, Verdict.FAILURE, f"not installed: {', '.join(missing)}", advice)
-    elif node.torch_problem is None:
+    elif node.torch_error is None:
         found = ", ".join(f"{name} {number}" for name, number in node.versions.items())
         yield Finding("packages", node.address, Verdict.OK, found)
 
 
 def check_gpus(node: NodeFacts) -> Iterator[Finding]:
-    """Compare the GPUs of the driver with those that torch can use, and with those that Ray counts."""
+    """Compare the GPUs of the driver with the GPUs that torch can use, and that Ray counts."""
     driver, torch, ray = len(node.driver_gpus), node.torch_gpus, node.ray_gpus
     found = f"driver {driver}, torch {torch}" + ("" if ray is None else f", Ray {ray}")
     visible = node.variables.get("CUDA_VISIBLE_DEVICES")

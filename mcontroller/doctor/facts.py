@@ -65,11 +65,11 @@ class NodeFacts:
         versions: version by package; also of ``python``, and of ``CUDA``, ``NCCL`` and ``driver`` if there are any.
         driver_gpus: names of the GPUs that the driver lists; empty without a driver.
         torch_gpus: number of GPUs that torch can use.
-        torch_problem: why torch cannot be imported; None if it can.
+        torch_error: why torch cannot be imported; None if it can.
         cores: CPU cores that a process on the node may use.
         shared_memory_bytes: size of /dev/shm; 0 if there is none.
         limits: soft limits of a process, by name; -1 for unlimited.
-        variables: those environment variables that are set for processes of the node.
+        variables: the environment variables that are set for processes of the node.
         interfaces: addresses by network interface.
         paths: the directories that a run writes.
         ray_gpus: GPUs that Ray counts on the node; None without Ray.
@@ -81,7 +81,7 @@ class NodeFacts:
     versions: Mapping[str, str]
     driver_gpus: Sequence[str] = ()
     torch_gpus: int = 0
-    torch_problem: str | None = None
+    torch_error: str | None = None
     cores: int = 1
     shared_memory_bytes: int = 0
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def collect_facts(
         ray_resources: the node's resources as Ray counts them; None without Ray.
     """
     gpus, driver = _driver()
-    torch_versions, torch_gpus, problem = _torch()
+    torch_versions, torch_gpus, error = _torch()
     installed = {name: found for name, module in _PACKAGES.items() if (found := _version(name, module)) is not None}
     home = Path(variables.get("HOME") or Path.home())
     cache = variables.get("HF_HOME") or str(home / ".cache" / "huggingface")
@@ -118,7 +118,7 @@ def collect_facts(
         versions={"python": platform.python_version()} | installed | torch_versions | driver,
         driver_gpus=gpus,
         torch_gpus=torch_gpus,
-        torch_problem=problem,
+        torch_error=error,
         cores=len(os.sched_getaffinity(0)),
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         limits={name: resource.getrlimit(limit)[0] for name, limit in _LIMITS.items()},

@@ -35,7 +35,7 @@ class NodeAgent:
     def __init__(self, address: str, ray_resources: Mapping[str, float] | None = None) -> None:
         self.address = address
         self.ray_resources = ray_resources
-        # A worker of Ray has variables that Ray set; those of the raylet are what a run starts from.
+        # Ray sets variables in its workers; a run starts from the raylet's variables.
         parent = psutil.Process().parent() if ray_resources is not None else None
         self.variables: Mapping[str, str] = dict(os.environ) if parent is None else parent.environ()
 

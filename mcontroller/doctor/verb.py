@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"doctor: no Ray cluster answers at {place}: {reason}\n")
             return UNREACHABLE
     findings = _of_cluster(arguments) if connected else _examined([local_node()], arguments)
-    head = "the Ray cluster" if connected else "this machine; no Ray cluster runs here, so nodes are not compared"
+    head = "the Ray cluster" if connected else "this machine; it runs no Ray cluster, so nodes are not compared"
     sys.stdout.write(f"{head}\n{table(findings)}\n")
     if arguments.json is not None:
         content = {"status": exit_status(findings), "findings": [asdict(finding) for finding in findings]}

@@ -135,7 +135,7 @@ class LocalExecutor:
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """Set this process's environment variables to those of a rank while the block runs."""
+        """Set this process's environment variables to a rank's while the block runs."""
         with RankEnvironment(rank, self.world_size, rank, self.world_size).activate():
             yield
 

@@ -222,7 +222,7 @@ def mock_worker_group(
     """Make a group of ``worker`` objects on mocked ranks, one per rank of ``layout``.
 
     Args:
-        worker: the worker class, or a ClassWithInitArgs, which allows no further arguments.
+        worker: the worker class, or a ClassWithInitArgs, which allows no other arguments.
         layout: a ParallelLayout; a Topology, whose ranks may be in any order; or a number of ranks, which are then
             data-parallel.
         args: positional arguments of the worker's ``__init__``.
@@ -282,7 +282,7 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
     """Make Megatron and torch.distributed answer as on one rank of a layout; the context's value is its coordinates.
 
     Use it to test plain functions that read Megatron's state. RANK, WORLD_SIZE and the other variables that torchrun
-    sets are those of the rank, on one node.
+    sets are the rank's, on one node.
 
     Raises:
         LayoutError: ``layout`` is neither a ParallelLayout, nor a Topology, nor a number of ranks.

@@ -38,7 +38,7 @@ class MockGroup(Protocol):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> MockWorkerGroup[W]:
-        """Make a mocked worker group; the arguments are those of ``mcontroller.testing.mock_worker_group``."""
+        """Make a mocked worker group, with the arguments of ``mcontroller.testing.mock_worker_group``."""
 
 
 class SimulatedGroupMaker(Protocol):

@@ -96,7 +96,7 @@ def simulated_worker_group(
     """Make a group of ``worker`` objects on simulated ranks, one per rank of ``layout``.
 
     Args:
-        worker: the worker class, or a ClassWithInitArgs, which allows no further arguments.
+        worker: the worker class, or a ClassWithInitArgs, which allows no other arguments.
         layout: a ParallelLayout, or a number of ranks, which are then data-parallel.
         args: positional arguments of the worker's ``__init__``.
         name: the role, as error messages name it.

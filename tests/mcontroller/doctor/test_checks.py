@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Check, NodeFacts, Verdict, str]] = {
     ),
     "torch that does not import": (
         checks.check_installed,
-        node(torch_problem="import torch: OSError: libcudart.so.12", torch_gpus=0),
+        node(torch_error="import torch: OSError: libcudart.so.12", torch_gpus=0),
         FAILURE,
         "libcudart.so.12",
     ),

@@ -41,7 +41,7 @@ def test_faults_of_one_node_of_a_cluster_are_found_on_that_node(tmp_path: Path) 
 def test_this_machine_is_checked_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--local", "--checkpoints", str(tmp_path), "--no-gpucheck"]) in (0, 1)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("this machine; no Ray cluster runs here")
+    assert lines[0].startswith("this machine; it runs no Ray cluster")
     names = {line.split("  ")[0] for line in lines}
     assert {"packages", "gpus", "shared memory", "ulimit nofile", "threads", "path tmp", "path checkpoints"} <= names
 

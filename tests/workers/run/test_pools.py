@@ -93,12 +93,15 @@ def test_the_axes_of_each_role_divide_its_own_pool(config_file: Path) -> None:  
     ("overrides", "message"),
     [
         (["pools.rollout.process_on_nodes=[1]"], "'rollout', and the actor's processes generate: set rollout={}"),
-        (["pools.ref.process_on_nodes=[1]"], "'ref', and the run has no separate reference policy: add the section ref"),
+        (
+            ["pools.ref.process_on_nodes=[1]"],
+            "'ref', and the run has no separate reference policy: add the section ref",
+        ),
         ([*CRITIC[1:], "pools.critic.process_on_nodes=[1]"], "the run has no critic: set algorithm.adv_estimator=gae"),
         (["pools.reward_model.process_on_nodes=[1]"], "the run has no reward model: add the section reward_model"),
         (["pools.rolout.process_on_nodes=[1]"], "'rolout', which cannot have a separate pool; did you mean rollout?"),
         (["pools.rolout.process_on_nodes=[1]"], "A pool with another name has a list of its roles: set pools.rolout."),
-        ([*SHARED[:1], "pools.scores.roles=[actor_rollout_ref]"], "'actor_rollout_ref', which cannot have a pool of"),
+        ([*SHARED[:1], "pools.scores.roles=[actor_rollout_ref]"], "'actor_rollout_ref', which cannot have a separate"),
         ([*SCORES, "pools.ref.process_on_nodes=[1]"], "pools.ref has the role 'ref', and so has pools.scores"),
         (["pools.pool.process_on_nodes=[1]"], "pools.pool has the name of the pool of all other roles"),
         (
