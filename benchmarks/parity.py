@@ -46,15 +46,15 @@ One process pads its rows and computes two at a time. "Packed" rows form one seq
 tokens" means micro-batches with a limit of tokens instead of rows. "Router losses" are z loss with `aux_loss` and
 `seq_aux_loss`, or, "by row", z loss with `seq_aux_loss` alone; their values count among the losses. z loss and
 `seq_aux_loss` are the same in every layout and micro-batch. `aux_loss` balances the rows of one micro-batch of one
-data-parallel rank, and `global_aux_loss` those of the micro-batches of all ranks so far in the step. If another layout
-or limit groups the rows differently, they are other losses by definition (`tests/workers/train/test_router_losses.py`
-compares both with equal groups)."""
+data-parallel rank, and `global_aux_loss` the rows of the micro-batches of all ranks so far in the step. If another
+layout or limit groups the rows differently, they are other losses by definition
+(`tests/workers/train/test_router_losses.py` compares both with equal groups)."""
 
 
 OF_MANY_RANKS_TEXT = """
 Layouts that eight processes cannot hold, on
 [simulated ranks](testing.md#simulated-ranks-everything-that-communicates) in one process on the CPU. The layouts above
-run on forked ranks here, and on simulated ranks in the test."""
+ran on forked ranks for this page, and run on simulated ranks in the test."""
 
 
 def table(dtype: str, layouts: list[str], run: Callable[..., Any] = forking.run_ranks) -> tuple[str, bool]:
