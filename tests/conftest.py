@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use Ray, and run those that fork first.
+    """Mark the tests that use Ray, and run the forking ones first.
 
     Tests that fork run before Ray starts: a fork copies no threads. With a torch that is built for CUDA, they also run
     before ranks are simulated: a process that has computed gradients cannot fork ranks that do.
@@ -59,7 +59,7 @@ def marks_of(item: pytest.Item) -> set[str]:
 
 
 def forks(item: pytest.Item) -> bool:
-    """Whether all ranks of the test are processes, as those of ``tests.ranks`` are on a GPU."""
+    """Whether all ranks of the test are processes, as the ranks of ``tests.ranks`` are on a GPU."""
     return marks_of(item) == {"processes"} or (marks_of(item) == {"simulated"} and torch.cuda.is_available())
 
 

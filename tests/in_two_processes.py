@@ -2,7 +2,7 @@
 
 ``python -m tests.in_two_processes`` is what ``make test`` runs: the tests that start processes, and the others. With
 arguments, one pytest gets them. With ``--fake-cuda`` it is ``make test-fake-cuda``: the tests with the stand-in for
-Transformer Engine, and the others; both get the further arguments.
+Transformer Engine, and the others; both get the other arguments.
 """
 
 from __future__ import annotations

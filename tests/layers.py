@@ -221,7 +221,7 @@ class SourceTree:
                     yield owner.lineno, f"{ast.unparse(owner)}.{attribute}, which {home} defines"
 
     def _imported_names(self, file: SourceFile) -> tuple[set[str], dict[str, str]]:
-        """The names that a file binds to foreign modules, and those bound to our modules with these."""
+        """The names that a file binds to foreign modules, and the names bound to our modules with these."""
         foreign: set[str] = set()
         ours: dict[str, str] = {}
         for node in ast.walk(file.tree):

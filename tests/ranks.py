@@ -1,7 +1,7 @@
 """``run_ranks``: a function on several ranks, simulated in this process, and forked where there is a GPU.
 
-Tests of what ranks compute together import it from here. Tests of real transports, of processes and of what a process
-does outside of Python import ``run_ranks`` of ``tests.forking``, with the same arguments.
+Tests of what ranks compute together import it from this module. Tests of real transports, of processes and of what a
+process does outside of Python import ``run_ranks`` of ``tests.forking``, with the same arguments.
 
 A test that uses it has the mark ``simulated``.
 """

@@ -432,8 +432,6 @@ class ActorRolloutRefWorker(ModelWorker):
         copies = mix_weights(self.reference, self.model, mix, self.state.float32.get("reference", []))
         self.state.float32 = {"reference": copies} if copies else {}
 
-    # ---- helpers -----------------------------------------------------------------------------------------------------
-
     def _rows(self, data: DataProto, method: str, columns: Sequence[str] = (), *, replay: bool = False) -> TokenBatch:
         """Return the rows of a batch; if ``replay``, with the experts that ``router_replay`` makes routers choose."""
         replayed = replay and self.router_replay.replays(method, data.tensors())

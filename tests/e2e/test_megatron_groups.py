@@ -1,6 +1,6 @@
 """Real Ray and real Megatron: two groups of different layouts on one pool, one PPO step, and how the groups end.
 
-The groups are started once; two tests each break one of them, and the last starts one of its own.
+The groups are started once; two tests each break one of them, and the last starts a new one.
 """
 
 from __future__ import annotations

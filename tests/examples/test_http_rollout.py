@@ -104,7 +104,7 @@ def test_the_server_generates_with_the_policy_before_and_after_an_update(
     (first, _), (second, _), (cooler, meta_info), (scored, _) = results
     assert not torch.equal(first["rollout_log_probs"], second["rollout_log_probs"])
     assert (second["rollout_log_probs"] - scored["old_log_probs"]).abs().max() < 1e-5
-    # At another temperature the server reports log-probabilities that are not those of compute_log_prob.
+    # At another temperature the server reports other log-probabilities than compute_log_prob.
     assert torch.equal(cooler["engine_log_probs"], second["rollout_log_probs"])
     assert "rollout_log_probs" not in cooler
     assert meta_info["engine_log_probs"] == {"temperature": 1.0, "filtered": False}

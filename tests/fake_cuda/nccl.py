@@ -50,7 +50,7 @@ class Communicator:
 
     Attributes:
         carrier: the backend that carries its collectives, which has all other attributes.
-        used: the peers of those that have been used; None for that of all ranks.
+        used: the peers of the communicators that were used; None stands for all ranks.
     """
 
     def __init__(self) -> None:

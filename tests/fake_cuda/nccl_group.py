@@ -1,9 +1,9 @@
 """torch's ProcessGroupNCCL as a program sees it that creates one itself, over gloo: its options, waits and watchdog.
 
-What is here is read from torch's ProcessGroupNCCL.cpp: error handling is chosen by an environment variable when the
-group is created; the first operation of a pair of ranks blocks until the other one starts its own; ``wait(timeout)``
-counts from the start of the operation; and a watchdog ends the process if an operation takes longer than the timeout of
-the group, unless the error handling says otherwise.
+It follows torch's ProcessGroupNCCL.cpp: error handling is chosen by an environment variable when the group is created;
+the first operation of a pair of ranks blocks until the other one starts its own; ``wait(timeout)`` counts from the
+start of the operation; and a watchdog ends the process if an operation takes longer than the timeout of the group,
+unless the error handling says otherwise.
 """
 
 from __future__ import annotations

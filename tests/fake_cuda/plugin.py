@@ -7,7 +7,7 @@ between host and device and host synchronisations are counted.
 It cannot show what kernels compute, hangs of NCCL, races between streams, what the allocator wastes, or speed.
 
 Run tests under it with ``python -m pytest -p tests.fake_cuda.plugin tests/workers``. ``tests/fake_cuda/selection.py``
-chooses what runs; with ``--all`` every test does, and those that must fail on a GPU must fail.
+chooses what runs; with ``--all`` every test runs, and tests that must fail on a GPU must fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def enable() -> None:
     functions.__enter__()
     nccl.install()
     ipc.install()
-    # Megatron warns that the generators of the CPU are those of the device.
+    # Megatron warns that the generators of the CPU serve the device.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 

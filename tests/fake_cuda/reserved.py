@@ -70,7 +70,7 @@ def reserved_by_all(gpu: int) -> int:
 
 @contextlib.contextmanager
 def _table() -> Iterator[tuple[np.ndarray, int]]:
-    """The bytes by process and GPU, after the id of the process, and the row of this one; those that ended have 0."""
+    """The bytes by process and GPU, after the id of the process, and the row of this one; ended processes have 0."""
     path = os.environ[_VARIABLE].partition(",")[2]
     with open(path, "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -66,7 +66,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "tests/workers/model/test_placement.py",
         "tests/workers/model/test_build.py::test_the_choice_of_layers_is_printed_once",
     ),
-    "losses, scores and optimizers make tensors of their own on the device": (
+    "losses, scores and optimizers make new tensors on the device": (
         "tests/workers/config/test_optim.py::test_the_optimizer_is_distributed_by_default_over_several_ranks_on_a_gpu",
         "tests/workers/distinct_tokens/test_shared_prompts.py::test_shared_prompts_have[tp2-sp-dp2-rope, tied]",
         "tests/workers/test_bad_input.py::test_nan_in_a_loss_raises_on_every_rank_and_names_its_origin",

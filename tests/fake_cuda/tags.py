@@ -201,7 +201,7 @@ traffic = Traffic()
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Return the GPU that the tensor's storage is on, or the CPU."""
     if isinstance(tensor, ShardedTensor) or (tensor.layout != torch.strided and not tensor.is_nested):
-        return CPU  # a sharded tensor of a checkpoint has no storage of its own
+        return CPU  # a sharded tensor of a checkpoint has no storage
     block: _Block | None = getattr(tensor.untyped_storage(), "_block", None)
     return CPU if block is None else block.device
 
@@ -218,7 +218,7 @@ def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def mark(storage: Any, device: torch.device, size: int | None = None) -> None:
-    """Mark a storage as on this GPU, or on the host; it counts as so many bytes, by default all of its own."""
+    """Mark a storage as on this GPU, or on the host; it counts as so many bytes, by default its size."""
     block: _Block | None = getattr(storage, "_block", None)
     if device.type != "cuda":
         if block is not None:

@@ -113,7 +113,7 @@ def test_every_number_of_training_is_on_the_gpu_of_its_rank_in_its_dtype(
 
 
 def locked() -> tuple[list[int], int, int, int]:
-    """Return the page-locked bytes of two offloads, after the reload, those of torch's allocator, and of the parts."""
+    """Return bytes: page-locked ones of two offloads, after the reload, and of torch's allocator; of the parts."""
     worker = actor({}, "actor", ppo_epochs=1)
     worker.update_actor(experience(ROWS))
     cached, found = pinned.cached, []

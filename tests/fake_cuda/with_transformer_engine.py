@@ -1,6 +1,6 @@
 """A pytest plugin: the fake CUDA device with the stand-in for Transformer Engine of ``site-packages``.
 
-Megatron-Core decides at its import whether it uses Transformer Engine, so these tests have a process of their own::
+Megatron-Core decides at its import whether it uses Transformer Engine, so these tests have a separate process::
 
     python -m pytest -p tests.fake_cuda.with_transformer_engine tests/fake_cuda/transformer_engine
 

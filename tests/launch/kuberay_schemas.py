@@ -61,7 +61,7 @@ def schema_of(definition: bytes) -> dict[str, Any]:
     versions = yaml.load(definition, yaml.CSafeLoader)["spec"]["versions"]
     [schema] = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == "v1"]
     schema = without_unknown_fields(schema)
-    schema["properties"]["metadata"] = {"type": "object"}  # its fields are those of every object
+    schema["properties"]["metadata"] = {"type": "object"}  # every object has its fields
     return schema
 
 

@@ -1,4 +1,4 @@
-"""Every rank has a GPU of its own, or none has."""
+"""No two ranks share a GPU, or no rank has one."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
 #   tests/slurm/cluster.sh node FOLDER n2    start the daemon of one node again
 #   tests/slurm/cluster.sh stop FOLDER
 #
-# Each node has an address of its own on the loopback interface, so Ray sees two machines. A GPU is a device file
-# that nothing opens. A node that does not answer is down after 40 seconds.
+# Each node has a separate address on the loopback interface, so Ray sees two machines. A GPU is a device file that
+# nothing opens. A node that does not answer is down after 40 seconds.
 set -euo pipefail
 command=$1
 mkdir -p "$2"

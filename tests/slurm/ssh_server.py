@@ -1,4 +1,4 @@
-"""An ssh server on this machine, with keys of its own, that stands for a second machine."""
+"""An ssh server on this machine, with separate keys, that stands for a second machine."""
 
 from __future__ import annotations
 

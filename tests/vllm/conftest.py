@@ -1,4 +1,4 @@
-"""These tests need vLLM, in an environment of its own: ``make test-vllm``."""
+"""These tests need vLLM, in a separate environment: ``make test-vllm``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actors on Ray with vLLM as their rollout: its log-probabilities are those of the policy, also after updates."""
+"""Actors on Ray with vLLM as their rollout: its log-probabilities are the policy's, also after updates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def actor(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Megatro
 
 
 def worst_difference(actor: MegatronRayWorkerGroup, batch: DataProto) -> float:
-    """The largest difference between the engine's log-probabilities and those of ``compute_log_prob``."""
+    """The largest difference between the log-probabilities of the engine and of ``compute_log_prob``."""
     policy = actor.compute_log_prob(batch).batch["old_log_probs"]
     return ((policy - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]).abs().max().item()
 

@@ -1,4 +1,4 @@
-"""GRPO with ``RayPPOTrainer`` and vLLM: colocated, in a group of its own, one step off policy, and after a failure."""
+"""GRPO with ``RayPPOTrainer`` and vLLM: colocated, in a separate group, one step off policy, and after a failure."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def trainer_of(
     """A trainer with TP2 or EP2 ranks of the actor; the rollout is a third rank, unless it is the actor's."""
     separate = Role.Rollout in roles
     parallel = POLICIES[policy]["parallel"]
-    engine_of_actor, further = ("megatron", {}) if separate else ("vllm", rollout)
+    engine_of_actor, settings = ("megatron", {}) if separate else ("vllm", rollout)
     config = PPOConfig(
-        actor_rollout_ref=config_of(policy, parallel, engine_of_actor, **further),
+        actor_rollout_ref=config_of(policy, parallel, engine_of_actor, **settings),
         rollout=config_of(policy, {"tp": 1, "ep": 1}, "vllm", **rollout) if separate else None,
         data=DataConfig(train_batch_size=PROBLEMS),
         algorithm=AlgorithmConfig(
@@ -117,7 +117,7 @@ def trainer_of(
 def test_every_batch_is_from_the_policy_of_its_version(
     ray_cluster: None, tmp_path: Path, policy: str, roles: Mapping[Role, Any], staleness: int
 ) -> None:
-    """Log-probabilities of the engine are those of transformers for the exported policy of that version."""
+    """Log-probabilities of the engine equal transformers' for the exported policy of that version."""
     recorded, lines = Recorded(tmp_path), Lines()
     with trainer_of(policy, roles, staleness, (recorded,), (lines,)) as trainer:
         trainer.fit()

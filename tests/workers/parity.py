@@ -138,7 +138,7 @@ EVERY_AXIS_IN_BFLOAT16 = (
     "one process, packed",
     "PP2 with VPP2 x EP2, recomputation, router losses",
 )
-"""A dtype takes no path of its own in a layout: each axis and each kind of model once."""
+"""A dtype takes no separate path in a layout: each axis and each kind of model once."""
 SLOW = [
     case
     for case in CASES

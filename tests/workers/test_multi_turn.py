@@ -88,7 +88,7 @@ def test_the_tokens_of_the_environment_are_no_targets_of_the_loss(simulated_grou
 
 
 def test_experts_of_all_turns_are_recorded(simulated_group: SimulatedGroupMaker) -> None:
-    """They are those of a pass over the whole responses, apart from the tokens after the last one that was fed."""
+    """They equal a pass over the whole responses, apart from the tokens after the last one that was fed."""
     experts = {"model": {"num_moe_experts": 8, "moe_ffn_hidden_size": 32}}
     group = a_group(simulated_group, ParallelLayout(2, pp=2), {"pp": 2}, router_replay="rollout", **experts)
     batch = responses_of(group)

@@ -84,7 +84,7 @@ def test_moves_of_a_resumed_reference_are_exact(world_size: int, parallel: dict[
 
 
 def reference_alone(path: str) -> list[str]:
-    """Return the names of the weights that a reference in a role of its own loads with other values."""
+    """Return the names of the weights that a reference policy in a separate role loads with other values."""
     worker = actor({}, "actor_ref", model={"dtype": "bfloat16"})
     move_policy(worker)
     worker.sync_reference(0.3)

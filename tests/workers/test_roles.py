@@ -69,7 +69,7 @@ def test_supervised_steps_learn_the_demonstrations_equally_in_every_layout() -> 
     assert alone["losses"][-1] < 0.7 * alone["losses"][0]
     assert divided["losses"] == pytest.approx(alone["losses"], abs=1e-4)
     assert alone["lr"] == 5e-3
-    assert alone["steps"] == (13, 4)  # PPO began with an optimizer of its own
+    assert alone["steps"] == (13, 4)  # PPO began with a new optimizer
 
 
 def alternating(path: str) -> list[str]:
@@ -186,7 +186,7 @@ def test_the_reference_does_not_change_before_sync_reference() -> None:
 
 
 def difference_to_a_reference_group() -> float:
-    """The largest KL term between an actor that samples at 0.7 and a reference of its own with the same weights."""
+    """The largest KL term between an actor that samples at 0.7 and a separate reference with the same weights."""
     rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3}
     worker, other = actor({}, rollout=rollout | {"temperature": 0.7, "n": 2}), actor({}, "ref", rollout=rollout)
     generated = worker.generate_sequences(prompts(4, SAMPLED))
@@ -336,7 +336,7 @@ class AskingAgain(Asking):
 
 
 def asked() -> list[bool]:
-    groups = [LocalWorkerGroup(AskingAgain), LocalWorkerGroup(AskingAgain)]  # each worker has a layout of its own
+    groups = [LocalWorkerGroup(AskingAgain), LocalWorkerGroup(AskingAgain)]  # each worker has a separate layout
     found = [getattr(group, name)() for group in groups for name in ("plain", "coroutine", "overridden")]
     assert not any(group.workers[0].context.is_active for group in groups)
     assert all(group.workers[0].constructed_inside and group.workers[0].sizes == (1, 0) for group in groups)

@@ -21,7 +21,6 @@ __all__ = [
     "padded_vocab_size",
 ]
 
-# Fields of TransformerConfig with a custom split of the layers over the pipeline stages.
 _CUSTOM_SPLIT = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",

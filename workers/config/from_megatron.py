@@ -24,7 +24,6 @@ _ACTIVATIONS = {
 }
 """Name of an activation function of torch or Megatron -> name in ``ModelConfig``."""
 
-# Fields with the same name in Megatron-LM's arguments, TransformerConfig and ModelConfig.
 _SAME_NAME = (
     "num_layers",
     "hidden_size",

@@ -234,7 +234,6 @@ _FSDP = (
 )
 _FP8_WEIGHTS = "weights are stored in model.dtype, from which they are resharded and exported"
 _NOT_FINITE = "optim.on_nonfinite checks the gradients of every step"
-# Fields, the only supported value, and the reason.
 _DDP_NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "average_in_collective": (False, "gradients are sums over tokens, divided by their number after the reduction"),
     "num_distributed_optimizer_instances": (1, "no process groups are created for it"),
@@ -254,7 +253,6 @@ _DDP_NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "preserve_fp32_weights": (True, _FSDP),
 }
 _FSDP_PREFIXES = ("fsdp_", "megatron_fsdp_")
-# Fields that have an effect only if a switch is on.
 _DDP_NEEDS: dict[str, str] = {
     "bucket_size": "overlap_grad_reduce",
     "num_buckets": "overlap_grad_reduce",

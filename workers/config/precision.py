@@ -39,7 +39,6 @@ _RECIPES = {
 }
 _BFLOAT16 = (8, 0)
 
-# Fields of TransformerConfig, the only supported value, and the reason.
 _REJECTED: dict[str, tuple[object, str]] = {
     "fp4": (None, "no part of the training was run with it; use fp8"),
     "fp4_param": (False, "no part of the training was run with it; use fp8"),

@@ -61,9 +61,6 @@ def local_ray() -> Iterator[Row]:
     yield measured("Ray", version=ray.__version__, start_s=seconds)
 
 
-# ---- a worker --------------------------------------------------------------------------------------------------------
-
-
 def group(session: Session) -> Iterator[Row]:
     """Look at the process of a worker, compare its results with the CPU's, and look for what is left of it."""
     ranks = min(2, torch.cuda.device_count())
@@ -131,9 +128,6 @@ def _waited(name: str, value: Callable[[], float], limit: float, advice: str) ->
     while value() > limit and time.monotonic() < deadline:
         time.sleep(0.1)
     return at_most(name, value(), limit, advice)
-
-
-# ---- two groups on one GPU -------------------------------------------------------------------------------------------
 
 
 def colocated(session: Session) -> Iterator[Row]:
@@ -204,9 +198,6 @@ def _of_lost_peer(
     return judged(name, passed, "an error, and the sender lives", advice, error=error, until_error_s=seconds)
 
 
-# ---- engines ---------------------------------------------------------------------------------------------------------
-
-
 def engines(session: Session) -> Iterator[Row]:
     """Generate beside a loaded actor, with Megatron's layers and with vLLM, whose samples have seeds or none."""
     yield from _engine(session, "megatron")
@@ -252,9 +243,6 @@ def _engine(session: Session, engine: str, **settings: Any) -> Iterator[Row]:
         seconds, generated = timed(lambda: policy.generate_sequences(_prompts(session)))
         tokens = int(generated.batch["response_mask"].sum())
         yield measured(f"{engine}: sampled tokens", tokens_per_s=tokens / seconds)
-
-
-# ---- NCCL ------------------------------------------------------------------------------------------------------------
 
 
 def nccl(session: Session) -> Iterator[Row]:

@@ -109,8 +109,6 @@ class PlannedRole:
         self.value_head, self.fused = value_head, fused
         self.size = _SIZES[model.dtype]
 
-    # ---- what stays between calls ------------------------------------------------------------------------------------
-
     def idle(self, pp_rank: int) -> Memory:
         """Return the memory of weights, gradients and optimizer on a stage."""
         count = count_parameters(self.model, self.parallel, pp_rank, value_head=self.value_head)
@@ -162,8 +160,6 @@ class PlannedRole:
             expert = layout.sizes
             sizes += [expert["ep"], expert["etp"] * expert["ep"], expert["edp"]]
         return NCCL_BYTES_PER_GROUP * sum(size > 1 for size in sizes)
-
-    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def train(self, pp_rank: int, batch: Batch) -> Memory:
         """Return the peak of an update."""

@@ -146,8 +146,7 @@ def _norm_parameter(config: TransformerConfig, size: int, value: float) -> torch
     parameter = torch.nn.Parameter(
         torch.full((size,), value, dtype=config.params_dtype, device=torch.cuda.current_device())
     )
-    # Under sequence parallelism each tp rank has the gradient of its own tokens: Megatron sums the gradients of
-    # parameters with this attribute.
+    # Megatron sums the gradients of parameters with this attribute over tp, whose ranks have different tokens.
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 

@@ -48,8 +48,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
     fields |= {default.field: default.value for default in gpu_defaults(model)}
     extra = checked_fields(TransformerConfig, model.transformer, "model.transformer", set_elsewhere)
-    # With one expert for each token, a softmax over the chosen one is 1. Megatron computes that, but its check rejects
-    # it: the main loss does not train the router then.
+    # Megatron computes a softmax over one chosen expert, but its check rejects it: the router is not trained then.
     chosen_only = model.moe_router_topk == 1 and extra.get("moe_router_pre_softmax") is False
     try:
         config = TransformerConfig(**(fields | extra | ({"moe_router_pre_softmax": True} if chosen_only else {})))
@@ -60,7 +59,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     return config
 
 
-# Fields of ModelConfig that are TransformerConfig's under the same name.
 _SAME_NAME = (
     "num_layers",
     "hidden_size",

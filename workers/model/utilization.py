@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 __all__ = ["model_flops_utilization", "peak_tflops", "training_flops"]
 
-# Dense bfloat16 peak of the tensor cores in TFLOP/s, from NVIDIA's data sheets, by a part of the device's name. The
-# first match counts.
+# Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match counts.
 _PEAK_TFLOPS = (
     (r"GB300|B300", 2500.0),
     (r"GB200|B200", 2250.0),

@@ -26,7 +26,7 @@ class ValueHead(torch.nn.Module):
         self.tp_group = tp_group
         weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = torch.nn.Parameter(torch.nn.init.normal_(weight, std=config.init_method_std))
-        # Each tp rank has the gradient of its own tokens then; Megatron sums it for parameters with this attribute.
+        # Megatron sums the gradients of parameters with this attribute over tp, whose ranks have different tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(

@@ -102,7 +102,7 @@ class MicroBatcher:
 def width_multiple(length_multiple: int, device: torch.device) -> int:
     """Return the multiple of padded micro-batches' widths: on a GPU also of 128.
 
-    cuDNN builds a plan for attention at every new width, in 55 ms to 1 s. Multiples of 128 recur.
+    cuDNN builds a plan for attention at every new width, which takes long. Multiples of 128 recur.
 
     Args:
         length_multiple: that the layout requires.

@@ -23,11 +23,11 @@ SIZES = {"hidden_size": 64, "ffn_hidden_size": 256, "num_query_groups": 4, "dtyp
 SAMPLED = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
 
 
-def trained(parallel: dict[str, Any], packed: bool, further: dict[str, Any]) -> dict[str, Any]:
+def trained(parallel: dict[str, Any], packed: bool, extra: dict[str, Any]) -> dict[str, Any]:
     # The fake CUDA device is a Hopper; these recipes run on the next generation too.
     torch.cuda.get_device_capability = lambda *_: (10, 0)  # type: ignore[method-assign]
     role = "actor" if "cp" in parallel else "actor_rollout_ref"
-    model = MODEL | SIZES | (EXPERTS if "ep" in parallel else {}) | {"transformer": further}
+    model = MODEL | SIZES | (EXPERTS if "ep" in parallel else {}) | {"transformer": extra}
     worker = actor(parallel, role, packed=packed, model=model, ppo_epochs=1)
     before = weights(worker)
     worker.update_actor(own_shard(experience(16), worker))

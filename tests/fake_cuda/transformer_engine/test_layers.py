@@ -122,8 +122,8 @@ def test_transformer_engine_adds_weight_gradients_to_their_sum_without_apex() ->
     assert linears and {name for name, added in fused.items() if added} == linears
 
 
-def masks_and_waits(packed: bool, further: dict[str, Any]) -> tuple[list[dict[str, Any]], int, int]:
-    model = MODEL | {"transformer_impl": "transformer_engine", "transformer": further}
+def masks_and_waits(packed: bool, extra: dict[str, Any]) -> tuple[list[dict[str, Any]], int, int]:
+    model = MODEL | {"transformer_impl": "transformer_engine", "transformer": extra}
     worker = actor({}, model=model, packed=packed)
     rows = experience(8)
     worker.compute_log_prob(rows)

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, Layout] = {
 
 @pytest.fixture(autouse=True)
 def activation_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compiled on a GPU: the activation of the gate is no tensor of its own."""
+    """As compiled on a GPU: the activation of the gate is no separate tensor."""
 
     def swiglu(whole: torch.Tensor) -> torch.Tensor:
         gate, linear = whole.chunk(2, -1)

@@ -19,7 +19,7 @@ from mcontroller.channel.messages import pack_call, unpack_answer
 from mcontroller.channel.order import CallOrder
 
 SECONDS = 30
-"""More than anything here takes, on a machine under load."""
+"""More than any of these tests takes, on a machine under load."""
 
 
 def start_endpoint(

@@ -33,7 +33,7 @@ QUERIES = st.tuples(NUMBERS, st.sampled_from(["double", "place", "commit", "prep
 CONTENTS = st.tuples(st.sampled_from([-1, 0, 1, 2, 4, True]), SHAPES, SHAPES) | st.tuples(st.integers(-1, 2))
 """Values in a message; those in the object store (3) are addresses, which Ray reads."""
 BYTES = st.binary(max_size=80).map(lambda sent: sent.translate(None, b"rpRi"))
-"""Without those codes of pickles that ask for much memory, or import something."""
+"""Without the codes of pickles that ask for much memory, or import something."""
 
 
 @pytest.fixture(scope="module")

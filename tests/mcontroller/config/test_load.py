@@ -17,7 +17,7 @@ class Engine:
     power: int
     fuel: str = "petrol"
     ratios: tuple[float, ...] = (3.5, 2.0)
-    further: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Car:
 def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
     file = tmp_path / "car.yaml"
     file.write_text("doors: 2\nengine: {power: 50, fuel: diesel}\n")
-    car = load_config(Car, file, {"engine": {"power": 60}}, overrides=["engine.fuel=gas", "engine.further.turbo=true"])
-    assert car == Car(Engine(60, "gas", further={"turbo": True}), doors=2)
+    car = load_config(Car, file, {"engine": {"power": 60}}, overrides=["engine.fuel=gas", "engine.extra.turbo=true"])
+    assert car == Car(Engine(60, "gas", extra={"turbo": True}), doors=2)
 
 
 def test_an_instance_of_the_dataclass_is_a_source() -> None:

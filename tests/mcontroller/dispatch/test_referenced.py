@@ -1,4 +1,4 @@
-"""A ReferencedBatch is the batch of all its columns, of which a call sends only those that are in the controller."""
+"""A ReferencedBatch is the batch of all its columns, of which a call sends only the columns in the controller."""
 
 from __future__ import annotations
 

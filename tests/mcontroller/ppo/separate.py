@@ -1,4 +1,4 @@
-"""Toy roles for runs in which actor and rollout are groups of their own."""
+"""Toy roles for runs in which actor and rollout are separate groups."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CopiedTable:
 
 
 class SeparateActor(ToyActor):
-    """An actor, or a rollout whose table and version are those that it received."""
+    """An actor, or a rollout that has the table and version that it received."""
 
     kept = (*ToyActor.kept, "version")
     transfers: ClassVar[list[CopiedTable]] = []

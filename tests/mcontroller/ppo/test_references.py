@@ -68,8 +68,8 @@ def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
         assert set(batch.columns.tensors()) == here
         assert batch.names - here == {"input_ids", "attention_mask", "old_log_probs", "entropys"}
         trainer.train_step(trainer.draw())
-    further = {"token_level_rewards", "advantages", "returns"}
-    assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == batch.names | further
+    computed = {"token_level_rewards", "advantages", "returns"}
+    assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == batch.names | computed
     received = RECEIVED["actor"].batch
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 

@@ -1,4 +1,4 @@
-"""Actor and rollout as groups of their own: the rollout generates with the weights of the actor's last update."""
+"""Actor and rollout as separate groups: the rollout generates with the weights of the actor's last update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(trainer: RayPPOTrainer) -> np.ndarray:
 def test_weights_are_sent_once_before_generation_and_after_every_update() -> None:
     trained(toy_trainer(config(test_freq=1, val_before_train=True), SEPARATE))
     kept = [call for call in CALLS if call in ("transfer", "generate_sequences", "update_actor")]
-    update = ["update_actor", "transfer", "generate_sequences"]  # held-out problems, then those of the next step
+    update = ["update_actor", "transfer", "generate_sequences"]  # held-out problems, then the next step's
     assert kept == ["transfer", "generate_sequences", *["generate_sequences", *update] * 3]
     assert not SeparateActor.transfers[-1].is_open
 

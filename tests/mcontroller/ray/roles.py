@@ -1,4 +1,4 @@
-"""Workers that the tests start. Nothing here loads torch, so that a rank is up in a fraction of a second."""
+"""Workers that the tests start. This module does not load torch, so that a rank is up in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class Neighbour(Worker):
 
 
 class Reporting(Worker):
-    """Reports the coordinates of a layout, as a Megatron worker does of its own."""
+    """Reports the coordinates of a layout, as a Megatron worker does."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self.layout = layout

@@ -29,7 +29,7 @@ LARGE, SMALL = 100_000, 64
 
 @pytest.fixture(scope="module")
 def groups(ray_cluster: None) -> Iterator[dict[str, RayWorkerGroup]]:
-    """Groups on pools of their own."""
+    """Groups on separate pools."""
     layouts = {"wide": ParallelLayout(4, tp=2), "other": ParallelLayout(2), "third": ParallelLayout(3)}
     groups = {}
     for name, layout in layouts.items():

@@ -28,7 +28,7 @@ from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInIni
 Start = Callable[..., RayWorkerGroup]
 
 SOON = 10
-"""Seconds that a machine under load may take for what takes a fraction of one; nothing here waits for a deadline."""
+"""Seconds that a machine under load may take for what takes a fraction of one; no test waits for a deadline."""
 
 
 @pytest.fixture
@@ -423,7 +423,7 @@ def test_a_call_of_a_group_that_was_shut_down_raises(start: Start) -> None:
 
 @pytest.mark.processes
 def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray() -> None:
-    """In a process of its own, as the tests share one cluster."""
+    """In a separate process, as the tests share one cluster."""
     answers = subprocess.run(
         [sys.executable, "-c", AFTER_RAY], capture_output=True, text=True, timeout=120, check=False
     )

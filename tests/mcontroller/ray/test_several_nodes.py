@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[dict[str, Any]]:
-    """What the driver saw; its cluster notes its address in a directory of its own, where no other program looks."""
+    """What the driver saw; its cluster writes its address into a separate directory, where no other program looks."""
     directory = tempfile.mkdtemp(prefix="nodes")  # a short name: Ray puts its sockets there
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": directory}
     environment.pop("RAY_ADDRESS", None)

@@ -1,4 +1,4 @@
-"""Products of matrices with oneDNN: equal to those of PyTorch's own, and only where they are faster."""
+"""Products of matrices with oneDNN: equal to PyTorch's own, and used only if they are faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a training step on paper are those of the simulator's trace, by axis, operation and group."""
+"""The bytes of a training step on paper equal the simulator's trace, by axis, operation and group."""
 
 from __future__ import annotations
 

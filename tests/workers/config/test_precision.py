@@ -24,9 +24,9 @@ GPT = ModelConfig(
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
 
 
-def gpt(*, experts: bool = False, **further: Any) -> ModelConfig:
+def gpt(*, experts: bool = False, **extra: Any) -> ModelConfig:
     more = {"num_moe_experts": 4, "moe_ffn_hidden_size": 48} if experts else {}
-    return dataclasses.replace(GPT, transformer=further, **more)
+    return dataclasses.replace(GPT, transformer=extra, **more)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])

@@ -1,4 +1,4 @@
-"""Generation in a layout of its own has the samples of one process and the weights of the policy."""
+"""Generation in a separate layout has the samples of one process and the weights of the policy."""
 
 from __future__ import annotations
 

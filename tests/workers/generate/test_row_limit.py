@@ -23,7 +23,7 @@ ROWS = 12
 
 
 def cached_and_counted(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Return the bytes of the cache that Megatron allocates on this rank for a batch, and those that are counted."""
+    """Return the bytes of the cache that Megatron allocates on this rank for a batch, and the counted bytes."""
     worker = actor(parallel, "rollout", model={"vocab_size": VOCAB + 3})
     caches = []
     create = decoding.StaticInferenceContext

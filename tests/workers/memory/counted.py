@@ -40,8 +40,8 @@ def sequences(rows: int) -> DataProto:
     ones = torch.ones(rows, RESPONSE)
     noise = torch.randn(rows, RESPONSE, generator=generator)
     columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, PROMPT:]}
-    further = {"response_mask": ones.long(), "old_log_probs": -7 * ones, "advantages": noise, "values": noise}
-    return DataProto.from_dict(columns | further | {"returns": noise.clone()})
+    extra = {"response_mask": ones.long(), "old_log_probs": -7 * ones, "advantages": noise, "values": noise}
+    return DataProto.from_dict(columns | extra | {"returns": noise.clone()})
 
 
 def questions(rows: int) -> DataProto:
@@ -65,7 +65,7 @@ def peaks(
     """The bytes before each call and the most during it, each of a role that is alone on the device."""
     sizes = {"ppo_micro_batch_size": MICRO, "ppo_mini_batch_size": ROWS, "ppo_epochs": 1, "optim": optim}
     lengths = {"prompt_length": PROMPT, "response_length": RESPONSE}
-    unfused = {"bias_dropout_fusion": False}  # compiled on a GPU, but not here
+    unfused = {"bias_dropout_fusion": False}  # compiled on a GPU, but not on the fake CUDA device
     if model.get("transformer_impl") != "transformer_engine":
         unfused["bias_activation_fusion"] = False
     model = SIZES | model | {"transformer": unfused | model.get("transformer", {})}

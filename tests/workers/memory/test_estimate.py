@@ -1,4 +1,4 @@
-"""Estimated memory: parameters are those of real models, and bytes those that the fake CUDA device counts."""
+"""Estimated memory equals the parameters of real models, and the bytes that the fake CUDA device counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of training are those of the model, however it is divided."""
+"""The operations of training depend on the model, and not on how it is divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of real actors and rollouts in groups of their own."""
+"""Runs of real actors and rollouts in separate groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tokens:
 
 
 class Lines:
-    """A tracker that records metrics by step, without those of the machine."""
+    """A tracker that records metrics by step, without the machine's."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
@@ -76,7 +76,7 @@ def trainer_of(
 ) -> RayPPOTrainer:
     """Return a trainer of GRPO with truncated importance sampling, with a pool each for actor and rollout.
 
-    ``settings`` are further ones of both, ``of_rollout`` of the rollout alone.
+    ``settings`` are other fields of both, ``of_rollout`` of the rollout alone.
     """
     rollout = {"prompt_length": PROMPT, "response_length": RESPONSE, "n": SAMPLES, "seed": 3}
     rows = PROBLEMS * SAMPLES

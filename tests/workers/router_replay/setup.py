@@ -28,7 +28,7 @@ def policy(
     worker_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker,
     **changes: Any,
 ) -> Any:
-    """Return an actor with experts; ``transformer`` are further fields of Megatron's TransformerConfig."""
+    """Return an actor with experts; ``transformer`` are other fields of Megatron's TransformerConfig."""
     transformer = NO_BALANCE | changes.pop("transformer", {})
     model = MIXTURE | {"transformer": transformer} | changes.pop("model", {})
     return actor(parallel, role, worker_class, model=model, router_replay=mode, **changes)

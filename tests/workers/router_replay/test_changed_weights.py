@@ -1,4 +1,4 @@
-"""Routers that have changed since the recording choose other experts, unless those recorded are replayed."""
+"""Routers that have changed since the recording choose other experts, unless the recorded ones are replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts that are recorded in generation are those of a whole pass over the same tokens, in every layout."""
+"""Generation records the experts that a whole pass over the same tokens chooses, in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording and replay in every layout equal those of one process, also if layers are computed again."""
+"""Recording and replay are the same in every layout as in one process, also if layers are computed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Further pools of a run: which roles they have, what is checked and printed about them, and who a rollout is."""
+"""Other pools of a run: which roles they have, what is checked and printed about them, and who a rollout is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(file: Path, *overrides: str) -> RunConfig:
 
 
 def problems(file: Path, *overrides: str) -> list[str]:
-    """Return the errors of the parts of a run, without those of the data."""
+    """Return the errors of the parts of a run, without errors of the data."""
     with pytest.raises(MControllerError) as raised:
         make_parts(read(file, *overrides))
     return [str(error) for error in getattr(raised.value, "errors", [raised.value])]

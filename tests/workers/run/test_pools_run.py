@@ -1,4 +1,4 @@
-"""One step off policy from the command line: actor and rollout in pools of their own on Ray, trained and resumed."""
+"""One step off policy from the command line: actor and rollout in separate pools on Ray, trained and resumed."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ LAYOUTS = {
 
 def trained(parallel: dict[str, Any], model: dict[str, Any], fused: bool) -> tuple[dict[str, torch.Tensor], bool]:
     """Return the weights after two epochs of micro-batches, and whether any linear added its gradient to the sum."""
-    further = dict(model.get("transformer", {}), recompute_num_layers=1 if "transformer" in model else None)
-    further["gradient_accumulation_fusion"] = fused
-    worker = actor(parallel, "actor", model=MODEL | model | {"transformer": further})
+    extra = dict(model.get("transformer", {}), recompute_num_layers=1 if "transformer" in model else None)
+    extra["gradient_accumulation_fusion"] = fused
+    worker = actor(parallel, "actor", model=MODEL | model | {"transformer": extra})
     linears = [
         module
         for chunk in worker.model

@@ -1,4 +1,4 @@
-"""The targets that go through the output layer: those that count, each on one context-parallel rank."""
+"""The targets that go through the output layer: the ones that count, each on one context-parallel rank."""
 
 from __future__ import annotations
 

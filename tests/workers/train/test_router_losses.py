@@ -241,9 +241,9 @@ def test_padding_of_packed_rows_does_not_count_in_a_router_loss(parallel: dict[s
 
 def biased(packed: bool) -> list[torch.Tensor]:
     """Return the bias of every expert in units of updates, which depends on the tokens of each expert."""
-    further = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    further |= {"moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 1.0}
-    model = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 32, "transformer": further}
+    extra = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    extra |= {"moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 1.0}
+    model = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 32, "transformer": extra}
     worker = actor({}, "actor", model=model, ppo_epochs=1, ppo_mini_batch_size=ROWS, packed=packed)
     worker.update_actor(own_shard(experience(ROWS), worker))
     return [module.expert_bias for module in worker.model[0].modules() if hasattr(module, "expert_bias")]

@@ -79,7 +79,7 @@ def test_optim_step_is_rejected_without_gradients_to_apply() -> None:
 
 
 def trained_on(role: str, only_read: bool) -> dict[str, torch.Tensor]:
-    """Make one update with all columns of a batch, or without those of the stages that the update does not read."""
+    """Make one update with all columns of a batch, or without the columns of stages that the update does not read."""
     worker: Any = actor({}, "actor", use_kl_loss=True) if role == "actor" else critic({})
     data = experience(ROWS)
     if only_read:

@@ -1,4 +1,4 @@
-"""Whole tensors are planned once, and travel in buckets, from the ranks that have a part to those that want them."""
+"""Whole tensors are planned once, and sent in buckets, from the ranks with a part to the ranks that want them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ __all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "finish_export", "start
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")
-# Copied next to the weights: the tokenizer and the generation configuration.
 _COMPANIONS = (
     "tokenizer*",
     "vocab*",

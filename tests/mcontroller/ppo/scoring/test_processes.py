@@ -1,4 +1,4 @@
-"""Processes of reward functions that are killed or stopped, and the children of those that are late."""
+"""Processes of reward functions that are killed or stopped, and the children of late ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pool() -> Iterator[ScoringProcesses]:
 
 
 def scored(pool: ScoringProcesses, name: str, *responses: str) -> list[ScoreOutcome]:
-    """Score every response in a task of its own."""
+    """Score every response in a separate task."""
     found = pool.run([Task(name, [{"response": response}], [row]) for row, response in enumerate(responses)])[name]
     return [found[row] for row in range(len(responses))]
 

@@ -40,7 +40,7 @@ def batch(responses, answers=None, **columns):
 
 
 def rewards(timeout_s=20.0, failed_score=0.0, **functions):
-    """Rewards of functions in scores.py: each a name, or a name with further fields."""
+    """Rewards of functions in scores.py: each a name, or a name with other fields."""
     configured = {}
     for name, given in functions.items():
         function, fields = (given, {}) if isinstance(given, str) else given

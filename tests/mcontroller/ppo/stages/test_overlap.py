@@ -82,7 +82,7 @@ class TimedExecutor(LocalExecutor):
 
 
 class Reference(ToyActor):
-    """The reference policy in a group of its own."""
+    """The reference policy in a separate group."""
 
     kept = ()
 

@@ -58,7 +58,7 @@ def raylet() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="module")
 def start(session: Path, raylet: subprocess.Popen[bytes]) -> Start:
-    """Starts the worker as Ray does, with further arguments; keywords are environment variables."""
+    """Starts the worker as Ray does, with other arguments; keywords are environment variables."""
 
     def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
         named = [f"--temp-dir={session.parent}", f"--session-name={session.name}"]

@@ -33,7 +33,7 @@ class Gpu:
 
     Args:
         total: its bytes.
-        used: those that others have.
+        used: bytes that other processes have.
     """
 
     def __init__(self, total: int, used: int = 0) -> None:
@@ -52,7 +52,7 @@ class StandInLLM:
 
     Attributes:
         gpu: makes the GPU of an engine; None on a CPU.
-        answer: returns the tokens of a response from those of the prompt.
+        answer: returns the tokens of a response from the tokens of the prompt.
         started: all engines.
         events: what happened to this one, in order.
         weights: the tensors of the last update.

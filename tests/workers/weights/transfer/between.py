@@ -32,7 +32,7 @@ def policy(
     worker: type[Policy] = Policy,
     options: dict[str, Any] | None = None,
 ) -> MegatronRayWorkerGroup:
-    """Start a policy; ``options`` are those of its processes on Ray."""
+    """Start a policy; ``options`` are options of its processes on Ray."""
     config = load_config(ActorConfig, COMMON | {"model": MODEL | {"seed": seed}, "parallel": parallel})
     init = RayClassWithInitArgs(worker, config, role).update_options(options or {})
     group = MegatronRayWorkerGroup(pool, init, name_prefix=role)

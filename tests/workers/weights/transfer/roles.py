@@ -35,7 +35,7 @@ class Policy(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_message_bytes(self, nbytes: int) -> None:
-        """Let slices of this size or more be messages of their own."""
+        """Let slices of this size or more be separate messages."""
         plan.MESSAGE_BYTES = nbytes
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -99,7 +99,7 @@ def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
 
 
 def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
-    """Two engines in bfloat16; a float32 tensor of 4 MiB takes a bucket of its own, and two small ones share one."""
+    """Two engines in bfloat16; a float32 tensor of 4 MiB takes a whole bucket, and two small ones share one."""
     small = [
         [part._replace(name=name, shape=(64, COLUMNS), spans=part.spans[:0]) for part in held(name, None, 2)]
         for name in ("a", "b")

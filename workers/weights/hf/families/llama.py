@@ -18,7 +18,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 # The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _ROPE_DEFAULT = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# The keys of each kind of rotary positions that are read.
 _ROPE_KEYS = {"default": _ROPE_DEFAULT, "llama3": (*_ROPE_DEFAULT, *_LLAMA3, "factor")}
 
 
