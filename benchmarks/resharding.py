@@ -50,7 +50,7 @@ class Row(NamedTuple):
     here: str
     there: str
     model_bytes: int
-    plan_seconds: float
+    schedule_seconds: float
     report: ReshardingReport
     all_to_all_seconds: float
     verify_seconds: float
@@ -104,7 +104,7 @@ def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], ro
     dist.barrier()
     start = time.perf_counter()
     resharding = Resharding(*sides)
-    plan_seconds = time.perf_counter() - start
+    schedule_seconds = time.perf_counter() - start
     copy: Any = Copy(*sides[2:])
     weights, policy = EngineWeights(RolloutConfig(), copy), PolicyWeights(*sides[:2])
     reports, verified = [], []
@@ -114,7 +114,7 @@ def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], ro
         verified.append(weights.update(copy, policy, update)["verify_seconds"])
     fastest = min(reports, key=lambda report: report.seconds)
     exchange_seconds = all_to_all_seconds(fastest.bytes_sent, rounds)
-    return Row(named(here), named(there), model_bytes, plan_seconds, fastest, exchange_seconds, min(verified))
+    return Row(named(here), named(there), model_bytes, schedule_seconds, fastest, exchange_seconds, min(verified))
 
 
 def bytes_of_model(chunks: Any, context: MegatronContext) -> int:
@@ -162,7 +162,7 @@ def table(rows: list[Row]) -> str:
         report = row.report
         sizes = [row.model_bytes, report.bytes_sent, report.least_bytes, report.most_sent_by_a_rank]
         figures = [f"{size / 1e6:.1f}" for size in sizes]
-        seconds = (row.plan_seconds, report.seconds, row.all_to_all_seconds, row.verify_seconds)
+        seconds = (row.schedule_seconds, report.seconds, row.all_to_all_seconds, row.verify_seconds)
         figures += [f"{each:.2f}" for each in seconds]
         figures.append(f"{row.verify_seconds / (row.verify_seconds + report.seconds):.0%}")
         lines.append(f"{row.here:<14}{row.there:<14}" + "".join(f"{figure:>11}" for figure in figures))

@@ -2,7 +2,7 @@
 
     python benchmarks/topology.py [--ranks 16384] [--rounds 7]
 
-Each time is compared with a reference time of the same run: an interpreter that imports nothing, reading every field
+Each time is compared with a baseline time of the same run: an interpreter that imports nothing, reading every field
 once in plain Python without checks, one loop over the ranks, or Megatron's rank generator if it is installed.
 """
 
@@ -22,7 +22,7 @@ from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
-# name, milliseconds, (reference, its milliseconds), limit in milliseconds
+# name, milliseconds, (baseline, its milliseconds), limit in milliseconds
 Row = tuple[str, float, tuple[str, float] | None, float | None]
 
 
@@ -84,14 +84,14 @@ def query_rows(layout: ParallelLayout, rounds: int) -> list[Row]:
 
 
 def group_rows(layout: ParallelLayout, rounds: int) -> list[Row]:
-    reference = None
+    baseline = None
     if importlib.util.find_spec("megatron.core") is not None:
         from megatron.core.parallel_state import RankGenerator
 
         sizes = {"tp": layout.tp, "ep": 1, "dp": layout.dp, "pp": layout.pp, "cp": layout.cp}
         generator = RankGenerator(**sizes, order=layout.order)
-        reference = ("Megatron's RankGenerator", fastest(lambda: generator.get_ranks("dp-cp"), rounds))
-    return [('groups("dp", "cp")', fastest(lambda: layout.groups("dp", "cp"), rounds), reference, None)]
+        baseline = ("Megatron's RankGenerator", fastest(lambda: generator.get_ranks("dp-cp"), rounds))
+    return [('groups("dp", "cp")', fastest(lambda: layout.groups("dp", "cp"), rounds), baseline, None)]
 
 
 def import_rows(rounds: int) -> list[Row]:
@@ -103,13 +103,13 @@ def import_rows(rounds: int) -> list[Row]:
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    lines = [title, f"{'':36}{'ms':>9}{'limit ms':>10}{'reference ms':>14}   reference"]
-    for name, taken, reference, limit in rows:
+    lines = [title, f"{'':36}{'ms':>9}{'limit ms':>10}{'baseline ms':>14}   baseline"]
+    for name, taken, baseline, limit in rows:
         verdict = "" if limit is None else f"{limit:.0f} {'ok' if taken <= limit else 'NO'}"
-        reference_name, reference_ms = reference or ("", None)
+        baseline_name, baseline_ms = baseline or ("", None)
         lines.append(
-            f"{name:36}{taken:9.3f}{verdict:>10}{'' if reference_ms is None else f'{reference_ms:.3f}':>14}"
-            f"   {reference_name}"
+            f"{name:36}{taken:9.3f}{verdict:>10}{'' if baseline_ms is None else f'{baseline_ms:.3f}':>14}"
+            f"   {baseline_name}"
         )
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import hf_shards, model_family
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
-from workers.weights.transfer.endpoint import RankPlan, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
 
@@ -142,10 +142,12 @@ class WeightSender:
         )
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def listen_for_weights(self, plan: RankPlan) -> Any:
+    def listen_for_weights(self, schedule: RankSchedule) -> Any:
         """Open this rank's side of a transfer, and return what other ranks need to reach it."""
-        endpoint = TransferEndpoint(plan, self._shards(plan.hf_names and plan.sends), self._device, _node()[1])
-        self._endpoints[plan.transfer] = endpoint
+        endpoint = TransferEndpoint(
+            schedule, self._shards(schedule.hf_names and schedule.sends), self._device, _node()[1]
+        )
+        self._endpoints[schedule.transfer] = endpoint
         return endpoint.listen()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -23,7 +23,7 @@ def found(name, path=None, target=None):
     return None if name.partition(".")[0] in NAMES else find(name, path, target)
 PathFinder.find_spec = staticmethod(found)
 words = " ".join(sys.orig_argv)
-if "warm_start" in words or "gpucheck" in words:  # not in Ray's own processes, and not in that of the reference
+if "warm_start" in words or "gpucheck" in words:  # not in Ray's processes, nor for the results of the CPU
     import tests.fake_cuda.plugin
 """
 ONLY_TORCH_AND_MEGATRON = {"ray", "tensordict", "transformers", "zmq", "rich", "omegaconf", "yaml", "safetensors"}

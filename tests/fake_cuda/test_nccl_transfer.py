@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.fake_cuda.nccl_group import ProcessGroupNCCL
 from tests.forking import RankFailure, run_ranks
-from workers.weights.resharding_plan import Move
+from workers.weights.resharding_schedule import Move
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.process_group import TRANSPORT

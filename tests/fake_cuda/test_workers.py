@@ -31,9 +31,9 @@ ROUTED = {
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process without the fake CUDA device computes."""
-    file = tmp_path_factory.mktemp("reference") / "computed.pt"
+    file = tmp_path_factory.mktemp("on_cpu") / "computed.pt"
     subprocess.run([sys.executable, "-m", "tests.fake_cuda.reference", str(file)], check=True, timeout=120)
     return torch.load(file)  # type: ignore[no-any-return]
 
@@ -44,19 +44,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ids=["one process", "tp2-pp2-sp"],
 )
 def test_the_gpu_path_computes_what_the_cpu_path_does(
-    ranks: int, parallel: dict[str, Any], reference: dict[str, Any]
+    ranks: int, parallel: dict[str, Any], on_cpu: dict[str, Any]
 ) -> None:
     results = run_ranks(computed, ranks, parallel)
     for name, tolerance in (("responses", 0), ("log_probs", 1e-4)):
         found = [rank[name] for rank in results if rank[name] is not None]
         assert found
         for mine in found:
-            torch.testing.assert_close(mine, reference[name], atol=tolerance, rtol=0)
+            torch.testing.assert_close(mine, on_cpu[name], atol=tolerance, rtol=0)
     for rank in results:
-        assert rank["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
-        assert rank["weights"].keys() == reference["weights"].keys()
+        assert rank["grad_norm"] == pytest.approx(on_cpu["grad_norm"], rel=1e-4)
+        assert rank["weights"].keys() == on_cpu["weights"].keys()
         for name, weight in rank["weights"].items():
-            torch.testing.assert_close(weight, reference["weights"][name], atol=1e-4, rtol=0, msg=name)
+            torch.testing.assert_close(weight, on_cpu["weights"][name], atol=1e-4, rtol=0, msg=name)
 
 
 def placed(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:

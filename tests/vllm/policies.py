@@ -16,7 +16,7 @@ from workers import ActorConfig, ActorRolloutRefWorker, load_config
 from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
 from workers.weights.resharding import BucketMemory, Wanted, tensor_in
-from workers.weights.resharding_plan import TensorInBucket
+from workers.weights.resharding_schedule import TensorInBucket
 from workers.weights.verification import WeightsNotArrived
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache

@@ -15,7 +15,7 @@ from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
 from workers.weights.hf.names import hf_shards, model_family
 from workers.weights.resharding import BucketMemory, InBuckets, Wanted, tensors_in
-from workers.weights.resharding_plan import TensorInBucket
+from workers.weights.resharding_schedule import TensorInBucket
 from workers.weights.shards import model_shards
 
 __all__ = ["Generated", "HeldWeights", "LogProbBasis", "PolicyWeights", "Prompts", "ReadableRollout", "Rollout"]

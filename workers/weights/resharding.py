@@ -1,7 +1,7 @@
 """Copy the weights of a model to another layout in the same processes, or put whole tensors together.
 
 Every rank reports the parts of tensors that it has (``workers.weights.shards``). From these reports all ranks make the
-same plan (``workers.weights.resharding_plan``), and the slices travel in all-to-all exchanges of bounded size.
+same schedule (``workers.weights.resharding_schedule``), and the slices travel in all-to-all exchanges of bounded size.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
-from workers.weights.resharding_plan import (
+from workers.weights.resharding_schedule import (
     LocalTensor,
     Move,
-    ReshardingPlan,
+    ReshardingSchedule,
     TensorInBucket,
     check_known,
     places_in_bucket,
-    plan_resharding,
     plan_whole,
+    schedule_resharding,
     whole_tensors,
 )
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
@@ -77,7 +77,7 @@ class ReshardingReport:
 
 
 class Resharding:
-    """Copies of the weights of one layout's model to another's: planned once, run whenever the source has changed.
+    """Copies of the weights of one layout's model to another's: scheduled once, run whenever the source has changed.
 
     Building one and running it are collective over all ranks of torch.distributed. For the way back, build another one
     with the arguments exchanged; a target that is trained must then copy the weights into its optimizer
@@ -112,7 +112,7 @@ class Resharding:
         unknown = unknown_positions(self._sources) + unknown_positions(self._targets)
         all_sources, all_targets, all_unknown = zip(*all_gather_values((*mine, unknown)), strict=True)
         check_known(sorted({name for names in all_unknown for name in names}))
-        self.plan: ReshardingPlan = plan_resharding(all_sources, all_targets, bucket_bytes)
+        self.schedule: ReshardingSchedule = schedule_resharding(all_sources, all_targets, bucket_bytes)
 
     @torch.no_grad()
     def run(self) -> ReshardingReport:
@@ -120,12 +120,12 @@ class Resharding:
         torch.cuda.synchronize()  # the device may still run what was called before
         start = time.perf_counter()
         rank, sent = dist.get_rank(), 0
-        for move in self.plan.copies:
+        for move in self.schedule.copies:
             if move.target_rank == rank:
                 self._target(move).copy_(_source(self._sources, move))
         for shard in self._targets:
             shard.padding().zero_()
-        for bucket in self.plan.buckets:
+        for bucket in self.schedule.buckets:
             sent += sum(move.nbytes for move in bucket if move.source_rank == rank)
             for move, part in _exchanged(bucket, self._sources):
                 target = self._target(move)
@@ -134,9 +134,9 @@ class Resharding:
         of_ranks = all_gather_values((sent, time.perf_counter() - start))
         return ReshardingReport(
             bytes_sent=sum(bytes_sent for bytes_sent, _ in of_ranks),
-            least_bytes=self.plan.least_bytes,
+            least_bytes=self.schedule.least_bytes,
             most_sent_by_a_rank=max(bytes_sent for bytes_sent, _ in of_ranks),
-            exchanges=len(self.plan.buckets),
+            exchanges=len(self.schedule.buckets),
             seconds=max(duration for _, duration in of_ranks),
         )
 
@@ -173,7 +173,7 @@ class WholeTensors:
         shards = self._shards()
         mine = [shard.described() for shard in shards], wanted
         if any(all_gather_values(mine != self._planned_for)):
-            self._make_plan(mine)
+            self._make_schedule(mine)
         device, rank = shards[0].param.device, dist.get_rank()
         for bucket in self._buckets:
             arriving = _exchanged([move for move in bucket if move.source_rank != move.target_rank], shards)
@@ -187,7 +187,7 @@ class WholeTensors:
         """Iterate over names and whole tensors, on every rank; no memory is shared with the model."""
         return tensors_in(self.buckets, self._shards()[0].param.device)
 
-    def _make_plan(self, mine: tuple[list[LocalTensor], Wanted]) -> None:
+    def _make_schedule(self, mine: tuple[list[LocalTensor], Wanted]) -> None:
         of_ranks = all_gather_values(mine)
         sources = [tensors for tensors, _ in of_ranks]
         first: dict[str, int] = {}
@@ -264,7 +264,7 @@ def _exchanged(bucket: Sequence[Move], sources: Sequence[WeightShard]) -> list[t
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if not bucket:
         return []
-    # Sorted by the other rank, and for each rank in the order of the plan: the same order on both sides.
+    # Sorted by the other rank, and for each rank in the order of the schedule: the same order on both sides.
     outbound = sorted((move for move in bucket if move.source_rank == rank), key=lambda move: move.target_rank)
     inbound = sorted((move for move in bucket if move.target_rank == rank), key=lambda move: move.source_rank)
     dtype: torch.dtype = getattr(torch, bucket[0].dtype)

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from parallel_state.megatron import MegatronContext
-from workers.weights.resharding_plan import LocalTensor, Span, spans_of
+from workers.weights.resharding_schedule import LocalTensor, Span, spans_of
 
 __all__ = ["WeightShard", "model_shards", "named_buffers", "named_shards", "unknown_positions"]
 

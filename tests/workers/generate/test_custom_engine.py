@@ -120,10 +120,10 @@ def test_custom_engine_generates_megatrons_tokens_before_and_after_an_update(
 ) -> None:
     expected = run_ranks(with_megatron, 1, {}, model)[0]
     for found in run_ranks(with_custom_engine, ranks, parallel, model):
-        for ours, reference in zip(found["generations"], expected, strict=True):
+        for ours, wanted in zip(found["generations"], expected, strict=True):
             for name in ("responses", "response_mask", "input_ids", "position_ids"):
-                assert torch.equal(ours[name], reference[name])
-            assert (ours["rollout_log_probs"] - reference["rollout_log_probs"]).abs().max() < 1e-4
+                assert torch.equal(ours[name], wanted[name])
+            assert (ours["rollout_log_probs"] - wanted["rollout_log_probs"]).abs().max() < 1e-4
         weights_updated = ["metrics" in ours["meta_info"] for ours in found["generations"]]
         assert weights_updated == [True, False, True, True]
         assert found["pulled"] and found["asleep"] == 0

@@ -109,14 +109,14 @@ def test_responses_equal_those_of_one_process_before_and_after_an_update(
     ranks_outputs = run_ranks(before_and_after, ranks, parallel, rollout, model, rows, changes)
     returned = [outputs for outputs in ranks_outputs if outputs is not None]
     assert len(returned) == ranks // parallel.get("pp", 1)
-    for call, reference in enumerate(expected):
+    for call, wanted in enumerate(expected):
         parts = [outputs[call] for outputs in returned]
         assert {int(position) for part in parts for position in part["position"]} == set(range(rows))
         for part in parts:
-            own = torch.isin(reference["position"], part["position"])
+            own = torch.isin(wanted["position"], part["position"])
             for name in ("responses", "response_mask", "input_ids", "position_ids"):
-                assert torch.equal(part[name], reference[name][own])
-            gap = (part["rollout_log_probs"] - reference["rollout_log_probs"][own]).abs().max()
+                assert torch.equal(part[name], wanted[name][own])
+            gap = (part["rollout_log_probs"] - wanted["rollout_log_probs"][own]).abs().max()
             assert gap < 1e-4
     change = expected[1]["rollout_log_probs"] - expected[3]["rollout_log_probs"]
     assert change.abs().max() > 0.05  # the update has an effect

@@ -27,7 +27,7 @@ def read(file: Path, *overrides: str) -> RunConfig:
     return read_run_config(file, list(overrides))
 
 
-def problems(file: Path, *overrides: str) -> list[str]:
+def errors_of_run(file: Path, *overrides: str) -> list[str]:
     """Return the errors of the parts of a run, without errors of the data."""
     with pytest.raises(MControllerError) as raised:
         make_parts(read(file, *overrides))
@@ -83,9 +83,9 @@ def test_a_rollout_without_a_model_of_the_actor_is_reported_as_that(tmp_path: Pa
 def test_the_axes_of_each_role_divide_its_own_pool(config_file: Path) -> None:  # noqa: F811
     wide = [*ROLLOUT, "rollout.parallel={tp: 4}", "pools.rollout.process_on_nodes=[4]", "pool.process_on_nodes=[4]"]
     make_parts(read(config_file, *wide))
-    (error,) = problems(config_file, *wide, "pools.rollout.process_on_nodes=[2]")
+    (error,) = errors_of_run(config_file, *wide, "pools.rollout.process_on_nodes=[2]")
     assert error.startswith("rollout on the pool 'rollout' of 2 bundles: tp 4 x pp 1 x cp 1 = 4 does not divide")
-    (error,) = problems(config_file, *wide, "pool.process_on_nodes=[2]")
+    (error,) = errors_of_run(config_file, *wide, "pool.process_on_nodes=[2]")
     assert error.startswith("actor_rollout_ref on a pool of 2 bundles: tp 4")
 
 
@@ -115,7 +115,7 @@ def test_a_pool_that_does_not_fit_the_run_is_an_error_that_says_what_to_set(
     overrides: list[str],
     message: str,
 ) -> None:
-    (error,) = problems(config_file, *overrides)
+    (error,) = errors_of_run(config_file, *overrides)
     assert message in error
 
 
@@ -136,9 +136,9 @@ def test_a_pool_with_a_wrong_field_is_named(config_file: Path, override: str, me
 
 def test_generation_ahead_says_which_section_and_which_pool_to_set(config_file: Path) -> None:  # noqa: F811
     ahead = ["trainer.max_staleness=1", "algorithm.importance.level=token"]
-    (error,) = problems(config_file, *ahead)
+    (error,) = errors_of_run(config_file, *ahead)
     assert "Set rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs" in error
-    (error,) = problems(config_file, *ahead, "rollout={}", "pool.use_gpu=true", "pool.process_on_nodes=[4]")
+    (error,) = errors_of_run(config_file, *ahead, "rollout={}", "pool.use_gpu=true", "pool.process_on_nodes=[4]")
     assert "takes turns: give it a pool of its own, with pools.rollout.process_on_nodes" in error
     make_parts(read(config_file, *ahead, *ROLLOUT, "pool.use_gpu=true"))
 
@@ -205,8 +205,8 @@ def test_memory_and_communication_are_those_of_the_ranks_of_the_roles_own_pool(
 
 def test_groups_that_share_gpus_of_several_nodes_are_rejected(config_file: Path) -> None:  # noqa: F811
     colocated = ["rollout={}", "pool.use_gpu=true"]
-    (problem,) = problems(config_file, *colocated)
-    assert problem.startswith(
+    (error,) = errors_of_run(config_file, *colocated)
+    assert error.startswith(
         "Role.Actor and Role.Rollout share the GPUs of pool 'pool' on 2 nodes, and weights travel between groups that "
         "share GPUs within one node only: give Role.Rollout a pool of its own (pools.rollout), "
     )

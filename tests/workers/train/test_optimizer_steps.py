@@ -63,13 +63,13 @@ def difference_from_torch(case: str, worker_class: type[ActorRolloutRefWorker]) 
     named = dict(worker.model[0].named_parameters())
     copies = {name: parameter.detach().clone() for name, parameter in named.items()}
     groups = worker_class is WithSlowNorms
-    reference = make([{"params": [copy], **settings_of(name, copy, groups)} for name, copy in copies.items()])
+    torch_optimizer = make([{"params": [copy], **settings_of(name, copy, groups)} for name, copy in copies.items()])
     step = worker.state.optimizer.step
 
     def both() -> Any:
         for name, copy in copies.items():
             copy.grad = named[name].main_grad.clone()
-        reference.step()
+        torch_optimizer.step()
         return step()
 
     worker.state.optimizer.step = both

@@ -14,7 +14,7 @@ from workers.config import ModelConfig
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints, whole_fingerprints
 from workers.weights.hf.model import hf_tensors
 from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.resharding_plan import Span
+from workers.weights.resharding_schedule import Span
 from workers.weights.shards import WeightShard, model_shards
 
 Axes = dict[str, Any]
@@ -34,7 +34,7 @@ def key(dim: int, index: int) -> int:
     return (mixed ^ mixed >> 31) | 1
 
 
-def reference(tensor: torch.Tensor) -> int:
+def expected_sum(tensor: torch.Tensor) -> int:
     """The definition, with Python's integers: bits of a float32 as a signed number."""
     rows = tensor.view(torch.int32).tolist()
     elements = ((bits, row, column) for row, values in enumerate(rows) for column, bits in enumerate(values))
@@ -43,7 +43,7 @@ def reference(tensor: torch.Tensor) -> int:
 
 def test_value_is_the_sum_of_all_bits_times_the_keys_of_their_indices() -> None:
     tensor = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
-    assert value_of(tensor) % (1 << 64) == reference(tensor)
+    assert value_of(tensor) % (1 << 64) == expected_sum(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])

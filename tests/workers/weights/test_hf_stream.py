@@ -1,4 +1,4 @@
-"""Whole tensors are planned once, and sent in buckets, from the ranks with a part to the ranks that want them."""
+"""Whole tensors are scheduled once, and sent in buckets, from the ranks with a part to the ranks that want them."""
 
 from __future__ import annotations
 
@@ -84,4 +84,6 @@ def test_the_plan_is_exchanged_once_and_weights_are_always_current() -> None:
         sum(each.nbytes for each in trace.select(operation="all_gather", rank=0, line="agreement.py"))
         for trace in (once, three)
     ]
-    assert gathered[0] > 1500 and gathered[1] - gathered[0] < 100  # the plan, and two rounds of "nothing has changed"
+    assert (
+        gathered[0] > 1500 and gathered[1] - gathered[0] < 100
+    )  # the schedule, and two rounds of "nothing has changed"

@@ -31,7 +31,7 @@ from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import prompt_tokens, responses_of, sampling_parameters
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
-from workers.weights.resharding_plan import TensorInBucket
+from workers.weights.resharding_schedule import TensorInBucket
 
 __all__ = ["VllmRollout", "engine_arguments", "engine_environment", "vllm_rollout"]
 

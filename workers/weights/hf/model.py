@@ -23,7 +23,7 @@ from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
 from workers.weights.hf.names import OUTPUT_LAYER, hf_shards, model_family, names_of
 from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
-from workers.weights.resharding_plan import TensorInBucket, places_in_bucket
+from workers.weights.resharding_schedule import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
 
 __all__ = ["CheckpointTensors", "export_hf", "hf_tensors", "hf_whole_tensors", "load_hf"]

@@ -1,1 +1,1 @@
-"""Move weights from one group of processes to another: planned once, run whenever the policy has changed."""
+"""Move weights from one group of processes to another: scheduled once, run whenever the policy has changed."""

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from mcontroller.errors import MControllerError
 from workers.weights.resharding import BucketMemory, Wanted, filled_bucket
-from workers.weights.resharding_plan import LocalTensor, Move, TensorInBucket
+from workers.weights.resharding_schedule import LocalTensor, Move, TensorInBucket
 from workers.weights.shards import WeightShard
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import PeerSlices, is_large
 from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
 from workers.weights.transfer.transports import TRANSPORTS
 
-__all__ = ["RankPlan", "TransferEndpoint", "TransferOutcome"]
+__all__ = ["RankSchedule", "TransferEndpoint", "TransferOutcome"]
 
 
-class RankPlan(NamedTuple):
+class RankSchedule(NamedTuple):
     """What a rank is called with to open its side of a transfer.
 
     Attributes:
@@ -79,7 +79,7 @@ class TransferEndpoint:
     """One rank's side of a transfer.
 
     Args:
-        plan: the rank's part of the plan.
+        schedule: the rank's part of the schedule.
         shards: this rank's tensors, in the order of their slots; none if it serves an engine.
         device: of the tensors.
         address: of this node, for other nodes.
@@ -88,23 +88,25 @@ class TransferEndpoint:
         ConfigError: there is no such transport.
     """
 
-    def __init__(self, plan: RankPlan, shards: Sequence[WeightShard], device: torch.device, address: str) -> None:
-        self._plan, self._shards, self._device = plan, shards, device
-        self._deadline = Deadline(plan.timeout)
-        transport = TRANSPORTS.get_or_raise(plan.transport)
+    def __init__(
+        self, schedule: RankSchedule, shards: Sequence[WeightShard], device: torch.device, address: str
+    ) -> None:
+        self._schedule, self._shards, self._device = schedule, shards, device
+        self._deadline = Deadline(schedule.timeout)
+        transport = TRANSPORTS.get_or_raise(schedule.transport)
         self._uses_in_place = transport.uses_in_place
         traffic = RankTraffic(
-            plan.transfer,
-            plan.rank,
-            plan.size,
+            schedule.transfer,
+            schedule.rank,
+            schedule.size,
             address,
-            plan.buckets,
+            schedule.buckets,
             device,
-            plan.timeout,
-            plan.direct,
+            schedule.timeout,
+            schedule.direct,
             self._in_place,
         )
-        self._end: Sender | Receiver = (transport.sender if plan.sends else transport.receiver)(traffic)
+        self._end: Sender | Receiver = (transport.sender if schedule.sends else transport.receiver)(traffic)
 
     def listen(self) -> Any:
         """Return what other ranks need to reach this one."""
@@ -112,7 +114,7 @@ class TransferEndpoint:
 
     def connect(self, addresses: Mapping[int, Any]) -> TransferOutcome:
         """Connect to the ranks that this one sends to or receives from; ``addresses`` are by rank."""
-        return self._run(lambda: self._end.connect(addresses, self._deadline), self._plan.timeout)
+        return self._run(lambda: self._end.connect(addresses, self._deadline), self._schedule.timeout)
 
     @torch.no_grad()
     def send(self, timeout: float, version: int) -> TransferOutcome:
@@ -132,9 +134,9 @@ class TransferEndpoint:
     def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets of whole tensors that arrive for the engine of this rank."""
         self._end.start()
-        for index, bucket in enumerate(self._plan.buckets):
+        for index, bucket in enumerate(self._schedule.buckets):
             slots = sorted({move.target_slot for slices in bucket for move in slices.moves})
-            tensors = {slot: self._plan.whole[slot] for slot in slots}
+            tensors = {slot: self._schedule.whole[slot] for slot in slots}
             yield filled_bucket(tensors, self._arriving(index), memory, self._device)
         self._end.flush(self._deadline)
 
@@ -154,12 +156,12 @@ class TransferEndpoint:
             self.close()
             raise
         seconds = time.perf_counter() - started
-        return TransferOutcome(self._plan.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
+        return TransferOutcome(self._schedule.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self) -> None:
         sender: Any = self._end
         sender.start()
-        for index, bucket in enumerate(self._plan.buckets):
+        for index, bucket in enumerate(self._schedule.buckets):
             buffer = sender.buffer(index, self._deadline)
             for slices in bucket:
                 self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves)
@@ -172,7 +174,7 @@ class TransferEndpoint:
         for shard in self._shards:
             shard.padding().zero_()
         self._end.start()
-        for index in range(len(self._plan.buckets)):
+        for index in range(len(self._schedule.buckets)):
             for move, values in self._arriving(index):
                 if self._in_place(move) is None:
                     tensor = self._slice(move)
@@ -191,7 +193,7 @@ class TransferEndpoint:
 
     def _in_place(self, move: Move) -> Tensor | None:
         """Return the memory of a slice, uint8 ``[bytes]``, if it is large, contiguous and of the dtype that travels."""
-        if not self._uses_in_place or not is_large(move) or self._plan.whole:
+        if not self._uses_in_place or not is_large(move) or self._schedule.whole:
             return None
         tensor = self._slice(move)  # now: weights that were offloaded have new memory
         suits = tensor.is_contiguous() and tensor.dtype == getattr(torch, move.dtype)
@@ -199,7 +201,7 @@ class TransferEndpoint:
 
     def _slice(self, move: Move) -> Tensor:
         """Return the slice of this rank's tensor that a move sends, or fills."""
-        sends = self._plan.sends
+        sends = self._schedule.sends
         slot, start = (move.source_slot, move.source_start) if sends else (move.target_slot, move.target_start)
         return self._shards[slot].param.data.narrow(move.dim, start, move.length)
 

@@ -1,4 +1,4 @@
-"""Plan which rank of one group sends which slices to which rank of another; pure, without tensors or processes.
+"""Schedule which rank of one group sends which slices to which rank of another; pure, without tensors or processes.
 
 The ranks of both groups are numbered in one list: first the source's, then the target's.
 """
@@ -13,7 +13,7 @@ from itertools import chain
 from math import prod
 from typing import NamedTuple
 
-from workers.weights.resharding_plan import (
+from workers.weights.resharding_schedule import (
     LocalTensor,
     Move,
     check_known,
@@ -28,11 +28,11 @@ __all__ = [
     "PeerSlices",
     "RankWeights",
     "ServedEngine",
-    "TransferPlan",
+    "TransferSchedule",
     "WeightMessage",
     "explanation",
     "is_large",
-    "plan_transfer",
+    "schedule_transfer",
 ]
 
 
@@ -129,13 +129,13 @@ class WeightMessage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TransferPlan:
+class TransferSchedule:
     """All slices that one transfer moves.
 
     Attributes:
         source_size, target_size: number of ranks of the groups.
         buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
-        least_bytes: over all ranks of the target, the bytes of what they have. No plan sends less.
+        least_bytes: over all ranks of the target, the bytes of what they have. No schedule sends less.
         targets: by rank of the target, the tensors that it gets.
         direct: moves that travel from the memory of one rank's weights to that of the other's, whole and outside of
             the buckets, in one order for all ranks, so that they do not wait for each other in a circle.
@@ -187,9 +187,9 @@ class TransferPlan:
         return dict(sorted(routes.items()))
 
 
-def plan_transfer(
+def schedule_transfer(
     sources: Sequence[RankWeights], targets: Sequence[RankWeights], bucket_bytes: int, *, direct: bool = False
-) -> TransferPlan:
+) -> TransferSchedule:
     """Return the moves that fill every rank of the target group from the ranks of the source group.
 
     A tensor that has a smaller dtype in the target is converted by the sender. Of several ranks that have a slice, one
@@ -220,10 +220,10 @@ def plan_transfer(
     if engines:
         buckets = plan_whole(*both, min(bucket_bytes, *(each.bucket_bytes for each in engines)), distance)
         least = sum(move.nbytes for move in chain(*buckets))
-        return TransferPlan(len(sources), len(targets), buckets, least, wanted)
+        return TransferSchedule(len(sources), len(targets), buckets, least, wanted)
     ordered = interleaved(plan_moves(*both, distance))
     whole = {move for move in ordered if direct and _needs_no_bucket(move, everyone)}
-    return TransferPlan(
+    return TransferSchedule(
         len(sources),
         len(targets),
         tuple(in_buckets([move for move in ordered if move not in whole], bucket_bytes)),
@@ -279,26 +279,26 @@ def _by_peer(by_peer: dict[int, list[Move]]) -> tuple[PeerSlices, ...]:
     return tuple(of_peers)
 
 
-def explanation(plan: TransferPlan, transport: str, bucket_bytes: int, source: str, target: str) -> str:
+def explanation(schedule: TransferSchedule, transport: str, bucket_bytes: int, source: str, target: str) -> str:
     """Return which rank sends how many bytes to which, one line for each rank of the target.
 
     Args:
-        plan: the transfer.
+        schedule: of the transfer.
         transport: the name of the transport.
         bucket_bytes: the most bytes that a rank sends at once.
         source: the name of the group that weights come from.
         target: the name of the group that they go to.
     """
-    sent = sum(plan.routes.values())
-    direct = sum(move.nbytes for move in plan.direct)
+    sent = sum(schedule.routes.values())
+    direct = sum(move.nbytes for move in schedule.direct)
     outside = f"{_size(direct)} directly from weights to weights, {_size(sent - direct)}" if direct else _size(sent)
     lines = [
-        f"{source} ({_ranks(plan.source_size)}) -> {target} ({_ranks(plan.target_size)}) by {transport}: "
-        f"{outside} in {len(plan.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
-        f"{_size(plan.least_bytes)}"
+        f"{source} ({_ranks(schedule.source_size)}) -> {target} ({_ranks(schedule.target_size)}) by {transport}: "
+        f"{outside} in {len(schedule.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
+        f"{_size(schedule.least_bytes)}"
     ]
     senders: dict[int, dict[int, int]] = defaultdict(dict)
-    for (sender, receiver), nbytes in plan.routes.items():
+    for (sender, receiver), nbytes in schedule.routes.items():
         senders[receiver][sender] = nbytes
     for receiver, by_sender in sorted(senders.items())[:_MOST_LINES]:
         parts = ", ".join(f"{_size(nbytes)} from rank {sender}" for sender, nbytes in by_sender.items())

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.errors import DataError
-from workers.weights.resharding_plan import Move
+from workers.weights.resharding_schedule import Move
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import PeerSlices, RankWeights
 from workers.weights.transfer.transport import Deadline, RankTraffic, Transport

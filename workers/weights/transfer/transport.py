@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from workers.weights.resharding_plan import Move
+from workers.weights.resharding_schedule import Move
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import PeerSlices, RankWeights
 

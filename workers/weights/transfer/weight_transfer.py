@@ -12,9 +12,9 @@ from typing import Any, Self
 from mcontroller.dispatch.future import Future
 from mcontroller.errors import GroupError
 from mcontroller.group import WorkerGroup
-from workers.weights.transfer.endpoint import RankPlan, TransferOutcome
+from workers.weights.transfer.endpoint import RankSchedule, TransferOutcome
 from workers.weights.transfer.errors import TransferError
-from workers.weights.transfer.plan import TransferPlan, explanation, plan_transfer
+from workers.weights.transfer.plan import TransferSchedule, explanation, schedule_transfer
 from workers.weights.transfer.transports import TRANSPORTS, choose_transport
 from workers.weights.verification import Verification
 
@@ -64,7 +64,7 @@ class TransferReport:
 
 
 class WeightTransfer:
-    """Copies of the weights of one group's model to another group: planned once, run whenever the policy has changed.
+    """Copies of the weights of one group's model to another group: scheduled once, run whenever the policy has changed.
 
     Slices go directly from the ranks that have them to the ranks that need them. No rank receives more than it needs,
     and the weights do not pass through the controller. Both groups have workers of ``ActorRolloutRefWorker``, in any
@@ -113,7 +113,7 @@ class WeightTransfer:
         of_source = source.describe_weights(self._hf_names)
         self.transport = choose_transport(transport, of_source, of_target)
         in_place = TRANSPORTS[self.transport].uses_in_place
-        self.plan: TransferPlan = plan_transfer(of_source, of_target, bucket_bytes, direct=in_place)
+        self.schedule: TransferSchedule = schedule_transfer(of_source, of_target, bucket_bytes, direct=in_place)
         self._verifies = all(each.verify for each in of_target)
         self._verification = Verification(f"group {target.name}")
         if not self._verifies:
@@ -149,7 +149,7 @@ class WeightTransfer:
         return TransferReport(
             transport=self.transport,
             bytes_sent=sum(outcome.nbytes for outcome in sent),
-            least_bytes=self.plan.least_bytes,
+            least_bytes=self.schedule.least_bytes,
             seconds=max(outcome.seconds for outcome in (*sent, *received)),
             buffer_bytes=max(outcome.buffer_bytes for outcome in (*sent, *received)),
             policy_version=version,
@@ -158,7 +158,7 @@ class WeightTransfer:
 
     def explain(self) -> str:
         """Return which rank sends how many bytes to which, and by which transport, as a table."""
-        return explanation(self.plan, self.transport, self.bucket_bytes, self.source.name, self.target.name)
+        return explanation(self.schedule, self.transport, self.bucket_bytes, self.source.name, self.target.name)
 
     def close(self) -> None:
         """End the connections and free the buffers of all ranks; after a failure, of the remaining ranks."""
@@ -176,26 +176,26 @@ class WeightTransfer:
         self.close()
 
     def _connect(self) -> None:
-        sources = self.plan.source_size
-        size = sources + self.plan.target_size
-        plans = [
-            RankPlan(
+        sources = self.schedule.source_size
+        size = sources + self.schedule.target_size
+        schedules = [
+            RankSchedule(
                 self._id,
                 self.transport,
                 rank < sources,
                 rank,
                 size,
-                self.plan.by_rank[rank],
+                self.schedule.by_rank[rank],
                 self.timeout,
-                self.plan.direct_by_rank[rank],
+                self.schedule.direct_by_rank[rank],
                 self._hf_names,
-                self.plan.targets[rank - sources] if self._hf_names and rank >= sources else (),
+                self.schedule.targets[rank - sources] if self._hf_names and rank >= sources else (),
             )
             for rank in range(size)
         ]
         addresses = [
-            *self.source.listen_for_weights(plans[:sources]),
-            *self.target.listen_for_weights(plans[sources:]),
+            *self.source.listen_for_weights(schedules[:sources]),
+            *self.target.listen_for_weights(schedules[sources:]),
         ]
         known = {rank: address for rank, address in enumerate(addresses) if address is not None}
         self._both("connect_weights", "connect_weights", self._id, known)
@@ -203,7 +203,7 @@ class WeightTransfer:
     def _verified(self, version: int) -> float:
         """Compare the fingerprints of both groups, which compute them at the same time; return the seconds."""
         started = time.perf_counter()
-        expected = self.source.weight_fingerprints.options(blocking=False)(self.plan.dtypes, self._hf_names)
+        expected = self.source.weight_fingerprints.options(blocking=False)(self.schedule.dtypes, self._hf_names)
         found = self.target.weight_fingerprints.options(blocking=False)()
         self._verification.check(expected.get(), found.get(), version)
         return time.perf_counter() - started
@@ -247,7 +247,7 @@ class WeightTransfer:
         return broken or seen
 
     def _named(self, number: int) -> tuple[str, int]:
-        sources = self.plan.source_size
+        sources = self.schedule.source_size
         return (self.source.name, number) if number < sources else (self.target.name, number - sources)
 
 

@@ -88,8 +88,8 @@ def test_every_engine_generates_a_part_and_the_rows_return_in_order(
     returned = [each for each in found if each["result"] is not None]
     assert [each["shard"] for each in returned] == list(range(len(returned)))  # one rank of each shard
     for each in returned:
-        reference = expected(each["shard"], rows, n)
-        for column, wanted in zip(each["result"].columns(), reference.columns(), strict=True):
+        whole = expected(each["shard"], rows, n)
+        for column, wanted in zip(each["result"].columns(), whole.columns(), strict=True):
             assert torch.equal(column, wanted)
         asked = [
             len(other["asked"]) for other in found if other["shard"] == each["shard"] and other["asked"] is not None

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from workers.weights.resharding_plan import LocalTensor, spans_of
-from workers.weights.transfer.plan import RankWeights, ServedEngine, TransferPlan, explanation, plan_transfer
+from workers.weights.resharding_schedule import LocalTensor, spans_of
+from workers.weights.transfer.plan import RankWeights, ServedEngine, TransferSchedule, explanation, schedule_transfer
 
 MIB = 1 << 20
 ROWS, COLUMNS = 2048, 512  # 4 MiB in float32
@@ -24,11 +24,11 @@ def held(name: str, dim: int | None, ways: int, **changes: object) -> list[Local
     ]
 
 
-def plan(sources: list[LocalTensor], targets: list[LocalTensor], direct: bool = True) -> TransferPlan:
+def schedule_of(sources: list[LocalTensor], targets: list[LocalTensor], direct: bool = True) -> TransferSchedule:
     ranks = [
         [RankWeights((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
     ]
-    return plan_transfer(*ranks, MIB, direct=direct)
+    return schedule_transfer(*ranks, MIB, direct=direct)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def plan(sources: list[LocalTensor], targets: list[LocalTensor], direct: bool = 
 def test_large_slices_that_are_contiguous_on_both_sides_travel_whole(
     sources: list[LocalTensor], targets: list[LocalTensor], moves: int
 ) -> None:
-    found = plan(sources, targets)
+    found = schedule_of(sources, targets)
     assert (len(found.direct), found.buckets) == (moves, ())
     assert sum(move.nbytes for move in found.direct) == found.least_bytes == sum(found.routes.values()) == 4 * MIB
     assert sum(len(of_rank) for of_rank in found.direct_by_rank) == 2 * moves
-    assert not plan(sources, targets, direct=False).direct
+    assert not schedule_of(sources, targets, direct=False).direct
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_large_slices_that_are_contiguous_on_both_sides_travel_whole(
 def test_other_slices_travel_in_buckets_within_the_limit(
     sources: list[LocalTensor], targets: list[LocalTensor]
 ) -> None:
-    found = plan(sources, targets)
+    found = schedule_of(sources, targets)
     assert not found.direct
     assert sum(found.routes.values()) == found.least_bytes > 0
     for bucket in found.buckets:
@@ -78,7 +78,7 @@ def test_other_slices_travel_in_buckets_within_the_limit(
 
 
 def test_the_explanation_says_what_travels_outside_of_the_buckets() -> None:
-    found = plan(held("w", None, 1), held("w", None, 1))
+    found = schedule_of(held("w", None, 1), held("w", None, 1))
     text = explanation(found, "process_group", MIB, "actor", "rollout")
     assert "by process_group: 4.0 MiB directly from weights to weights, 0 B in 0 buckets of at most 1.0 MiB" in text
     assert "rollout rank 0 <- 4.0 MiB from rank 0" in text
@@ -92,7 +92,7 @@ def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
         RankWeights((whole,), (), node, 10 + pid, gpu)
         for pid, (node, gpu) in enumerate([*reversed(places), ("other", "E"), ("third", "F")])
     ]
-    routes = plan_transfer(sources, targets, MIB).routes
+    routes = schedule_transfer(sources, targets, MIB).routes
     by_target = {target: source for source, target in routes}
     assert by_target | {4: 2} == {0: 3, 1: 2, 2: 1, 3: 0, 4: 2, 5: by_target[5]} and by_target[4] in (2, 3)
     assert all(nbytes == 4 * MIB for nbytes in routes.values())
@@ -108,7 +108,7 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
     sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
     engine = ServedEngine("bfloat16", 2, MIB)
     targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
-    found = plan_transfer(sources, targets, MIB)
+    found = schedule_transfer(sources, targets, MIB)
     assert [[tensor.name for tensor in of_rank] for of_rank in found.targets] == [
         [],
         *[["a", "model.layers.0.w", "b"]] * 2,

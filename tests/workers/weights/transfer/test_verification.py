@@ -65,7 +65,7 @@ def test_lost_weights_are_reported_with_their_names(
         held = rollout.describe_weights()
         lost = {
             held[move.target_rank - ranks].tensors[move.target_slot].name
-            for bucket in transfer.plan.by_rank[ranks:]
+            for bucket in transfer.schedule.by_rank[ranks:]
             for slices in bucket[1]
             for move in slices.moves
         }

@@ -1,7 +1,7 @@
-"""Plan which rank sends which slices to which rank, to copy the weights of one layout to another.
+"""Schedule which rank sends which slices to which rank, to copy the weights of one layout to another.
 
-Pure: the same on every rank, without tensors or processes. ``workers.weights.resharding`` carries a plan out in the
-ranks of one group, and ``workers.weights.transfer`` between two groups.
+Pure: the same on every rank, without tensors or processes. ``workers.weights.resharding`` runs a schedule in the ranks
+of one group, and ``workers.weights.transfer`` between two groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcontroller.errors import DataError
 __all__ = [
     "LocalTensor",
     "Move",
-    "ReshardingPlan",
+    "ReshardingSchedule",
     "Span",
     "TensorInBucket",
     "check_known",
@@ -27,8 +27,8 @@ __all__ = [
     "interleaved",
     "places_in_bucket",
     "plan_moves",
-    "plan_resharding",
     "plan_whole",
+    "schedule_resharding",
     "spans_of",
     "whole_tensors",
 ]
@@ -98,14 +98,15 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReshardingPlan:
+class ReshardingSchedule:
     """All moves of a resharding.
 
     Attributes:
         copies: moves from a rank to itself.
         buckets: moves from rank to rank, of one dtype each. In one bucket no rank sends or receives more than the
-            limit of ``plan_resharding``.
-        least_bytes: over all ranks, the bytes of their target parts that their source parts lack. No plan sends less.
+            limit of ``schedule_resharding``.
+        least_bytes: over all ranks, the bytes of their target parts that their source parts lack. No schedule sends
+            less.
     """
 
     copies: tuple[Move, ...]
@@ -129,9 +130,9 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
     return tuple(span for span in spans if span.stop > span.start)
 
 
-def plan_resharding(
+def schedule_resharding(
     sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]], bucket_bytes: int
-) -> ReshardingPlan:
+) -> ReshardingSchedule:
     """Return the moves that fill every target from the sources, in buckets.
 
     Args:
@@ -147,7 +148,7 @@ def plan_resharding(
     copies = [move for of_rank in moves for move in of_rank if move.source_rank == move.target_rank]
     sent = [[move for move in of_rank if move.source_rank != move.target_rank] for of_rank in moves]
     least = sum(move.nbytes for move in chain(*sent))
-    return ReshardingPlan(tuple(copies), tuple(in_buckets(interleaved(sent), bucket_bytes)), least)
+    return ReshardingSchedule(tuple(copies), tuple(in_buckets(interleaved(sent), bucket_bytes)), least)
 
 
 def plan_moves(

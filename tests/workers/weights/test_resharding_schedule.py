@@ -1,4 +1,4 @@
-"""The plan of a resharding: its moves, their bytes and buckets, and the models that are rejected."""
+"""The schedule of a resharding: its moves, their bytes and buckets, and the models that are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from mcontroller.errors import DataError
 from tests.parallel_state.layouts import unhurried
-from workers.weights.resharding_plan import LocalTensor, Move, ReshardingPlan, Span, plan_resharding, spans_of
+from workers.weights.resharding_schedule import (
+    LocalTensor,
+    Move,
+    ReshardingSchedule,
+    Span,
+    schedule_resharding,
+    spans_of,
+)
 
 
 def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[LocalTensor]]:
@@ -23,16 +30,18 @@ def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32
     return [[whole._replace(dim=0, spans=of_rank)] for of_rank in spans]
 
 
-def sent_by(plan: ReshardingPlan, rank: int) -> int:
-    return sum(move.nbytes for move in chain(*plan.buckets) if move.source_rank == rank)
+def sent_by(schedule: ReshardingSchedule, rank: int) -> int:
+    return sum(move.nbytes for move in chain(*schedule.buckets) if move.source_rank == rank)
 
 
 def indices(of_rank: list[LocalTensor]) -> set[int]:
     return {index for span in of_rank[0].spans for index in range(span.start, span.stop)}
 
 
-def check_moves(plan: ReshardingPlan, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:
-    """Carry the plan out on the indices themselves: each must arrive at its position in the target."""
+def check_moves(
+    schedule: ReshardingSchedule, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]
+) -> None:
+    """Run the schedule on the indices themselves: each must end at its position in the target."""
 
     def places(held: LocalTensor) -> np.ndarray:
         length = max((span.offset + span.stop - span.start for span in held.spans), default=0)
@@ -42,7 +51,7 @@ def check_moves(plan: ReshardingPlan, sources: list[list[LocalTensor]], targets:
         return own
 
     have, got = [places(held[0]) for held in sources], [np.full_like(places(held[0]), -1) for held in targets]
-    for move in chain(plan.copies, *plan.buckets):
+    for move in chain(schedule.copies, *schedule.buckets):
         part = have[move.source_rank][move.source_start : move.source_start + move.length]
         got[move.target_rank][move.target_start : move.target_start + move.length] = part
     assert [own.tolist() for own in got] == [places(held[0]).tolist() for held in targets]
@@ -61,27 +70,29 @@ def test_every_index_arrives_at_its_position(
 ) -> None:
     rows = blocks * 16 - (missing if pieces == 1 else 0)  # gated units have no padding
     sources, targets = cut(rows, 8, ways[0], pieces), cut(rows, 8, ways[1], pieces)
-    plan = plan_resharding(sources, targets, limit)
-    check_moves(plan, sources, targets)
+    schedule = schedule_resharding(sources, targets, limit)
+    check_moves(schedule, sources, targets)
     held, wanted = (
         [{i for s in of[0].spans for i in range(s.start, s.stop)} for of in model] for model in (sources, targets)
     )
-    assert plan.least_bytes == sum(16 * len(want - have) for have, want in zip(held, wanted, strict=True))
-    assert sum(sent_by(plan, rank) for rank in range(8)) == plan.least_bytes
+    assert schedule.least_bytes == sum(16 * len(want - have) for have, want in zip(held, wanted, strict=True))
+    assert sum(sent_by(schedule, rank) for rank in range(8)) == schedule.least_bytes
 
 
 def test_nothing_is_sent_to_a_rank_that_has_it() -> None:
     layout = cut(16, 4, 2)
-    plan = plan_resharding(layout, layout, 1 << 20)
-    assert (plan.buckets, plan.least_bytes) == ((), 0)
-    assert [(move.source_rank, move.target_rank, move.length) for move in plan.copies] == [(i, i, 8) for i in range(4)]
+    schedule = schedule_resharding(layout, layout, 1 << 20)
+    assert (schedule.buckets, schedule.least_bytes) == ((), 0)
+    assert [(move.source_rank, move.target_rank, move.length) for move in schedule.copies] == [
+        (i, i, 8) for i in range(4)
+    ]
 
 
 def test_what_is_whole_on_one_side_only_is_sent_in_parts() -> None:
     whole = [[LocalTensor("weight", (16, 4), "float32", 4)] for _ in range(2)]
-    plan = plan_resharding(cut(16, 2, 2), whole, 1 << 20)
-    assert plan.least_bytes == 2 * 8 * 16
-    assert [(move.source_rank, move.target_rank, move.target_start) for move in plan.buckets[0]] == [
+    schedule = schedule_resharding(cut(16, 2, 2), whole, 1 << 20)
+    assert schedule.least_bytes == 2 * 8 * 16
+    assert [(move.source_rank, move.target_rank, move.target_start) for move in schedule.buckets[0]] == [
         (1, 0, 8),
         (0, 1, 0),
     ]
@@ -91,25 +102,25 @@ def test_replicas_share_the_sending() -> None:
     """Rank 0 to 3 have the whole, rank 4 to 7 nothing."""
     part = LocalTensor("weight", (12, 4), "float32", 4, 0, (Span(0, 12, 0),))
     nothing: list[LocalTensor] = []
-    plan = plan_resharding([[part]] * 4 + [nothing] * 4, [nothing] * 4 + [[part]] * 4, 1 << 20)
-    assert [sent_by(plan, rank) for rank in range(8)] == [192] * 4 + [0] * 4
+    schedule = schedule_resharding([[part]] * 4 + [nothing] * 4, [nothing] * 4 + [[part]] * 4, 1 << 20)
+    assert [sent_by(schedule, rank) for rank in range(8)] == [192] * 4 + [0] * 4
 
 
 def test_no_rank_sends_or_receives_more_at_once_than_the_limit() -> None:
-    plan = plan_resharding(cut(64, 8, 8), cut(64, 8, 1), 64)  # a row is 16 bytes
-    for bucket in plan.buckets:
+    schedule = schedule_resharding(cut(64, 8, 8), cut(64, 8, 1), 64)  # a row is 16 bytes
+    for bucket in schedule.buckets:
         out, into = Counter[int](), Counter[int]()
         for move in bucket:
             out[move.source_rank] += move.nbytes
             into[move.target_rank] += move.nbytes
         assert max((out | into).values()) <= 64
-    assert len(plan.buckets) == 14  # 56 rows come to a rank, 4 at a time
+    assert len(schedule.buckets) == 14  # 56 rows come to a rank, 4 at a time
 
 
 def test_ranks_receive_side_by_side_and_not_one_after_another() -> None:
-    plan = plan_resharding(cut(64, 8, 8), cut(64, 8, 1), 128)
-    assert len(plan.buckets) == 7  # 56 rows to each rank, 8 at a time
-    assert all(len({move.target_rank for move in bucket}) == 8 for bucket in plan.buckets)
+    schedule = schedule_resharding(cut(64, 8, 8), cut(64, 8, 1), 128)
+    assert len(schedule.buckets) == 7  # 56 rows to each rank, 8 at a time
+    assert all(len({move.target_rank for move in bucket}) == 8 for bucket in schedule.buckets)
 
 
 def test_a_bucket_has_one_dtype() -> None:
@@ -118,13 +129,13 @@ def test_a_bucket_has_one_dtype() -> None:
         for one, two in zip(cut(16, 2, 2), cut(16, 2, 2, dtype="bfloat16"), strict=True)
     ]
     whole = [[held._replace(dim=None, spans=()) for held in both[0]] for _ in both]
-    plan = plan_resharding(both, whole, 1 << 20)
-    assert [{move.dtype for move in bucket} for bucket in plan.buckets] == [{"bfloat16"}, {"float32"}]
+    schedule = schedule_resharding(both, whole, 1 << 20)
+    assert [{move.dtype for move in bucket} for bucket in schedule.buckets] == [{"bfloat16"}, {"float32"}]
 
 
 def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
-    plan = plan_resharding(cut(64, 8, 4, pieces=2), cut(64, 8, 2, pieces=2), 64)
-    for bucket in plan.buckets:
+    schedule = schedule_resharding(cut(64, 8, 4, pieces=2), cut(64, 8, 2, pieces=2), 64)
+    for bucket in schedule.buckets:
         seen: dict[tuple[int, int], list[Move]] = defaultdict(list)
         for move in bucket:
             seen[move.source_rank, move.target_rank].append(move)
@@ -138,17 +149,17 @@ def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
 def test_another_model_is_rejected_with_the_names() -> None:
     head = LocalTensor("head", (8, 4), "float32", 4)
     with pytest.raises(DataError, match=r"the source lacks \['head'\]") as caught:
-        plan_resharding(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
+        schedule_resharding(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
     assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
     assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
 
 
 def test_a_part_that_no_rank_has_is_rejected_with_its_name() -> None:
     with pytest.raises(DataError, match=r"weight: rank 0 needs indices 0 to 16 of dim 0; .* has index 8"):
-        plan_resharding([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
+        schedule_resharding([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
 
 
 def test_a_tensor_divided_along_two_dims_is_rejected_with_its_name() -> None:
     across = [[LocalTensor("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
     with pytest.raises(DataError, match=r"weight is divided along dims \[0, 1\]"):
-        plan_resharding(cut(16, 2, 2), across, 64)
+        schedule_resharding(cut(16, 2, 2), across, 64)
