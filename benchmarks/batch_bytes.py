@@ -250,7 +250,7 @@ def main() -> None:
     ratios = [f"{name} {before[name] / max(after[name], 1e-9):.1f}" for name in ("controller wrote", "peak", "step")]
     moved = (after["controller wrote"] + after["workers wrote"]) / batch
     earlier = (before["controller wrote"] + before["workers wrote"]) / batch
-    print(f"before over after: {', '.join(ratios)}; bytes moved over those of the batch: {earlier:.2f} -> {moved:.2f}")
+    print(f"before over after: {', '.join(ratios)}; bytes moved over the batch's: {earlier:.2f} -> {moved:.2f}")
 
 
 if __name__ == "__main__":

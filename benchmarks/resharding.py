@@ -47,8 +47,8 @@ EXPERTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 class Row(NamedTuple):
-    here: str
-    there: str
+    from_axes: str
+    to_axes: str
     model_bytes: int
     schedule_seconds: float
     report: ReshardingReport
@@ -92,10 +92,10 @@ def with_experts(hidden: int) -> ModelConfig:
     return ModelConfig(**fields | {"num_layers": 4, "num_moe_experts": 8, "moe_ffn_hidden_size": hidden // 2})
 
 
-def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], rounds: int) -> Row:
+def measured(model: ModelConfig, from_axes: dict[str, Any], to_axes: dict[str, Any], rounds: int) -> Row:
     """Measure one move on this rank; report the fastest of the rounds."""
     sides: list[Any] = []
-    for axes in (here, there):
+    for axes in (from_axes, to_axes):
         parallel = ParallelConfig(**axes)
         layout = {name: size for name, size in axes.items() if name != "sequence_parallel"}
         context = MegatronContext(ParallelLayout(WORLD_SIZE, **layout))
@@ -114,7 +114,9 @@ def measured(model: ModelConfig, here: dict[str, Any], there: dict[str, Any], ro
         verified.append(weights.update(copy, policy, update)["verify_seconds"])
     fastest = min(reports, key=lambda report: report.seconds)
     exchange_seconds = all_to_all_seconds(fastest.bytes_sent, rounds)
-    return Row(named(here), named(there), model_bytes, schedule_seconds, fastest, exchange_seconds, min(verified))
+    return Row(
+        named(from_axes), named(to_axes), model_bytes, schedule_seconds, fastest, exchange_seconds, min(verified)
+    )
 
 
 def bytes_of_model(chunks: Any, context: MegatronContext) -> int:
@@ -165,15 +167,15 @@ def table(rows: list[Row]) -> str:
         seconds = (row.schedule_seconds, report.seconds, row.all_to_all_seconds, row.verify_seconds)
         figures += [f"{each:.2f}" for each in seconds]
         figures.append(f"{row.verify_seconds / (row.verify_seconds + report.seconds):.0%}")
-        lines.append(f"{row.here:<14}{row.there:<14}" + "".join(f"{figure:>11}" for figure in figures))
+        lines.append(f"{row.from_axes:<14}{row.to_axes:<14}" + "".join(f"{figure:>11}" for figure in figures))
     return "\n".join(lines)
 
 
 def on_rank(rank: int, rendezvous: str, hidden: int, rounds: int) -> None:
     torch.set_num_threads(1)
     initialize_distributed("gloo", rank=rank, world_size=WORLD_SIZE, init_method=f"file://{rendezvous}")
-    rows = [measured(size_of(hidden), here, there, rounds) for here, there in MOVES]
-    rows += [measured(with_experts(hidden), here, there, rounds) for here, there in EXPERTS]
+    rows = [measured(size_of(hidden), from_axes, to_axes, rounds) for from_axes, to_axes in MOVES]
+    rows += [measured(with_experts(hidden), from_axes, to_axes, rounds) for from_axes, to_axes in EXPERTS]
     if rank == 0:
         print(table(rows))
         wasted = [row for row in rows if row.report.bytes_sent > row.report.least_bytes]

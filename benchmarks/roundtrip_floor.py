@@ -5,7 +5,7 @@
 8 processes get the bytes of a shard, sleep for half a step, and answer; then a message without bytes, and the same
 again: nothing is planned, checked or kept. In the last row the columns of two shards are pickled, and each process
 makes tensors of them and answers with pickled metrics, as any Python program with these batches must. ``roundtrip.py``
-prints the figures beside those of a group's calls; this program prints them as JSON, in seconds.
+prints these figures beside a group's; this program prints them as JSON, in seconds.
 """
 
 from __future__ import annotations

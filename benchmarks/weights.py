@@ -230,8 +230,8 @@ class Least:
 
 def measure(pools: tuple[RayResourcePool, RayResourcePool], move: Any, hidden: int, rounds: int) -> None:
     """Print the table of one move."""
-    _, here, _, there = move
-    with group(pools[0], "actor", here, hidden) as actor, group(pools[1], "rollout", there, hidden) as rollout:
+    _, from_axes, _, to_axes = move
+    with group(pools[0], "actor", from_axes, hidden) as actor, group(pools[1], "rollout", to_axes, hidden) as rollout:
         with WeightTransfer(actor, rollout, bucket_bytes=BUCKET) as transfer:
             transfer.run()  # loads what every transfer and its check need
         resident = psutil.Process().memory_info().rss
@@ -250,7 +250,7 @@ def measure(pools: tuple[RayResourcePool, RayResourcePool], move: Any, hidden: i
                 for name, each in transfers.items():
                     reports[name].append(each.run())
     print(
-        f"\n{here or 'one rank'} -> {there or 'one rank'}, {nbytes / MIB:.0f} MiB in buckets of {BUCKET / MIB:.0f} MiB"
+        f"\n{from_axes or 'one rank'} -> {to_axes or 'one rank'}, {nbytes / MIB:.0f} MiB in buckets of {BUCKET / MIB:.0f} MiB"
     )
     print(
         f"two copies {least.copies:.4f} s, overlapped copies {least.overlapped:.4f} s, "

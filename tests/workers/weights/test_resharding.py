@@ -77,19 +77,19 @@ def difference(some: Model, others: Model) -> float:
 
 
 def there_and_back(
-    model: ModelConfig, here: Axes, there: Axes, bucket_bytes: int
+    model: ModelConfig, from_axes: Axes, to_axes: Axes, bucket_bytes: int
 ) -> tuple[float, float, ReshardingReport, ReshardingReport]:
-    source, target = built(model, here), built(model, there, fill=torch.nan)
+    source, target = built(model, from_axes), built(model, to_axes, fill=torch.nan)
     going = Resharding(*source, *target, bucket_bytes=bucket_bytes).run()
-    arrived = difference(target, built(model, there))
+    arrived = difference(target, built(model, to_axes))
     for tensor in tensors(source):
         tensor.fill_(torch.nan)
     returning = Resharding(*target, *source, bucket_bytes=bucket_bytes).run()
-    return arrived, difference(source, built(model, here)), going, returning
+    return arrived, difference(source, built(model, from_axes)), going, returning
 
 
 @pytest.mark.parametrize(
-    ("model", "here", "there"),
+    ("model", "from_axes", "to_axes"),
     [
         (MODEL, TP2_PP2, {}),
         (MODEL, TP2_PP2, {"tp": 4}),
@@ -104,8 +104,8 @@ def there_and_back(
     ],
     ids=["dp8", "tp4", "vpp", "pp4-cp2", "tied-pp1-pp2", "tied-tp4", "ep2-ep4", "etp2", "pp2-ep4", "bf16"],
 )
-def test_resharding_there_and_back_restores_every_number(model: ModelConfig, here: Axes, there: Axes) -> None:
-    for arrived, returned, going, returning in run_ranks(there_and_back, 8, model, here, there, 1 << 20):
+def test_resharding_there_and_back_restores_every_number(model: ModelConfig, from_axes: Axes, to_axes: Axes) -> None:
+    for arrived, returned, going, returning in run_ranks(there_and_back, 8, model, from_axes, to_axes, 1 << 20):
         assert (arrived, returned) == (0.0, 0.0)
         assert going.bytes_sent == going.least_bytes
         assert returning.bytes_sent == returning.least_bytes

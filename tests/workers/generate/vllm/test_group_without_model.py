@@ -63,7 +63,7 @@ def held_by_one_process(model: dict[str, Any], exported: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "here", "to_ranks", "there", "tp", "engines_there"),
+    ("model", "ranks", "from_axes", "to_ranks", "to_axes", "tp", "engines_there"),
     [
         (DENSE, 4, {"tp": 2, "pp": 2}, 2, {"tp": 2}, 1, 2),
         (DENSE, 2, {"tp": 2}, 2, {"tp": 2}, 2, 1),
@@ -75,14 +75,14 @@ def held_by_one_process(model: dict[str, Any], exported: Path) -> None:
 def test_every_engine_gets_the_actors_weights_and_no_rank_has_a_model(
     model: dict[str, Any],
     ranks: int,
-    here: dict[str, Any],
+    from_axes: dict[str, Any],
     to_ranks: int,
-    there: dict[str, Any],
+    to_axes: dict[str, Any],
     tp: int,
     engines_there: int,
     tmp_path: Path,
 ) -> None:
-    actors, rollout = group("actor", ranks, here, model), engine_group(to_ranks, there, model, tp)
+    actors, rollout = group("actor", ranks, from_axes, model), engine_group(to_ranks, to_axes, model, tp)
     with pytest.raises(CallRejected, match="the engine has no weights: run a WeightTransfer to this group first"):
         rollout.generate_sequences(prompts(4, SAMPLED))
     with pytest.raises(CallRejected, match="save_checkpoint needs a model, and a worker that only serves an engine"):

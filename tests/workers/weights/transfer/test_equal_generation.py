@@ -40,7 +40,7 @@ def generated(of: Any) -> DataProto:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "here", "to_ranks", "there"),
+    ("model", "ranks", "from_axes", "to_ranks", "to_axes"),
     [
         ({}, 2, {"tp": 2}, 1, {}),
         ({}, 4, {"tp": 2, "pp": 2}, 2, {}),
@@ -50,12 +50,12 @@ def generated(of: Any) -> DataProto:
     ids=["tp2", "tp2-pp2", "tied-pp2-tp2", "ep2"],
 )
 def test_a_rollout_group_generates_what_the_actor_generates_in_the_same_layout(
-    model: dict[str, Any], ranks: int, here: dict[str, Any], to_ranks: int, there: dict[str, Any]
+    model: dict[str, Any], ranks: int, from_axes: dict[str, Any], to_ranks: int, to_axes: dict[str, Any]
 ) -> None:
     """The actor generates with a colocated copy in the rollout's layout. tp2 pads the vocabulary of 61."""
     one_row = {"prompt_length": PROMPT, "response_length": RESPONSE, "seed": 3, "max_rows": 1}
-    actor = group("actor_rollout", ranks, here, model, rollout=one_row | {"parallel": there})
-    rollout = group("rollout", to_ranks, there, model | {"seed": 7}, rollout=one_row)
+    actor = group("actor_rollout", ranks, from_axes, model, rollout=one_row | {"parallel": to_axes})
+    rollout = group("rollout", to_ranks, to_axes, model | {"seed": 7}, rollout=one_row)
     before = [generated(each).batch for each in (rollout, actor)]
     actor.update_actor(experience(8))
     with WeightTransfer(actor, rollout) as transfer:

@@ -40,7 +40,7 @@ def lossy_transport() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "here", "to_ranks", "there"),
+    ("model", "ranks", "from_axes", "to_ranks", "to_axes"),
     [
         ({"dtype": "bfloat16"}, 2, {"tp": 2}, 1, {}),
         (TIED, 2, {"pp": 2}, 2, {"tp": 2}),
@@ -52,12 +52,12 @@ def test_lost_weights_are_reported_with_their_names(
     monkeypatch: pytest.MonkeyPatch,
     model: dict[str, Any],
     ranks: int,
-    here: dict[str, Any],
+    from_axes: dict[str, Any],
     to_ranks: int,
-    there: dict[str, Any],
+    to_axes: dict[str, Any],
 ) -> None:
-    actor = group("actor_rollout", ranks, here, model, optim={"lr": 1e-2, "warmup_steps": 0})
-    rollout = group("rollout", to_ranks, there, model | {"seed": 7})
+    actor = group("actor_rollout", ranks, from_axes, model, optim={"lr": 1e-2, "warmup_steps": 0})
+    rollout = group("rollout", to_ranks, to_axes, model | {"seed": 7})
     with WeightTransfer(actor, rollout, transport="lossy", bucket_bytes=4096) as transfer:
         report = transfer.run()
         assert report.metrics()["weights/verify_seconds"] > 0
