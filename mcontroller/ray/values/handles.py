@@ -18,7 +18,7 @@ from mcontroller.channel.address import Address
 from mcontroller.channel.queries import ask_each
 from mcontroller.errors import GroupError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
-from mcontroller.ray.values.wire import decode, unpack
+from mcontroller.ray.values.wire import decode
 from mcontroller.transport import Deferred, Fetch, countdown
 
 __all__ = [
@@ -159,7 +159,7 @@ def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
     try:
         values = iter(_fetch_remote(remote, left) if remote else ())
         return [
-            next(values) if isinstance(handle, RemoteValue) else unpack(ray.get(handle.reference, timeout=left()))
+            next(values) if isinstance(handle, RemoteValue) else ray.get(handle.reference, timeout=left()).unpack()
             for handle in handles
         ]
     except ray.exceptions.GetTimeoutError:
@@ -175,10 +175,10 @@ def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | Non
     for handle, answer in zip(handles, answers, strict=True):
         if answer is None:
             raise _lost(handle, "its connection was closed")
-        (error, content), frames = answer
+        (error, data), frames = answer
         if error is not None:
             raise ArgumentFailed(error)
-        messages.append((content, frames))
+        messages.append((data, frames))
     try:
         return decode(messages, timeout=left())
     except ray.exceptions.ObjectLostError as error:  # the process died between its answer and our reading
