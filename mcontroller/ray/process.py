@@ -30,7 +30,7 @@ from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
+from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
 
@@ -171,14 +171,14 @@ class WorkerProcess:
             call = self._endpoint.receive()
             header = call.header
             keep = header.keep and self._identity.rank in header.returning
-            error, rows, encoded = None, None, _NOTHING
+            error, outlined, encoded = None, _NOTHING, _NOTHING
             if self._endpoint.cancellation.start(call.caller, header.number):
                 self._running = header.method
                 self._record_calls()
                 try:
                     value = _run(self if header.role is None else self._roles[header.role], call)
                     if self._identity.rank in header.returning:
-                        rows = row_count(value) if keep else None
+                        outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
                         encoded = encode(value, self._inline_bytes)
                     del value
                 except BaseException as raised:
@@ -188,14 +188,14 @@ class WorkerProcess:
             elif keep:  # an error for who reads the value; the answer has none, because no rank has failed
                 cancelled = f"{header.role}.{header.method} was cancelled"
                 failed = GroupError(cancelled, role=header.role, method=header.method)
-                self._kept.put((call.caller, header.number), (failed, None, _NOTHING))
+                self._kept.put((call.caller, header.number), (failed, _NOTHING, _NOTHING))
                 keep = False
             if keep or encoded.stored is not None:
-                self._kept.put((call.caller, header.number), (error, rows, encoded))
+                self._kept.put((call.caller, header.number), (error, outlined, encoded))
             self._finished[call.caller] = header.number
             sent = _NOTHING if keep else encoded
             self._endpoint.answer(call, sent.data, sent.frames, error=error, stored=sent.stored is not None)
-            del call, header, error, encoded, sent  # the next call may come much later
+            del call, header, error, outlined, encoded, sent  # the next call may come much later
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.
@@ -246,18 +246,17 @@ class WorkerProcess:
 
     # ---- queries, answered on another thread -------------------------------------------------------------------------
 
-    def _read_value(self, reply: Reply, caller: bytes, number: int, rows: bool) -> None:
-        """Reply with (error, data) of a kept value, and its frames; or with (error, data) of its row count."""
+    def _read_value(self, reply: Reply, caller: bytes, number: int, outlined: bool) -> None:
+        """Reply with (error, data) of a kept value, or of its outline, and the frames."""
 
-        def read(kept: tuple[GroupError | None, int | None, Encoded] | None) -> None:
+        def read(kept: tuple[GroupError | None, Encoded, Encoded] | None) -> None:
             if kept is None:
                 reply((GroupError(f"the result of call {number} was released before it was read"), None))
             elif kept[0] is not None:
                 reply((kept[0], None))
-            elif rows:
-                reply((None, encode(kept[1], self._inline_bytes).data))
             else:
-                reply((None, kept[2].data), kept[2].frames)
+                encoded = kept[1] if outlined else kept[2]
+                reply((None, encoded.data), encoded.frames)
 
         self._kept.read((caller, number), number <= self._finished.get(caller, -1), read)
 

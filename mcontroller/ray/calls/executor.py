@@ -20,10 +20,8 @@ from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import (
     ArgumentFailed,
     KeptValues,
-    RayObject,
     RemoteValue,
     Source,
-    Stored,
     StoredValue,
     ValuesLate,
     fetch,
@@ -63,10 +61,10 @@ class RayExecutor:
         self.processes.coordinates[self.role] = coordinates
 
     def share(self, value: Any, readers: int) -> Any:
-        """Return a ``Stored`` if several ranks read a large value, else the value."""
+        """Return a ``StoredValue`` if several ranks read a large value, else the value."""
         if readers <= 1 or not is_larger(value, self.processes.handles.options.inline_bytes):
             return value
-        return Stored(StoredValue(store(value)))
+        return StoredValue(store(value))
 
     def submit(
         self,
@@ -75,7 +73,7 @@ class RayExecutor:
         returning: Sequence[int],
         *,
         timeout: float | None = None,
-        measure: bool = False,
+        keep: bool = False,
     ) -> RayCall:
         """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
         processes = self.processes
@@ -89,7 +87,7 @@ class RayExecutor:
                 returning,
                 timeout=timeout,
                 number=processes.next_call(),
-                keep=measure,
+                keep=keep,
             )
             objects = {id(each): _with_objects(each) for each in arguments.values()}
             for each in objects.values():
@@ -146,17 +144,22 @@ class RayCall(GroupCall):
     @property
     def parts(self) -> list[Any]:
         """Handles of the returned values, in the order of the results."""
-        return [self._handle(rank, rows=False) for rank in self.returning]
+        return [self._handle(rank, outline=False) for rank in self.returning]
 
     @property
-    def lengths(self) -> list[Any]:
-        """Handles of the row counts of the returned values; empty unless the values are kept."""
-        return [self._handle(rank, rows=True) for rank in self.returning] if self.keep else []
+    def outlines(self) -> list[Any]:
+        """Handles of the outlines of the returned values; empty unless they are kept on the ranks."""
+        return [self._handle(rank, outline=True) for rank in self.returning] if self.keep else []
 
-    def _handle(self, rank: int, *, rows: bool) -> RemoteValue:
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are in this process."""
+        return self._values is not None
+
+    def _handle(self, rank: int, *, outline: bool) -> RemoteValue:
         handles = self._processes.handles
         source = Source(handles.infos[rank].address, handles.actor_ids[rank])
-        return RemoteValue(source, self._processes.caller, self.number, rows, self._kept)
+        return RemoteValue(source, self._processes.caller, self.number, outline, self._kept)
 
     def _keep_values(self) -> KeptValues:
         handles, caller = self._processes.handles, self._processes.caller
@@ -185,7 +188,8 @@ class RayCall(GroupCall):
         try:
             return decode([self._answers[rank] for rank in self.returning], joined, timeout)
         except GetTimeoutError:
-            raise ValuesLate([(self._handle(rank, rows=False).source, self.number) for rank in self._stored]) from None
+            sources = [self._handle(rank, outline=False).source for rank in self._stored]
+            raise ValuesLate([(source, self.number) for source in sources]) from None
 
     def read_before_end(self, timeout: float) -> bool:
         """Read values that the processes keep, because they are about to be ended; return whether all are here."""
@@ -228,9 +232,12 @@ def _with_objects(arguments: Arguments) -> Arguments:
     """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
     if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
         return arguments
-    args = tuple(RayObject(value) if isinstance(value, ray.ObjectRef) else value for value in arguments.args)
-    named = arguments.kwargs.items()
-    return Arguments(args, {name: RayObject(v) if isinstance(v, ray.ObjectRef) else v for name, v in named})
+    args = tuple(map(_with_object, arguments.args))
+    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
+
+
+def _with_object(value: Any) -> Any:
+    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value
 
 
 def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:
