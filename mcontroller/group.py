@@ -83,7 +83,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         call = PreparedCall(group, self.name, self.plan(), changes_rows=rule.changes_rows)
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
         keep = call.concatenates and not rule.blocking
-        timeout = group.deadline(rule.timeout)
+        timeout = group.timeout if rule.timeout is None else rule.timeout
         returning = call.plan.collected
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
         future: Any = call.future(in_flight)
@@ -337,10 +337,6 @@ class WorkerGroup(Generic[W_co]):
                 role=self.name,
             )
         return self.topology
-
-    def deadline(self, timeout: float | None) -> float | None:
-        """Return the deadline of a call in seconds: its own if it has one, else the group's."""
-        return self.timeout if timeout is None else timeout
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call a method, registered or not, on every rank, and return the future of the list of values by rank.

@@ -38,7 +38,7 @@ PAYLOAD = (
 class Count(NamedTuple):
     """What one call passed: frames as ``module.function``, outermost first; types in the order of their creation.
 
-    The functions are pairs of a module and a name; those of the payload are counted too.
+    The functions are pairs of a module and a name.
     """
 
     controller: list[str]
@@ -76,9 +76,10 @@ class Recorder:
             self.frames = _project_frames(frame)
             if not self._whole_call:
                 self.stop()
-        module = frame.f_globals.get("__name__", "")
-        if _is_ours(module):
-            self.functions.add((module, frame.f_code.co_qualname))
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        generated = code.co_name.startswith("<") or code.co_filename.startswith("<")  # expressions, dataclasses
+        if _is_ours(module) and not generated and not f"{module}.".startswith(PAYLOAD):
+            self.functions.add((module, code.co_qualname))
         created = _created_type(frame)
         if created is not None and created not in self.types:
             self.types.append(created)

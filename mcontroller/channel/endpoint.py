@@ -114,7 +114,9 @@ class Endpoint:
             self._look_for_unreachable()
         if self._unreachable:
             self._drop_unreachable()
-        self._drop_answers(caller, header.settled)
+        answers = self._answers.get(caller)
+        while answers and next(iter(answers)) < header.settled:
+            answers.popitem(last=False)
         if not self._queue.add(caller, header.number, header.after, ReceivedCall(caller, header, data, frames)):
             self._answer_again(caller, header.number)
 
@@ -165,8 +167,3 @@ class Endpoint:
                 if answers and not self._send(caller, next(iter(answers.values()))):
                     del self._answers[caller]
                     self._forget(caller)
-
-    def _drop_answers(self, caller: bytes, settled: int) -> None:
-        answers = self._answers.get(caller)
-        while answers and next(iter(answers)) < settled:
-            answers.popitem(last=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mcontroller.channel.address import Address
-from mcontroller.channel.links import Links
+from mcontroller.channel.links import Links, send_frames
 
 __all__ = ["Hub"]
 
@@ -43,6 +43,8 @@ class Hub:
         self._changed = changed
         self._links = Links(name)
         self._addresses: list[Address] = []
+        self._ids: list[bytes] = []
+        self._ranks: dict[bytes, int] = {}
         self._turn = threading.Lock()
         self._in_use = False  # True without a holder of the lock: its last holder was interrupted
         self._sleeping: set[threading.Lock] = set()
@@ -60,11 +62,13 @@ class Hub:
         """Connect to the endpoint of every rank, in the order of ranks. Called once."""
         with self._turn:
             self._addresses = list(addresses)
+            self._ids = [b"rank%d" % rank for rank in range(len(self._addresses))]
+            self._ranks = {link: rank for rank, link in enumerate(self._ids)}
             self._connect()
 
     def _connect(self) -> None:
-        for rank, address in enumerate(self._addresses):
-            self._links.connect(_link(rank), address.calls, address)
+        for link, address in zip(self._ids, self._addresses, strict=True):
+            self._links.connect(link, address.calls, address)
 
     def _poll_for(self, links: Links) -> select.poll:
         poll = select.poll()
@@ -91,7 +95,7 @@ class Hub:
                 return
             self._enter()
             for rank, frames in messages:
-                self._links.send(_link(rank), frames)
+                send_frames(self._links.socket, [self._ids[rank], *frames])
             if self._poller is not None:  # sending may have reset the descriptor that another thread polls
                 self._receive_messages()
             self._in_use = False
@@ -161,7 +165,7 @@ class Hub:
         self._receive_messages()
         changed = False
         for link, established in self._links.events():
-            self._changed(_rank(link), established)
+            self._changed(self._ranks[link], established)
             changed = True
         if changed:
             self._wake_others()
@@ -177,7 +181,7 @@ class Hub:
         """
         received = False
         for link, frames in self._links.receive():
-            self._deliver(_rank(link), frames)
+            self._deliver(self._ranks[link], frames)
             received = True
         if received:
             self._wake_others()
@@ -191,11 +195,3 @@ class Hub:
     def _wake_sleeping(self) -> None:
         while self._sleeping:
             self._sleeping.pop().release()
-
-
-def _link(rank: int) -> bytes:
-    return b"rank" + rank.to_bytes(4, "big")
-
-
-def _rank(link: bytes) -> int:
-    return int.from_bytes(link[4:], "big")

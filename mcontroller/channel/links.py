@@ -52,7 +52,7 @@ _send: Any = zmq.backend.Socket.send
 
 
 class Links:
-    """A ROUTER socket that connects to endpoints. Each has an id, which the socket's messages begin with.
+    """A ROUTER socket that connects to endpoints. Each has an id, which the messages of ``socket`` begin with.
 
     Not safe for use by several threads at once.
 
@@ -92,10 +92,6 @@ class Links:
         """Close the connection to an endpoint, and drop what was not sent."""
         if self._ids.pop(url, None) is not None:
             self.socket.disconnect(url)
-
-    def send(self, link: bytes, frames: Sequence[Any]) -> None:
-        """Send a message."""
-        send_frames(self.socket, [link, *frames])
 
     def receive(self) -> Iterator[tuple[bytes, list[Buffer]]]:
         """Yield the messages that have arrived: the link and the frames of each. Does not wait."""

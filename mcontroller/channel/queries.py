@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mcontroller.channel.address import Address
-from mcontroller.channel.links import Links
+from mcontroller.channel.links import Links, send_frames
 from mcontroller.channel.messages import pack_query, unpack_reply
 from mcontroller.errors import DataError
 
@@ -128,7 +128,7 @@ class _Client:
                 if address is not None:
                     link = self._link(address)
                     number = next(self._requests) if wanted else 0
-                    self._links.send(link, [pack_query(number, name, arguments)])
+                    send_frames(self._links.socket, [link, pack_query(number, name, arguments)])
                     waiting[number] = position, link
         self.send_postponed()
         return waiting

@@ -304,10 +304,10 @@ def dispatch(
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
     by_shard = [
-        {key: shards[key][shard] if key in shards else plain[key] for key in values}
+        _arguments({key: shards[key][shard] if key in shards else plain[key] for key in values})
         for shard in range(plan.shard_count)
     ]
-    return replace(call, shards=[_arguments(of_shard) for of_shard in by_shard], origin=origin)
+    return replace(call, shards=by_shard, origin=origin)
 
 
 def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ray
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.endpoint import Endpoint, ReceivedCall
+from mcontroller.channel.endpoint import Endpoint
 from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.ports import reserve_port
@@ -172,11 +172,17 @@ class WorkerProcess:
             header = call.header
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
+            inputs: Any = None
             if self._endpoint.cancellation.start(call.caller, header.number):
                 self._running = header.method
                 self._record_calls()
                 try:
-                    value = _run(self if header.role is None else self._roles[header.role], call)
+                    inputs = resolve(decode([(call.data, call.frames)])[0], fetch)
+                    call.frames.clear()
+                    worker = self if header.role is None else self._roles[header.role]
+                    with call_context(worker, header.method):
+                        value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
+                    inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:
                         outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
                         encoded = encode(value, self._inline_bytes)
@@ -195,7 +201,7 @@ class WorkerProcess:
             self._finished[call.caller] = header.number
             sent = _NOTHING if keep else encoded
             self._endpoint.answer(call, sent.data, sent.frames, error=error, stored=sent.stored is not None)
-            del call, header, error, outlined, encoded, sent  # the next call may come much later
+            del call, header, inputs, error, outlined, encoded, sent  # the next call may come much later
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.
@@ -296,16 +302,6 @@ class WorkerProcess:
             followers=0,
             failed_at=time.time(),
         )
-
-
-def _run(worker: Any, call: ReceivedCall) -> Any:
-    """Return what the method returns; nothing else keeps the arguments meanwhile."""
-    [arguments] = decode([(call.data, call.frames)])
-    args, kwargs = resolve(arguments, fetch)
-    del arguments
-    call.frames.clear()
-    with call_context(worker, call.header.method):
-        return complete(getattr(worker, call.header.method)(*args, **kwargs))
 
 
 _NOTHING = encode(None, 0)

@@ -86,7 +86,7 @@ class RayExecutor:
                 tuple(arguments),
                 returning,
                 timeout=timeout,
-                number=processes.next_call(),
+                number=next(processes.numbers),
                 keep=keep,
             )
             objects = {id(each): _with_objects(each) for each in arguments.values()}
@@ -94,7 +94,8 @@ class RayExecutor:
                 values = (*each.args, *each.kwargs.values())
                 call.held += [value.handles() for value in values if isinstance(value, Deferred)]
             try:
-                processes.send(call, self.role, method, [objects[id(each)] for each in arguments.values()])
+                sent = [objects[id(each)] for each in arguments.values()]
+                processes.hub.send(processes.messages(call, self.role, method, sent))
             except BaseException as error:
                 processes.break_while_sending(call, error)
                 raise

@@ -75,6 +75,7 @@ class GroupProcesses:
         caller: identifies this controller in the calls that it sends.
         cause: the first cause, if it is broken.
         keeping: calls whose values its processes keep, as long as the calls exist.
+        numbers: the numbers of the calls to come.
         sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
     """
 
@@ -95,7 +96,7 @@ class GroupProcesses:
         self.cause: GroupError | None = None
         self._state = state
         self._lock = threading.RLock()
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         self._order = CallOrder()
         itself = weakref.ref(self)  # the hub must not keep an unused group from being garbage-collected
         self.hub = Hub(
@@ -133,12 +134,12 @@ class GroupProcesses:
             raise ValueError(f"group {self.name} is {self.state.value}, and cannot become {state.value}")
         self._state = state
 
-    def next_call(self) -> int:
-        """Return the number of a new call."""
-        return next(self._numbers)
+    def messages(
+        self, call: GroupCall, role: str | None, method: str, arguments: Sequence[Arguments]
+    ) -> Iterator[tuple[int, list[bytes]]]:
+        """Return the messages of a call that is in flight from now on, for ``hub.send``; ``sending`` is held.
 
-    def send(self, call: GroupCall, role: str | None, method: str, arguments: Sequence[Arguments]) -> None:
-        """Send a call to its ranks, each with its arguments; ranks with equal arguments have the same object.
+        Ranks with equal arguments have the same object.
 
         Args:
             call: the call.
@@ -163,7 +164,7 @@ class GroupProcesses:
         if call.keep:
             self.keeping.add(call)
 
-        def messages() -> Iterator[tuple[int, list[bytes]]]:
+        def packed_one_by_one() -> Iterator[tuple[int, list[bytes]]]:
             packed: dict[tuple[int, Place | None], list[bytes]] = {}
             for rank, each, after in zip(call.ranks, arguments, places, strict=True):
                 key = id(each), after
@@ -173,7 +174,7 @@ class GroupProcesses:
                 call.sent[rank] = packed[key]  # to be sent again if the connection is lost
                 yield rank, packed[key]
 
-        self.hub.send(messages())
+        return packed_one_by_one()
 
     def _places(self, call: GroupCall) -> list[Place | None]:
         """Return the call that each rank of a call runs before it; ask rank 0 again if the connection is lost.
@@ -222,9 +223,9 @@ class GroupProcesses:
     ) -> GroupCall:
         """Call a method of the ``WorkerProcess`` of every rank, with its own arguments; ``shown`` is its name."""
         with self.sending:
-            call = GroupCall(role, shown, tuple(range(self.world_size)), timeout=timeout, number=self.next_call())
+            call = GroupCall(role, shown, tuple(range(self.world_size)), timeout=timeout, number=next(self.numbers))
             call.held = list(arguments)
-            self.send(call, None, method, arguments)
+            self.hub.send(self.messages(call, None, method, arguments))
         return call
 
     def break_while_sending(self, call: GroupCall, cause: BaseException) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcontroller.channel.links import Links
+from mcontroller.channel.links import Links, send_frames
 from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
 from mcontroller.errors import ConnectionLost, DataError, GroupBroken, WorkerError
 from mcontroller.ray import RayWorkerGroup
@@ -108,8 +108,8 @@ def test_a_message_that_is_no_call_is_dropped_and_the_group_goes_on(steady: RayW
     [address, *_] = [info.address for info in steady.executor.processes.handles.infos]
     links = Links(b"sends anything")
     links.connect(b"rank", address.calls, address)
-    links.send(b"rank", [b"short"])
-    links.send(b"rank", [pack_call(CallHeader(0, 0, None, steady.name, "pid"), b"not a pickle")])
+    send_frames(links.socket, [b"rank", b"short"])
+    send_frames(links.socket, [b"rank", pack_call(CallHeader(0, 0, None, steady.name, "pid"), b"not a pickle")])
     answers = []
     while not answers:
         answers += [frames for _, frames in links.receive()]
