@@ -33,11 +33,10 @@ import ray
 import torch
 
 from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
-from mcontroller.dispatch.future import Future
-from mcontroller.dispatch.referenced import ReferencedBatch
-from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, TrainerConfig
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
+from mcontroller.ray import ResourcePoolManager
 from mcontroller.ray.values import wire
+from mcontroller.transport import Future
 
 SIZES = {"rows": 1024, "prompt": 1024, "response": 7168}
 SAMPLE_SECONDS = 0.005
@@ -199,14 +198,14 @@ def trainer_of(sizes: dict[str, int]) -> RayPPOTrainer:
     )
 
 
-def through_the_controller(result: Future[Any] | DataProto, read: Any = None) -> ReferencedBatch:
-    return ReferencedBatch(result.get() if isinstance(result, Future) else result)
+def through_the_controller(future: Future[DataProto], kept: Any) -> DataProto:
+    return future.get()
 
 
 def measure(way: str, sizes: dict[str, int]) -> dict[str, float]:
     torch.set_num_threads(1)
     if way == "through the controller":
-        ReferencedBatch.of = staticmethod(through_the_controller)  # type: ignore[method-assign]
+        DataProto.later = staticmethod(through_the_controller)  # type: ignore[assignment]
     ray.init(num_cpus=8, include_dashboard=False, logging_level="error")
     with trainer_of(sizes) as trainer:
         trainer.init_workers()

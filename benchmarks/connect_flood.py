@@ -2,8 +2,8 @@
 
     python benchmarks/connect_flood.py [--strangers 3]
 
-Any user of a machine can connect to the listener of local connections. One process has the endpoint, one is the
-controller, and each stranger is one more; a stranger that finds nobody under its name costs as much of the machine.
+Anyone can connect to the port of an endpoint. One process has the endpoint, one is the controller, and each stranger is
+one more; a stranger whose connection is refused costs as much of the machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import multiprocessing
 import socket
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -21,25 +22,24 @@ from multiprocessing.connection import Connection
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.endpoint import Endpoint
 from mcontroller.channel.hub import Hub
-from mcontroller.channel.local_connection import OutgoingMessage
-from mcontroller.channel.messages import pack_call
+from mcontroller.channel.messages import CallHeader, pack_call
 from mcontroller.channel.queries import ask
 
 CALLS, LIMIT, SECONDS = 300, 5.0, 30.0
 
 
 def serve(keys: ChannelKeys, report: Connection) -> None:
-    endpoint = Endpoint("127.0.0.1", keys, {"echo": lambda reply, value: reply(value)})
+    folder = tempfile.mkdtemp(prefix="channel-")
+    endpoint = Endpoint("127.0.0.1", keys, {"echo": lambda reply, value: reply(value)}, folder=folder)
     report.send(endpoint.address)
     while True:
         endpoint.answer(endpoint.receive(), b"")
 
 
-def connect_without_end(name: str) -> None:
+def connect_without_end(port: int) -> None:
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, contextlib.suppress(OSError):
-            stranger.setblocking(False)
-            stranger.connect(f"\0{name}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            pass
 
 
 class Controller:
@@ -53,7 +53,7 @@ class Controller:
 
     def call(self) -> float:
         began = time.perf_counter()
-        self.hub.send([(0, OutgoingMessage([pack_call((self.sent, self.sent, None), b"")]))])
+        self.hub.send([(0, [pack_call(CallHeader(self.sent, self.sent, None, None, "empty"), b"")])])
         self.sent += 1
         if not self.hub.wait(lambda: self.answers == self.sent, SECONDS):
             sys.exit(f"a call had no answer in {SECONDS:g} s")
@@ -79,11 +79,10 @@ def main() -> None:
     receiver, sender = fork.Pipe(duplex=False)
     fork.Process(target=serve, args=(ChannelKeys.generate(), sender), daemon=True).start()
     controller = Controller(receiver.recv())
-    controller.hub.wait(lambda: controller.hub.local_ranks == 1, SECONDS)
     print(f"alone: a call takes {controller.call() * 1e3:.2f} ms")
     means = []
-    for name, what in (("nobody", "busy strangers"), (controller.address.local, "strangers who connect")):
-        processes = [fork.Process(target=connect_without_end, args=(name,), daemon=True) for _ in range(strangers)]
+    for port, what in ((1, "busy strangers"), (controller.address.call_port, "strangers who connect")):
+        processes = [fork.Process(target=connect_without_end, args=(port,), daemon=True) for _ in range(strangers)]
         for process in processes:
             process.start()
         threading.Event().wait(0.5)

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mcontroller import DataProto
-from mcontroller.ppo import AlgorithmConfig, Callback, DataConfig, PPOConfig, RayPPOTrainer, TrainerConfig
-from mcontroller.ppo.rewards import Reward, outcome_scores
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ppo import AlgorithmConfig, Callback, DataConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
+from mcontroller.ppo.rewards.reward import Reward, outcome_scores
+from mcontroller.ray import ResourcePoolManager
 from mcontroller.testing import simulated_worker_group
 from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config

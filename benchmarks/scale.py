@@ -40,8 +40,7 @@ from mcontroller import (
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import Links, configure
-from mcontroller.channel.local_connection import OutgoingMessage
-from mcontroller.channel.messages import pack_answer, pack_call, unpack_answer, unpack_call
+from mcontroller.channel.messages import CallHeader, pack_answer, pack_call, unpack_answer, unpack_call
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
@@ -55,9 +54,9 @@ PAGE = """# Cost of a call by the number of ranks
 Written by `python benchmarks/scale.py --docs docs/scale.md` on {cpus} cores ({model}), {gigabytes:.0f} GB of
 memory, with Python {python}; the load of the machine was {load:.1f} at the start. Controller and ranks share the cores.
 
-- **actors** are the worker processes of a group on the controller's machine, which it reaches over local connections,
-  next to bare Ray actors that do the same, in alternation. `start` ends when the group has answered its first call;
-  both import torch and tensordict.
+- **actors** are the worker processes of a group on the controller's machine, which it reaches over sockets in a
+  folder, next to bare Ray actors that do the same, in alternation. `start` ends when the group has answered its first
+  call; both import torch and tensordict.
 - **light** endpoints are sockets of a few processes that answer each call at once. The controller reaches them over
   ZeroMQ with CURVE, as it does worker processes on other machines, and does the same work, so one machine shows the
   cost of thousands of ranks. Their time includes that of the sockets of all ranks on these cores. `start` is the time
@@ -70,7 +69,7 @@ memory, with Python {python}; the load of the machine was {load:.1f} at the star
 
 The CPU time of the controller limits the number of ranks first: it grows with the ranks, and is spent on one message
 for each rank, encrypted and decrypted, and on one answer. A rank on the same machine costs less, because nothing is
-encrypted and no thread of ZeroMQ takes part, but a machine holds few ranks. From some thousand ranks on, the cost for a
+encrypted, but a machine holds few ranks. From some thousand ranks on, the cost for a
 rank grows too: every message touches the state of its connection (kB for each rank, as in the table), and together they
 no longer fit into the processor's caches. Few ranks cost more each, because planning is spent once a call, and because
 the answers wake the controller one by one; the worker processes of actors compete for the same cores and caches as
@@ -200,7 +199,7 @@ def serve_light(pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     context: zmq.Context[Any] = zmq.Context()
     context.max_sockets = 60_000
-    answer = pickle.dumps((None, (0, None)))
+    answer = pickle.dumps(None)
     sockets: list[zmq.Socket[Any]] = []
     while True:
         keys, count, answers = pipe.recv()
@@ -223,7 +222,7 @@ def answer_calls(sock: zmq.Socket[Any], answer: bytes, answers: int) -> None:
     """Answer every call that has arrived."""
     while int(sock.get(zmq.EVENTS)) & int(zmq.POLLIN):
         caller, first, *_ = sock.recv_multipart()
-        packed = pack_answer(unpack_call(first)[0][0], answer)
+        packed = pack_answer(unpack_call(first)[0].number, None, False, answer)
         sock.send_multipart([caller, packed if answers == 1 else pickle.dumps([packed] * answers)])
 
 
@@ -271,7 +270,7 @@ def report_light(ranks: int, processes: list[LightProcess]) -> None:
 def report_parts(ranks: int, processes: list[LightProcess]) -> None:
     """Report what a call on light endpoints consists of: sockets, hub, and planning, pickling and bookkeeping."""
     addresses = start_light(processes, ranks)
-    first = pack_call((0, 0, None), b"x" * 100)
+    first = pack_call(CallHeader(0, 0, None, None, "empty"), b"x" * 100)
     links, ids = Links(b"sockets"), [b"rank" + rank.to_bytes(4, "big") for rank in range(ranks)]
     for link, address in zip(ids, addresses, strict=True):
         links.connect(link, address.calls, address)
@@ -292,7 +291,7 @@ def report_parts(ranks: int, processes: list[LightProcess]) -> None:
 
     def over_hub() -> None:
         missing[0] = ranks
-        hub.send((rank, OutgoingMessage([first])) for rank in range(ranks))
+        hub.send((rank, [first]) for rank in range(ranks))
         hub.wait(lambda: missing[0] == 0, None)
 
     group = light_group(addresses)
@@ -313,7 +312,7 @@ def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> N
 
     def deliver(rank: int, frames: list[Any]) -> None:
         for answer in pickle.loads(frames[0]):  # what remains to be done for every rank
-            pickle.loads(unpack_answer(answer)[1])
+            pickle.loads(unpack_answer(answer)[-1])
             missing[0] -= 1
 
     hub = Hub(b"controller", deliver, lambda rank, established: None)
@@ -321,8 +320,8 @@ def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> N
 
     def call() -> None:
         missing[0] = ranks
-        first = pack_call((0, 0, None), b"x" * 100)
-        hub.send((relay, OutgoingMessage([first])) for relay in range(ranks // per_relay))
+        first = pack_call(CallHeader(0, 0, None, None, "empty"), b"x" * 100)
+        hub.send((relay, [first]) for relay in range(ranks // per_relay))
         hub.wait(lambda: missing[0] == 0, None)
 
     median, cpu = measure({"relay": call}, 50)["relay"]

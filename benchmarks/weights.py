@@ -250,7 +250,8 @@ def measure(pools: tuple[RayResourcePool, RayResourcePool], move: Any, hidden: i
                 for name, each in transfers.items():
                     reports[name].append(each.run())
     print(
-        f"\n{from_axes or 'one rank'} -> {to_axes or 'one rank'}, {nbytes / MIB:.0f} MiB in buckets of {BUCKET / MIB:.0f} MiB"
+        f"\n{from_axes or 'one rank'} -> {to_axes or 'one rank'}, {nbytes / MIB:.0f} MiB in buckets of "
+        f"{BUCKET / MIB:.0f} MiB"
     )
     print(
         f"two copies {least.copies:.4f} s, overlapped copies {least.overlapped:.4f} s, "

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from mcontroller.data.batch_ops import unpad_dataproto as unpad_dataproto
     from mcontroller.data.protocol import DataProto as DataProto
     from mcontroller.data.protocol import DataProtoConfig as DataProtoConfig
+    from mcontroller.data.protocol import DataProtoFuture as DataProtoFuture
     from mcontroller.data.protocol import DataProtoItem as DataProtoItem
-    from mcontroller.data.union import union_numpy_dict as union_numpy_dict
-    from mcontroller.data.union import union_tensor_dict as union_tensor_dict
+    from mcontroller.data.rows import union_numpy_dict as union_numpy_dict
+    from mcontroller.data.rows import union_tensor_dict as union_tensor_dict
     from mcontroller.dispatch.explain import Explanation as Explanation
-    from mcontroller.dispatch.future import DataProtoFuture as DataProtoFuture
-    from mcontroller.dispatch.future import Future as Future
     from mcontroller.dispatch.modes import Dispatch as Dispatch
     from mcontroller.dispatch.modes import DispatchSpec as DispatchSpec
     from mcontroller.dispatch.modes import Execute as Execute
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from mcontroller.errors import before_changes as before_changes
     from mcontroller.group import WorkerGroup as WorkerGroup
     from mcontroller.local.group import LocalWorkerGroup as LocalWorkerGroup
+    from mcontroller.ppo.roles import Role as Role
     from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs
     from mcontroller.ray.class_with_init import create_colocated_worker_cls as create_colocated_worker_cls
     from mcontroller.ray.class_with_init import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
     from mcontroller.ray.resource_pool import ResourcePool as ResourcePool
     from mcontroller.ray.resource_pool import ResourcePoolManager as ResourcePoolManager
-    from mcontroller.ray.resource_pool import Role as Role
     from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup
     from mcontroller.ray.worker_group import RayWorkerGroup as RayWorkerGroup
+    from mcontroller.transport import Future as Future
     from mcontroller.worker import ClassWithInitArgs as ClassWithInitArgs
     from mcontroller.worker import Worker as Worker
     from parallel_state.infos import DistGlobalInfo as DistGlobalInfo

@@ -10,15 +10,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
-from mcontroller.dispatch.arguments import dispatch
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.call import PreparedCall, dispatch
 from mcontroller.dispatch.explain import Explanation, explain
-from mcontroller.dispatch.future import Future
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan
-from mcontroller.dispatch.prepared_call import PreparedCall
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, TopologyError
 from mcontroller.partition import Padding
-from mcontroller.transport import Executor
+from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
@@ -30,7 +29,7 @@ __all__ = ["CallOptions", "GroupMethod", "WorkerGroup"]
 P = ParamSpec("P")
 T = TypeVar("T")
 Result_co = TypeVar("Result_co", covariant=True)
-Future_co = TypeVar("Future_co", bound=Future[Any], covariant=True)
+Future_co = TypeVar("Future_co", covariant=True)
 
 ANSWERED = frozenset({"get_megatron_rank_info", "get_megatron_global_info"})
 """Methods of workers that a group answers itself, from its topology."""
@@ -72,7 +71,8 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         """Run the method on the group: plan, dispatch, execute, collect.
 
         Returns:
-            The collected result; if the method is non-blocking, its future.
+            The collected result. If the method is non-blocking, a DataProto that is still being computed, or the
+            future of any other result.
 
         Raises:
             DispatchError: the arguments do not fit the mode or the method's signature. Nothing has been sent then.
@@ -82,12 +82,14 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         group, rule = self.group, self.registration
         call = PreparedCall(group, self.name, self.plan(), changes_rows=rule.changes_rows)
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
-        measure = call.concatenates and not rule.blocking
-        timeout = group.deadline(rule.timeout)
+        keep = call.concatenates and not rule.blocking
+        timeout = group.timeout if rule.timeout is None else rule.timeout
         returning = call.plan.collected
-        in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, measure=measure)
-        future = call.future(in_flight)
-        return future.get() if rule.blocking else future  # type: ignore[return-value]  # as Result_co was declared
+        in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
+        future: Any = call.future(in_flight)
+        if keep:
+            return DataProto.later(future, lambda: call.kept(in_flight))  # type: ignore[return-value]  # as declared
+        return future.get() if rule.blocking else future  # type: ignore[no-any-return]
 
     def plan(self) -> Plan:
         """Return the plan of a call: which rank gets which shard, and which ranks return.
@@ -335,10 +337,6 @@ class WorkerGroup(Generic[W_co]):
                 role=self.name,
             )
         return self.topology
-
-    def deadline(self, timeout: float | None) -> float | None:
-        """Return the deadline of a call in seconds: its own if it has one, else the group's."""
-        return self.timeout if timeout is None else timeout
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Call a method, registered or not, on every rank, and return the future of the list of values by rank.

@@ -22,7 +22,6 @@ from mypy.errorcodes import ATTR_DEFINED
 from mypy.maptype import map_instance_to_supertype
 from mypy.nodes import ARG_NAMED, ARG_NAMED_OPT, ARG_OPT, ARG_POS, ARG_STAR, ARG_STAR2, Decorator, TypeInfo, Var
 from mypy.plugin import AttributeContext, FunctionContext, FunctionSigContext, MethodContext, MethodSigContext, Plugin
-from mypy.typeops import make_simplified_union
 from mypy.types import (
     AnyType,
     CallableType,
@@ -32,7 +31,6 @@ from mypy.types import (
     Parameters,
     Type,
     TypeOfAny,
-    UnionType,
     get_proper_type,
 )
 
@@ -49,9 +47,8 @@ MOCK_GROUP = "mcontroller.testing.mocked_groups.mock_worker_group"
 MOCK_FIXTURE = "mcontroller.testing.pytest_plugin.MockGroup.__call__"
 CLASS_WITH_INIT_ARGS = "mcontroller.worker.ClassWithInitArgs"
 SEVERAL_ROLES = "mcontroller.ray.class_with_init.Roles"
-FUTURE = f"{DISPATCH}.future.Future"
+FUTURE = "mcontroller.transport.Future"
 PROTO = "mcontroller.data.protocol.DataProto"
-PROTO_FUTURE = f"{DISPATCH}.future.DataProtoFuture"
 KEY = "mcontroller"
 """The key of this plugin in the metadata of a class."""
 
@@ -228,7 +225,7 @@ def _typed(checker: TypeChecker, method: Type, rules: Rules) -> Type | None:
     value = _awaited(method.ret_type)
     result: Type
     if rules.result == "concat":
-        result, future = _instance(checker, PROTO), _instance(checker, PROTO_FUTURE)
+        result = future = _instance(checker, PROTO)
     else:
         result = _instance(checker, "builtins.list", value) if rules.result == "list" else value
         future = _instance(checker, FUTURE, result)
@@ -238,20 +235,7 @@ def _typed(checker: TypeChecker, method: Type, rules: Rules) -> Type | None:
 
 def _accepted(checker: TypeChecker, annotated: Type, rule: str) -> Type:
     """Return the type that a group accepts for an argument of a worker's method with the type ``annotated``."""
-    accepted = _or_future(checker, annotated)
-    if rule == "entries":
-        return _instance(checker, "typing.Sequence", accepted)
-    return accepted
-
-
-def _or_future(checker: TypeChecker, annotated: Type) -> Type:
-    """Return a type that accepts a DataProto and its future if ``annotated`` accepts one of them."""
-    proper = get_proper_type(annotated)
-    members = proper.items if isinstance(proper, UnionType) else [proper]
-    batches = {PROTO, PROTO_FUTURE}
-    if not any(isinstance(each, Instance) and each.type.fullname in batches for each in map(get_proper_type, members)):
-        return annotated
-    return make_simplified_union([*members, _instance(checker, PROTO), _instance(checker, PROTO_FUTURE)])
+    return _instance(checker, "typing.Sequence", annotated) if rule == "entries" else annotated
 
 
 def _awaited(returned: Type) -> Type:

@@ -9,8 +9,8 @@ and returns an ``InFlightCall``. Modules above do not depend on how values trave
   it (``resolve``). The value never passes through the controller.
 * A rank that does not return its value drops it before anything is serialized.
 
-On the rank, a transport calls ``resolve``, the worker's own method, ``complete`` and, for calls with ``measure``,
-``row_count``.
+On the rank, a transport calls ``resolve``, the worker's own method, ``complete`` and, for calls with ``keep``,
+``outline``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, NoReturn, Protocol
 
-from mcontroller.errors import CallRejected, WorkerError
+from typing_extensions import TypeVar
+
+from mcontroller.errors import CallRejected, DispatchError, WorkerError
 from parallel_state.axes import DENSE_AXES
 
 __all__ = [
@@ -33,17 +35,20 @@ __all__ = [
     "Deferred",
     "Executor",
     "Fetch",
+    "Future",
     "Handle",
     "InFlightCall",
     "call_context",
     "complete",
     "countdown",
     "finish",
+    "outline",
     "rejection",
     "reported_coordinates",
     "resolve",
-    "row_count",
 ]
+
+T_co = TypeVar("T_co", covariant=True, default=Any)
 
 Handle = Any
 """A transport's handle of a value that it keeps: in a worker process, in Ray's object store, or in this process."""
@@ -90,7 +95,7 @@ class Deferred(ABC):
 class InFlightCall(Protocol):
     """A call that was sent to its ranks.
 
-    ``parts``, ``lengths`` and the values of ``result`` have one entry for each returning rank, in the order of
+    ``parts``, ``outlines`` and the values of ``result`` have one entry for each returning rank, in the order of
     ``returning`` in ``Executor.submit``.
     """
 
@@ -99,8 +104,12 @@ class InFlightCall(Protocol):
         """Handles of the values. Reading this does not wait and fetches nothing."""
 
     @property
-    def lengths(self) -> Sequence[Handle]:
-        """Handles of each value's row count (see ``row_count``); empty unless submitted with ``measure=True``."""
+    def outlines(self) -> Sequence[Handle]:
+        """Handles of each value's ``outline``; empty unless submitted with ``keep=True``."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are in this process, so that ``result`` fetches nothing."""
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         """Wait for *every* rank, returning or not, and return the values.
@@ -134,6 +143,82 @@ class InFlightCall(Protocol):
 
         If the call is not complete, ``result`` raises GroupError afterwards, whether it was cancelled or not.
         """
+
+
+class _FutureType(type):
+    """The metaclass of futures. Ray names the type of a value that it cannot wait for: the name contains the fix."""
+
+    def __repr__(cls) -> str:
+        return f"<class '{cls.__module__}.{cls.__qualname__}', whose result is returned by .get()>"
+
+
+class Future(Generic[T_co], metaclass=_FutureType):
+    """The result of a call with ``blocking=False``, before it has arrived. If it is a batch, see ``DataProto``.
+
+    It is no list of Ray's references: ``len``, indexing, ``ray.get`` and ``ray.wait`` raise an error that names
+    ``get``.
+
+    Args:
+        call: the call that computes the result.
+        collect: called with a timeout in seconds, or None; waits for the call and returns the result.
+    """
+
+    def __init__(self, call: InFlightCall, collect: Callable[[float | None], T_co]) -> None:
+        self.call = call
+        self._collect = collect
+
+    def get(self, timeout: float | None = None) -> T_co:
+        """Wait for the result and return it, or raise the error of the call, as a blocking call does.
+
+        Args:
+            timeout: seconds from now; a later result raises CallTimeout and breaks the group. None waits until the
+                call's own deadline.
+
+        Raises:
+            WorkerError: a rank's method raised.
+            WorkerDied: the process of a rank ended.
+            CallTimeout: the result did not arrive in time.
+            GroupBroken: an earlier call of the group failed.
+            GroupError: the call was cancelled, or its group shut down.
+        """
+        return self._collect(timeout)
+
+    def check(self, timeout: float | None = None) -> None:
+        """Wait and raise as ``get`` does, but fetch nothing: the values stay on the workers."""
+        self.call.check(timeout)
+
+    def done(self) -> bool:
+        """Whether every rank has answered or failed. Does not wait."""
+        return self.call.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every rank has answered or failed; return whether that happened within ``timeout`` seconds."""
+        return self.call.wait(timeout)
+
+    def cancel(self) -> None:
+        """Cancel the call on all ranks, or on none if one of them has started it.
+
+        Unless the result was read before, ``get`` then raises GroupError, whether the call was cancelled or not. Calls
+        of a LocalWorkerGroup have run already: cancelling them does nothing.
+        """
+        self.call.cancel()
+
+    def __reduce__(self) -> NoReturn:
+        raise DispatchError(
+            f"a {type(self).__name__} cannot be sent inside another value: pass it as an argument by itself, or pass "
+            "its result (get())"
+        )
+
+    def _not_arrived(self, *_: object) -> NoReturn:
+        raise DispatchError(f"a {type(self).__name__} has no entries: call .get() on it, which waits for the result")
+
+    __len__ = __getitem__ = __iter__ = _not_arrived
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'done' if self.done() else 'running'}, .get() returns the result)"
 
 
 class Executor(Protocol):
@@ -175,7 +260,7 @@ class Executor(Protocol):
         returning: Sequence[int],
         *,
         timeout: float | None = None,
-        measure: bool = False,
+        keep: bool = False,
     ) -> InFlightCall:
         """Start ``method`` on ranks, without waiting for it.
 
@@ -186,7 +271,7 @@ class Executor(Protocol):
             arguments: by rank that runs the method. Ranks with equal arguments have the same object.
             returning: the ranks whose values come back, in the order of the results.
             timeout: deadline of the call in seconds from now; None for no deadline.
-            measure: whether to provide ``InFlightCall.lengths``.
+            keep: whether the values stay where they are computed until they are fetched, and ``outlines`` exist.
 
         Raises:
             WorkerDied: a process ended before this call. What fails later is raised by ``InFlightCall.result``.
@@ -234,10 +319,12 @@ def complete(value: Any) -> Any:
     return _run(value) if inspect.isawaitable(value) else value
 
 
-def row_count(value: Any) -> int | None:
-    """Return the number of rows of a DataProto; None for any other value."""
+def outline(value: Any) -> tuple[list[str], Any] | None:
+    """Return the names of a DataProto's tensors, and the DataProto without them; None for any other value."""
     protocol = sys.modules.get("mcontroller.data.protocol")  # a process without it has made no DataProto
-    return len(value) if protocol is not None and isinstance(value, protocol.DataProto) else None
+    if protocol is None or not isinstance(value, protocol.DataProto):
+        return None
+    return value.tensor_names, value.select([])
 
 
 def finish(worker: Any) -> None:

@@ -3,21 +3,21 @@
     python -m tests.count_call
 
 A real Ray group of one rank runs ``compute_log_prob`` on a tiny Megatron model. The frames are those on the stack of
-the controller when it writes to a socket, and on that of the worker process when ``GPTModel.forward`` is called. The
-types are the classes of this project that are instantiated meanwhile: in the controller during the whole call, in the
-process until ``GPTModel.forward``. The call's payload is listed, but not counted: batches in all their forms, how their
-rows are split, and how values are serialized.
+the controller when it sends to ZeroMQ, and on that of the worker process when ``GPTModel.forward`` is called. The
+functions and types are those of this project that are called and instantiated meanwhile: in the controller during the
+whole call, in the process until ``GPTModel.forward``. The call's payload is listed, but not counted: batches in all
+their forms, how their rows are split, and how values are serialized.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from mcontroller import Dispatch, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, register
+from mcontroller.channel.links import send_frames
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, experience
 from workers import ActorConfig, ActorRolloutRefWorker
 from workers.config import load_config
@@ -36,26 +36,31 @@ PAYLOAD = (
 
 
 class Count(NamedTuple):
-    """What one call passed: frames as ``module.function``, outermost first; types in the order of their creation."""
+    """What one call passed: frames as ``module.function``, outermost first; types in the order of their creation.
+
+    The functions are pairs of a module and a name.
+    """
 
     controller: list[str]
     process: list[str]
     types: list[str]
     payload: list[str]
+    functions: set[tuple[str, str]]
 
 
 class Recorder:
-    """Records project frames and types through ``sys.setprofile``, the frames when ``stop_at`` is true.
+    """Records project frames, functions and types through ``sys.setprofile``, the frames when ``stop_at`` is called.
 
     Args:
-        stop_at: called with a frame, and with the function in C that it calls or None.
-        whole_call: whether types are recorded after that too.
+        stop_at: a function in Python.
+        whole_call: whether functions and types are recorded after that too.
     """
 
-    def __init__(self, stop_at: Callable[[FrameType, Any], bool], *, whole_call: bool) -> None:
+    def __init__(self, stop_at: Callable[..., Any], *, whole_call: bool) -> None:
         self.frames: list[str] = []
         self.types: list[str] = []
-        self._stop_at = stop_at
+        self.functions: set[tuple[str, str]] = set()
+        self._stop_at: CodeType = stop_at.__code__
         self._whole_call = whole_call
 
     def start(self) -> None:
@@ -65,14 +70,16 @@ class Recorder:
         sys.setprofile(None)
 
     def _record(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event not in ("call", "c_call"):
+        if event != "call":
             return
-        if not self.frames and self._stop_at(frame, argument):
+        if not self.frames and frame.f_code is self._stop_at:
             self.frames = _project_frames(frame)
             if not self._whole_call:
                 self.stop()
-        if event == "c_call":
-            return
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        generated = code.co_name.startswith("<") or code.co_filename.startswith("<")  # expressions, dataclasses
+        if _is_ours(module) and not generated and not f"{module}.".startswith(PAYLOAD):
+            self.functions.add((module, code.co_qualname))
         created = _created_type(frame)
         if created is not None and created not in self.types:
             self.types.append(created)
@@ -85,14 +92,13 @@ class Counted(ActorRolloutRefWorker):
     def start_count(self) -> None:
         from megatron.core.models.gpt import GPTModel
 
-        forward: CodeType = GPTModel.forward.__code__
-        self.recorder = Recorder(lambda frame, _: frame.f_code is forward, whole_call=False)
+        self.recorder = Recorder(GPTModel.forward, whole_call=False)
         self.recorder.start()
 
     @register(Dispatch.ONE_TO_ALL)
-    def get_count(self) -> tuple[list[str], list[str]]:
+    def get_count(self) -> tuple[list[str], list[str], set[tuple[str, str]]]:
         self.recorder.stop()
-        return self.recorder.frames, self.recorder.types
+        return self.recorder.frames, self.recorder.types, self.recorder.functions
 
 
 def count_call() -> Count:
@@ -115,20 +121,15 @@ def count_call() -> Count:
         batch = experience(4)
         group.compute_log_prob(batch)  # plans and what else is cached after a first call
         group.start_count()
-        controller = Recorder(lambda _, function: _writes(function), whole_call=True)
+        controller = Recorder(send_frames, whole_call=True)
         controller.start()
         group.compute_log_prob(batch)
         controller.stop()
-        [(frames, types)] = group.get_count()
+        [(frames, types, functions)] = group.get_count()
     created = list(dict.fromkeys([*controller.types, *types]))
     carriers = [name for name in created if not name.startswith(PAYLOAD)]
     payload = [name for name in created if name.startswith(PAYLOAD)]
-    return Count(controller.frames, frames, carriers, payload)
-
-
-def _writes(function: Any) -> bool:
-    """Whether this function in C is ``send`` of a socket."""
-    return isinstance(getattr(function, "__self__", None), socket.socket) and function.__name__ == "send"
+    return Count(controller.frames, frames, carriers, payload, controller.functions | functions)
 
 
 def _is_ours(module: str) -> bool:
@@ -171,6 +172,10 @@ def main() -> None:
     lines += ["worker process:", *(f"  {frame}" for frame in count.process)]
     lines += [f"{len(count.types)} types", *(f"  {name}" for name in count.types)]
     lines += ["payload, not counted:", *(f"  {name}" for name in count.payload)]
+    for packages in (PACKAGES, ("mcontroller",)):
+        found = [(module, name) for module, name in sorted(count.functions) if module.partition(".")[0] in packages]
+        lines.append(f"{len(found)} functions in {len({module for module, _ in found})} files of {', '.join(packages)}")
+    lines += [f"  {module}.{name}" for module, name in found]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

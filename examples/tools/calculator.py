@@ -19,7 +19,7 @@ from examples.tools.arithmetic import CalculationError, calculate
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import ENVIRONMENTS, TOKENIZERS, Conversation, Demonstration, TokenizerSource
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
-from mcontroller.ppo.scoring.functions import reasoning_gym
+from mcontroller.ppo.rewards.functions import reasoning_gym
 
 START, END, AFTER = "<", ">", ";"
 FAILED = "error"

@@ -10,7 +10,7 @@ from typing import Self
 
 import zmq
 
-__all__ = ["Address", "ChannelKeys", "KeyPair", "network_namespace"]
+__all__ = ["Address", "ChannelKeys", "KeyPair", "endpoint_url", "machine", "private_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,10 @@ class Address:
         query_port: port for queries.
         server_key: public key of the endpoint.
         client: the key pair that the endpoint accepts.
-        local: the name of its ``LocalListener``; empty without one.
-        namespace: the network namespace of the process.
+        folder: the folder of its sockets, which only its user can enter; empty without one. Processes of this user that
+            see the sockets connect to them, and need no key: who is in the folder is the user.
+        name: what the names of its sockets there begin with.
+        machine: its machine, as ``machine`` returns it.
     """
 
     host: str
@@ -63,37 +65,50 @@ class Address:
     query_port: int
     server_key: bytes
     client: KeyPair = field(repr=False)
-    local: str = ""
-    namespace: str = ""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this process can open a local connection to it: both are in the same network namespace."""
-        return bool(self.local) and self.namespace == network_namespace(os.getpid())
+    folder: str = ""
+    name: str = ""
+    machine: str = ""
 
     @property
     def calls(self) -> str:
-        """The ZeroMQ endpoint for calls."""
-        return endpoint_url(self.host, self.call_port)
+        """The ZeroMQ endpoint for calls, as this process reaches it."""
+        return self._url("calls", self.call_port)
 
     @property
     def queries(self) -> str:
-        """The ZeroMQ endpoint for queries."""
-        return endpoint_url(self.host, self.query_port)
+        """The ZeroMQ endpoint for queries, as this process reaches it."""
+        return self._url("queries", self.query_port)
+
+    def _url(self, kind: str, port: int) -> str:
+        folder = private_folder(self.folder) if self.folder and self.machine == machine() else None
+        path = f"{folder}/{self.name}.{kind}"
+        # containers on one machine have the same folder of a Ray session, each in a file system of its own
+        return f"ipc://{path}" if folder and os.path.exists(path) else endpoint_url(self.host, port)
 
 
 @cache
-def network_namespace(pid: int) -> str:
-    """Return what identifies the network namespace of this process, or "" if the system does not say.
+def private_folder(path: str) -> str | None:
+    """Return the path of a folder that only this user can enter; None if there is no such folder.
 
-    Abstract Unix sockets exist in one network namespace of one running kernel.
-
-    Args:
-        pid: the id of this process, so that a fork asks again.
+    Who may write into the folder above can replace it at any time. So the path that is returned is that of an open
+    descriptor: what is used is what was checked. It is also short, as the path of a socket has to be.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(f'/proc/{pid}/ns/net')}"
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    found = os.fstat(descriptor)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not os.path.exists("/proc/self/fd"):
+        os.close(descriptor)
+        return None
+    return f"/proc/self/fd/{descriptor}"
+
+
+@cache
+def machine() -> str:
+    """Return what identifies this machine since it was started, or "" if the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 

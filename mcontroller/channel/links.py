@@ -17,13 +17,10 @@ from mcontroller.channel.address import Address
 
 __all__ = [
     "RECONNECT_SECONDS",
-    "SNDMORE",
     "Links",
     "configure",
-    "has_messages",
     "monitor",
     "receive_frames",
-    "send",
     "send_frames",
 ]
 
@@ -44,18 +41,18 @@ CONNECT_MS = 5_000
 
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
-_EVENTS, _POLLIN, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)
+_EVENTS, _POLLIN, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)
 """Plain integers: pyzmq's enumerations cost time at each use."""
 
 _get: Any = zmq.backend.Socket.get
 """``zmq.Socket.get`` without the enumeration that it makes of the value."""
 
-send: Any = zmq.backend.Socket.send
+_send: Any = zmq.backend.Socket.send
 """``zmq.Socket.send`` without the options of draft sockets: socket, frame, flags, and whether to copy."""
 
 
 class Links:
-    """A ROUTER socket that connects to endpoints. Each has an id, which the socket's messages begin with.
+    """A ROUTER socket that connects to endpoints. Each has an id, which the messages of ``socket`` begin with.
 
     Not safe for use by several threads at once.
 
@@ -83,8 +80,11 @@ class Links:
         """Connect to an endpoint. Messages can be sent at once; they leave when the connection is established."""
         self._ids[url] = link
         self.socket.ipv6 = ":" in address.host  # with IPv6, events name a mapped address after a reconnect
-        self.socket.curve_serverkey = address.server_key
-        self.socket.curve_publickey, self.socket.curve_secretkey = address.client.public, address.client.secret
+        if url.startswith("ipc:"):
+            self.socket.curve_server = False  # unsets the mechanism: only this user can enter the folder
+        else:
+            self.socket.curve_serverkey = address.server_key
+            self.socket.curve_publickey, self.socket.curve_secretkey = address.client.public, address.client.secret
         self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, link)
         self.socket.connect(url)
 
@@ -93,14 +93,10 @@ class Links:
         if self._ids.pop(url, None) is not None:
             self.socket.disconnect(url)
 
-    def send(self, link: bytes, frames: Sequence[Any]) -> None:
-        """Send a message."""
-        send_frames(self.socket, [link, *frames])
-
     def receive(self) -> Iterator[tuple[bytes, list[Buffer]]]:
         """Yield the messages that have arrived: the link and the frames of each. Does not wait."""
         socket, recv = self.socket, self.socket.recv
-        while has_messages(socket):
+        while _has_messages(socket):
             link: bytes = recv()
             yield link, receive_frames(recv)
 
@@ -108,7 +104,7 @@ class Links:
         """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
         if not self._monitor_poll.poll(0):  # costs less than asking ZeroMQ
             return
-        while has_messages(self._monitor):
+        while _has_messages(self._monitor):
             event = recv_monitor_message(self._monitor)
             link = self._ids.get(event["endpoint"].decode())
             if link is not None:
@@ -125,8 +121,8 @@ class Links:
 def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
     """Send a message. Only small frames are copied, because bytes never change."""
     for frame in frames[:-1]:
-        send(socket, frame, SNDMORE, False)
-    send(socket, frames[-1], 0, False)
+        _send(socket, frame, _SNDMORE, False)
+    _send(socket, frames[-1], 0, False)
 
 
 def receive_frames(recv: Callable[..., Any]) -> list[Buffer]:
@@ -139,7 +135,7 @@ def receive_frames(recv: Callable[..., Any]) -> list[Buffer]:
     return frames
 
 
-def has_messages(socket: zmq.Socket[Any]) -> bool:
+def _has_messages(socket: zmq.Socket[Any]) -> bool:
     """Return whether messages have arrived; until then, its descriptor announces the next one."""
     return bool(_get(socket, _EVENTS) & _POLLIN)
 

@@ -1,24 +1,23 @@
-"""The first frame of calls, answers and queries.
+"""The messages of calls, answers and queries.
 
-A call and an answer have a fixed head in front of the sender's bytes: one frame instead of two, because CURVE encrypts
-each frame by itself. Messages contain pickles, which run code when they are read: only those who have the key of the
-group can send them. A message that cannot be read is a `DataError`.
+A call and an answer are a header and a value: the first frame has both, one after the other, because CURVE encrypts
+each frame by itself; the other frames are the buffers of the value. Messages contain pickles, which run code when they
+are read: only those who have proven that they may send them are read. A message that cannot be read is a `DataError`.
 """
 
 from __future__ import annotations
 
 import pickle
-import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
 from mcontroller.channel.order import Place
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, GroupError
 
 __all__ = [
-    "CallHead",
-    "load",
+    "CallHeader",
     "pack_answer",
     "pack_call",
     "pack_query",
@@ -29,52 +28,96 @@ __all__ = [
     "unpack_reply",
 ]
 
-_CALL = struct.Struct("<QQ?32sQ")
-_ANSWER = struct.Struct("<Q")
+
+class CallHeader(NamedTuple):
+    """The header of a call to a rank.
+
+    Attributes:
+        number: number of the call at its controller, which grows.
+        settled: all calls of the controller below this number have been answered, and the answers have arrived.
+        after: the call that it follows on this rank; None for the first.
+        role: the role whose worker runs the method; None for a method of the process itself.
+        method: name of the method.
+        returning: the ranks, of those with these arguments, whose values are sent back.
+        keep: whether the value stays in the process until it is asked for.
+    """
+
+    number: int
+    settled: int
+    after: Place | None
+    role: str | None
+    method: str
+    returning: Sequence[int] = ()
+    keep: bool = False
 
 
-CallHead = tuple[int, int, Place | None]
-"""The head of a call: its number at its controller, which grows; the number below which all calls of the controller
-have been answered, and the answers have arrived; and the call that it follows on this rank, None for the first."""
+def pack_call(header: CallHeader, data: bytes) -> bytes:
+    """Return the first frame of a call; ``data`` is the pickle of the arguments."""
+    return _joined(tuple(header), data)
 
 
-def pack_call(head: CallHead, body: bytes) -> bytes:
-    """Return the first frame of a call."""
-    number, settled, after = head
-    return _CALL.pack(number, settled, after is not None, *(after or (b"", 0))) + body
-
-
-def unpack_call(frame: Buffer) -> tuple[CallHead, memoryview]:
-    """Return the head of a call, and its body.
+def unpack_call(frame: Buffer) -> tuple[CallHeader, memoryview]:
+    """Return the header of a call, and the pickle of its arguments.
 
     Raises:
-        DataError: If the frame is shorter than the head.
+        DataError: If the frame is not that of a call.
     """
-    buffer = memoryview(frame)
-    try:
-        number, settled, follows, caller, after = _CALL.unpack_from(buffer)
-    except struct.error:
-        raise _too_short("call", len(buffer), _CALL.size) from None
-    return (number, settled, (caller, after) if follows else None), buffer[_CALL.size :]
+    header, data = _split(frame, "call")
+    match header:
+        case (
+            int(number),
+            int(settled),
+            None | (bytes(), int()) as after,
+            str() | None as role,
+            str(method),
+            list() | tuple() as returning,
+            bool(keep),
+        ):
+            return CallHeader(number, settled, after, role, method, returning, keep), data
+    expected = "(number, settled, after, role, method, ranks, keep)"
+    raise DataError(f"the header of a call is {header!r}: expected {expected}", header=header)
 
 
-def pack_answer(number: int, body: bytes) -> bytes:
-    """Return the first frame of the answer of a call."""
-    return _ANSWER.pack(number) + body
+def pack_answer(number: int, error: GroupError | None, stored: bool, data: bytes) -> bytes:
+    """Return the first frame of the answer of a rank.
+
+    Args:
+        number: number of the call.
+        error: why the rank failed; None if it did not.
+        stored: whether the value is in the object store.
+        data: the pickle of the value, or of its reference.
+    """
+    return _joined((number, error, stored), data)
 
 
-def unpack_answer(frame: Buffer) -> tuple[int, memoryview]:
-    """Return the number of the call that is answered, and the body of the answer.
+def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryview]:
+    """Return what ``pack_answer`` was called with.
 
     Raises:
-        DataError: If the frame is shorter than the head.
+        DataError: If the frame is not that of an answer.
     """
+    header, data = _split(frame, "answer")
+    match header:
+        case (int(number), GroupError() | None as error, bool(stored)):
+            return number, error, stored, data
+    raise DataError(f"the header of an answer is {header!r}: expected (number, error, stored)", header=header)
+
+
+_SIZE_BYTES = 4
+
+
+def _joined(header: tuple[Any, ...], data: bytes) -> bytes:
+    packed = pickle.dumps(header)
+    return b"".join([len(packed).to_bytes(_SIZE_BYTES, "little"), packed, data])
+
+
+def _split(frame: Buffer, kind: str) -> tuple[Any, memoryview]:
     buffer = memoryview(frame)
-    try:
-        [number] = _ANSWER.unpack_from(buffer)
-    except struct.error:
-        raise _too_short("answer", len(buffer), _ANSWER.size) from None
-    return number, buffer[_ANSWER.size :]
+    end = _SIZE_BYTES + int.from_bytes(buffer[:_SIZE_BYTES], "little")
+    if not _SIZE_BYTES < end <= len(buffer):
+        text = f"the first frame of a message has {len(buffer)} bytes: the header of a {kind} ends at byte {end}"
+        raise DataError(text, found=len(buffer), expected=end)
+    return _load(buffer[_SIZE_BYTES:end], kind), buffer[end:]
 
 
 def pack_query(number: int, name: str, arguments: tuple[Any, ...]) -> bytes:
@@ -88,7 +131,7 @@ def unpack_query(message: Any) -> tuple[int, str, tuple[Any, ...]]:
     Raises:
         DataError: If the message is not a query.
     """
-    query = load(message, "query")
+    query = _load(message, "query")
     match query:
         case (int(number), str(name), tuple(arguments)):
             return number, name, arguments
@@ -106,14 +149,14 @@ def unpack_reply(frame: Buffer) -> tuple[int, Any]:
     Raises:
         DataError: If the frame is not a reply.
     """
-    reply = load(frame, "reply")
+    reply = _load(frame, "reply")
     match reply:
         case (int(number), value):
             return number, value
     raise DataError(f"a reply is {reply!r}: expected (number, value)", reply=reply)
 
 
-def load(message: Any, kind: str) -> Any:
+def _load(message: Any, kind: str) -> Any:
     """Return the pickled value of a message.
 
     Args:
@@ -128,11 +171,3 @@ def load(message: Any, kind: str) -> Any:
     except Exception as error:
         size = memoryview(message).nbytes
         raise DataError(f"a {kind} of {size} bytes cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _too_short(kind: str, found: int, expected: int) -> DataError:
-    return DataError(
-        f"the first frame of a message has {found} bytes: the head of a {kind} has {expected}",
-        found=found,
-        expected=expected,
-    )

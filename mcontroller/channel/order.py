@@ -72,7 +72,6 @@ class CallQueue(Generic[T]):
         own = (caller, number)
         if after is None or self._has(after):
             self._append(own, call)
-            self._release()
         else:
             self._waiting.append((time.monotonic() + MISSING_SECONDS, after, own, call))
         return True
@@ -82,7 +81,6 @@ class CallQueue(Generic[T]):
         if not self._ready and self._waiting and self._waiting[0][0] < time.monotonic():
             _, _, own, call = self._waiting.pop(0)
             self._append(own, call)
-            self._release()
         return self._ready.popleft() if self._ready else None
 
     @property
@@ -91,17 +89,16 @@ class CallQueue(Generic[T]):
         return bool(self._waiting)
 
     def _append(self, own: Place, call: T) -> None:
-        caller, number = own
-        self._received[caller] = max(number, self._received.get(caller, -1))
-        self._ready.append(call)
-
-    def _release(self) -> None:
+        """Let a call run, and after it those that waited for it."""
         while True:
+            caller, number = own
+            self._received[caller] = max(number, self._received.get(caller, -1))
+            self._ready.append(call)
             free = next((entry for entry in self._waiting if self._has(entry[1])), None)
             if free is None:
                 return
             self._waiting.remove(free)
-            self._append(free[2], free[3])
+            _, _, own, call = free
 
     def _has(self, place: Place) -> bool:
         caller, number = place

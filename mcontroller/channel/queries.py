@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mcontroller.channel.address import Address
-from mcontroller.channel.links import Links
+from mcontroller.channel.links import Links, send_frames
 from mcontroller.channel.messages import pack_query, unpack_reply
 from mcontroller.errors import DataError
 
@@ -86,7 +86,7 @@ class _Client:
         self._poll = select.poll()
         for descriptor in self._links.filenos:
             self._poll.register(descriptor, select.POLLIN)
-        self._connected: dict[Address, bytes] = {}
+        self._connected: dict[Address, tuple[bytes, str]] = {}  # the link, and the URL as it was then
         self._requests = itertools.count(1)
         self._connections = itertools.count()
         self.busy = False
@@ -128,7 +128,7 @@ class _Client:
                 if address is not None:
                     link = self._link(address)
                     number = next(self._requests) if wanted else 0
-                    self._links.send(link, [pack_query(number, name, arguments)])
+                    send_frames(self._links.socket, [link, pack_query(number, name, arguments)])
                     waiting[number] = position, link
         self.send_postponed()
         return waiting
@@ -141,13 +141,14 @@ class _Client:
         self.busy = False
 
     def _link(self, address: Address) -> bytes:
-        link = self._connected.get(address)
-        if link is None:
-            for other in [other for other in self._connected if other.queries == address.queries]:
+        known = self._connected.get(address)
+        if known is None:
+            url = address.queries
+            for other in [other for other, (_, taken) in self._connected.items() if taken == url]:
                 self._forget(other)  # a process that has ended, whose port another has taken
-            link = self._connected[address] = b"link%d" % next(self._connections)  # ZeroMQ takes no id twice
-            self._links.connect(link, address.queries, address)
-        return link
+            known = self._connected[address] = b"link%d" % next(self._connections), url  # ZeroMQ takes no id twice
+            self._links.connect(*known, address)
+        return known[0]
 
     def _received(self, waiting: dict[int, tuple[int, bytes]]) -> Iterator[tuple[int, Any, list[Any]]]:
         for _, frames in self._links.receive():
@@ -163,10 +164,9 @@ class _Client:
     def _drop_lost(self) -> list[bytes]:
         """Close the connections that were lost or not accepted, and return them: their processes have ended."""
         lost = [link for link, established in self._links.events() if not established]
-        for address in [address for address, link in self._connected.items() if link in lost]:
+        for address in [address for address, (link, _) in self._connected.items() if link in lost]:
             self._forget(address)
         return lost
 
     def _forget(self, address: Address) -> None:
-        del self._connected[address]
-        self._links.disconnect(address.queries)
+        self._links.disconnect(self._connected.pop(address)[1])

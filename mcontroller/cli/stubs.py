@@ -32,7 +32,6 @@ R = TypeVar("R")
 
 MEGATRON_GROUP = "mcontroller:MegatronRayWorkerGroup"
 PLAIN_GROUP = "mcontroller:RayWorkerGroup"
-BATCHES = ("DataProto", "DataProtoFuture")
 
 
 def group_method(
@@ -120,7 +119,6 @@ class _Names:
         self._imported = {(cls.__module__, cls.__qualname__) for cls in imported}
         self._imports: dict[str, set[str]] = {}
         self.add("mcontroller.cli.stubs", "group_method")
-        self.add("mcontroller.dispatch.future", "DataProtoFuture")
 
     def add(self, module: str, name: str) -> str:
         if (module, name) not in self._imported:
@@ -210,19 +208,15 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _accepted(text: str, rule: str, names: _Names) -> str:
-    members = text.split(" | ")
-    if set(BATCHES) & set(members):
-        for module, name in zip(("mcontroller.data.protocol", "mcontroller.dispatch.future"), BATCHES, strict=True):
-            names.add(module, name)
-        text = " | ".join(dict.fromkeys([*members, *BATCHES]))
     return f"{names.add('collections.abc', 'Sequence')}[{text}]" if rule == "entries" else text
 
 
 def _results(value: str, rule: str, names: _Names) -> tuple[str, str]:
     if rule == "concat":
-        return names.add("mcontroller.data.protocol", "DataProto"), "DataProtoFuture"
+        batch = names.add("mcontroller.data.protocol", "DataProto")
+        return batch, batch
     result = f"list[{value}]" if rule == "list" else value
-    return result, f"{names.add('mcontroller.dispatch.future', 'Future')}[{result}]"
+    return result, f"{names.add('mcontroller.transport', 'Future')}[{result}]"
 
 
 def _awaited(annotation: Any) -> Any:

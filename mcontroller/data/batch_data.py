@@ -1,4 +1,4 @@
-"""The data of a batch: its construction, size, comparison, copying, pickling and saving.
+"""The data of a batch: its construction, where its columns are, size, comparison, copying, pickling and saving.
 
 `DataProto` adds the operations on rows and columns.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -15,15 +15,25 @@ import torch
 from torch import Tensor
 
 from mcontroller.data import checks
-from mcontroller.data.column_info import column_nbytes, describe_column
-from mcontroller.data.columns import Columns, map_columns, shallow_copy
-from mcontroller.data.jagged import is_jagged, packed_parts
+from mcontroller.data.columns import (
+    Columns,
+    column_names,
+    column_nbytes,
+    describe_column,
+    format_bytes,
+    is_jagged,
+    make_columns,
+    map_columns,
+    packed_parts,
+    shallow_copy,
+)
 from mcontroller.data.meta import copy_meta, same_value, short_repr
+from mcontroller.data.remote import RemoteColumns
 from mcontroller.data.serialization import OutOfBand, pack_tensors
-from mcontroller.data.sizes import format_bytes
 from mcontroller.data.storage import load_batch, save_batch
 from mcontroller.data.tensordicts import is_tensordict_base
 from mcontroller.errors import DataError
+from mcontroller.transport import Future, countdown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -33,6 +43,8 @@ if TYPE_CHECKING:
     from mcontroller.data.columns import Batch
 
 __all__ = ["BatchData", "DataProtoConfig"]
+
+_FIELDS = ("stored_batch", "non_tensor_batch", "meta_info", "remote")
 
 
 class DataProtoConfig:
@@ -50,16 +62,21 @@ class DataProtoConfig:
 class BatchData(OutOfBand):
     """The three fields of a batch, all of the same number of rows. Base class of `DataProto`.
 
+    The tensors are in this process, or kept on the workers that computed them. The result of a call that was not waited
+    for has no fields yet: the first access to one waits for the call.
+
     Args:
         batch: Tensors, as a TensorDict whose dim 0 counts rows.
         non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
         meta_info: Values for the whole batch by name.
 
     Attributes:
-        stored_batch: Low level: the tensors as they are stored, for code that moves rows. A TensorDict, or ``Columns``,
-            which are cheaper and become a TensorDict at the first access to ``batch``; None if there are no tensors.
+        stored_batch: Low level: the tensors that are here as they are stored, for code that moves rows. A TensorDict,
+            or ``Columns``, which are cheaper and become a TensorDict at the first access to ``batch``; None if there
+            are no tensors.
         non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
         meta_info: Values for the whole batch by name.
+        remote: Low level: the tensors that are kept on workers. One that is in ``stored_batch`` too is a copy.
 
     Raises:
         DataError: If a column has another number of rows than the first, or is of a kind that cannot be split.
@@ -68,6 +85,7 @@ class BatchData(OutOfBand):
     stored_batch: Batch | None
     non_tensor_batch: dict[str, np.ndarray]
     meta_info: dict[str, Any]
+    remote: tuple[RemoteColumns, ...]
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -80,18 +98,20 @@ class BatchData(OutOfBand):
         self.stored_batch = batch
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
+        self.remote = ()
         self.check_consistency()
 
     @property
     def batch(self) -> TensorDict | None:
-        """The tensors as a TensorDict, or None if there are none."""
+        """The tensors as a TensorDict, or None if there are none. All of them are fetched, and no longer remote."""
+        self.get()
         if isinstance(self.stored_batch, Columns):
             self.stored_batch = self.stored_batch.tensordict()
         return self.stored_batch
 
     @batch.setter
     def batch(self, batch: TensorDict | None) -> None:
-        self.stored_batch = batch
+        self.stored_batch, self.remote = batch, ()
 
     # ---- construction -----------------------------------------------------------------------------------------------
 
@@ -200,7 +220,11 @@ class BatchData(OutOfBand):
         return cls.from_dict(tensors, arrays, info, num_batch_dims)
 
     def derive(
-        self, batch: Batch | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any] | None = None
+        self,
+        batch: Batch | None,
+        non_tensor_batch: dict[str, np.ndarray],
+        meta_info: dict[str, Any] | None = None,
+        remote: Sequence[RemoteColumns] = (),
     ) -> Self:
         """Low level: make a batch of the same class from columns that agree; they are not checked.
 
@@ -208,19 +232,125 @@ class BatchData(OutOfBand):
             batch: The tensors, as ``stored_batch`` has them.
             non_tensor_batch: The non-tensor columns; the dict is not copied.
             meta_info: Values for the whole batch; None copies those of this batch.
+            remote: The tensors that are kept on workers.
         """
         if meta_info is None:
             meta_info = copy_meta(self.meta_info)
         new = object.__new__(type(self))
-        if len(self.__dict__) > 3:  # attributes that a subclass or the user has added
+        if len(self.__dict__) > 4:  # attributes that a subclass or the user has added
             new.__dict__.update(self.__dict__)
         new.stored_batch, new.non_tensor_batch, new.meta_info = batch, non_tensor_batch, meta_info
+        new.remote = tuple(remote)
         return new
+
+    # ---- the result of a call that was not waited for --------------------------------------------------------------
+
+    @classmethod
+    def later(cls, future: Future[Self], kept: Callable[[], Self]) -> Self:
+        """Low level: make the batch that a call computes.
+
+        Args:
+            future: The batch with all columns here.
+            kept: Called when the call has succeeded; returns the batch whose tensors stay on the workers.
+        """
+        batch = object.__new__(cls)
+        batch.__dict__["_later"] = future, kept
+        return batch
+
+    if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
+
+        def __getattr__(self, name: str) -> Any:
+            """Wait for the call that computes this batch, at the first access to a field."""
+            if name not in _FIELDS or "_later" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            future, kept = self.__dict__["_later"]
+            future.check()
+            self._become(kept())
+            return getattr(self, name)
+
+    @property
+    def _future(self) -> Future[Self] | None:
+        future: Future[Self] | None = self.__dict__.get("_later", (None,))[0]
+        return future
+
+    def _become(self, other: BatchData) -> None:
+        was_computed = self.__dict__.pop("_later", None) is None
+        for name in _FIELDS:
+            if was_computed or name not in self.__dict__:  # else it was set before the batch was computed
+                setattr(self, name, getattr(other, name))
+
+    def _set_columns(self, other: BatchData) -> None:
+        self.stored_batch, self.non_tensor_batch, self.remote = other.stored_batch, other.non_tensor_batch, other.remote
+
+    def get(self, timeout: float | None = None) -> Self:
+        """Wait until the batch is computed, fetch all its columns, and return it: then no column is remote.
+
+        Args:
+            timeout: Seconds from now; a later result raises CallTimeout and breaks the group. None waits until the
+                call's own deadline.
+
+        Raises:
+            WorkerError: A rank's method raised.
+            WorkerDied: The process of a rank ended.
+            CallTimeout: The result did not arrive in time.
+            GroupBroken: An earlier call of the group failed.
+            GroupError: The call was cancelled, or its group shut down.
+        """
+        if self._future is not None:
+            self._become(self._future.get(timeout))
+        elif self.remote:
+            self.prefetch(timeout=timeout)
+            self.remote = ()
+        return self
+
+    def prefetch(self, names: Iterable[str] | None = None, *, timeout: float | None = None) -> Self:
+        """Fetch tensors together that are kept on workers, and return the batch; they also stay on the workers.
+
+        Such a tensor must not be changed in place: a call that gets the batch reads the one on the workers.
+
+        Args:
+            names: Names of tensors; those that the batch does not have are no error. None: all.
+            timeout: Seconds until CallTimeout is raised; None for no limit.
+        """
+        if not self.remote:
+            return self
+        here, left = self.tensors_here(), countdown(timeout)
+        wanted = set(self.tensor_names if names is None else names) - here.keys()
+        for each in self.remote:
+            missing = [name for name in each.names if name in wanted and name not in here]
+            if missing:
+                here |= each.read(missing, left())
+        if here:
+            self.stored_batch = make_columns(here, (len(self),))
+        return self
+
+    def check(self, timeout: float | None = None) -> None:
+        """Wait until the batch is computed, or raise as ``get`` does; fetch nothing."""
+        if self._future is not None:
+            self._future.check(timeout)
+
+    def done(self) -> bool:
+        """Return whether the batch is computed, or its call has failed. Does not wait."""
+        return self._future is None or self._future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the batch is computed or its call has failed; return whether that happened in ``timeout`` s."""
+        return self._future is None or self._future.wait(timeout)
+
+    def cancel(self) -> None:
+        """Cancel the call that computes the batch on all ranks, or on none if one of them has started it.
+
+        Unless the batch was read before, reading it then raises GroupError, whether the call was cancelled or not.
+        """
+        if self._future is not None:
+            self._future.cancel()
 
     # ---- properties ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return the number of rows; 0 without columns."""
+        if self.remote:
+            return len(self.remote[0].index)
         if self.stored_batch is not None:
             rows: int = self.stored_batch.batch_size[0]
             return rows
@@ -238,19 +368,47 @@ class BatchData(OutOfBand):
 
     def has_columns(self) -> bool:
         """Return whether the batch has columns, and not only ``meta_info``."""
-        return self.stored_batch is not None or bool(self.non_tensor_batch)
+        return self.stored_batch is not None or bool(self.non_tensor_batch or self.remote)
 
     def is_padding_enabled(self) -> bool:
         """Return whether this batch may be padded: made with ``auto_padding=True``, or by the process-wide default."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False) or DataProtoConfig.auto_padding)
 
-    def tensors(self) -> dict[str, Any]:
-        """Return the tensors by name in a new dict; cheaper than ``batch``, because no TensorDict is made."""
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names of all tensors. Fetches none."""
+        here = () if self.stored_batch is None else column_names(self.stored_batch)
+        return [*here, *dict.fromkeys(name for each in self.remote for name in each.names if name not in here)]
+
+    @property
+    def remote_names(self) -> set[str]:
+        """Low level: the names of the tensors that are kept on workers, also of those that were fetched."""
+        return {name for each in self.remote for name in each.names}
+
+    def tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return tensors by name in a new dict; cheaper than ``batch``, because no TensorDict is made.
+
+        Args:
+            names: The tensors to return, of which those that are kept on workers are fetched; see ``prefetch``. None:
+                all.
+
+        Raises:
+            DataError: If a name does not exist.
+        """
+        self.prefetch(names)
+        if names is None:
+            return self.tensors_here()
+        here = self.tensors_here()
+        checks.check_keys("tensor column", names, here)
+        return {name: here[name] for name in names}
+
+    def tensors_here(self) -> dict[str, Any]:
+        """Low level: return the tensors that are in this process, by name."""
         return {} if self.stored_batch is None else dict(self.stored_batch.items())
 
     def column_names(self) -> list[str]:
         """Return the names of all columns: those of ``batch``, then those of ``non_tensor_batch``."""
-        return [*self.tensors(), *self.non_tensor_batch]
+        return [*self.tensor_names, *self.non_tensor_batch]
 
     def row_lengths(self, key: str = "attention_mask") -> list[int]:
         """Return the length of every row.
@@ -261,10 +419,8 @@ class BatchData(OutOfBand):
         Raises:
             DataError: If there is no such tensor.
         """
-        tensors = self.tensors()
         checks.check_names("key", [key])
-        checks.check_keys("tensor column", [key], tensors)
-        column = tensors[key]
+        column = self.tensors([key])[key]
         if is_jagged(column):
             lengths = packed_parts(column)[1].diff()
         else:
@@ -272,7 +428,7 @@ class BatchData(OutOfBand):
         return list(lengths.tolist())
 
     def nbytes(self) -> int:
-        """Return the bytes of all tensors and numpy arrays; object arrays count as their pointers."""
+        """Return the bytes of the tensors and numpy arrays that are here; object arrays count as their pointers."""
         return sum(self._sizes())
 
     def _sizes(self) -> tuple[int, int]:
@@ -280,11 +436,15 @@ class BatchData(OutOfBand):
         return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
 
     def summary(self) -> str:
-        """Return one line: rows, dtype and shape of every column, keys of ``meta_info``, bytes."""
+        """Return one line: rows, dtype and shape of every column that is here, keys of ``meta_info``, bytes."""
+        if self._future is not None:
+            return f"DataProto({'computed' if self.done() else 'being computed'} on the workers)"
         tensors = "{}" if self.stored_batch is None else describe_column(self.stored_batch)
+        away = [name for name in self.tensor_names if name not in self.tensors_here()]
+        kept = f", {away} on the workers" if away else ""
         arrays = ", ".join(f"{key}: {describe_column(array)}" for key, array in self.non_tensor_batch.items())
         return (
-            f"DataProto({len(self)} rows, batch {tensors}, non_tensor_batch {{{arrays}}}, "
+            f"DataProto({len(self)} rows, batch {tensors}{kept}, non_tensor_batch {{{arrays}}}, "
             f"meta_info {list(self.meta_info)}, {format_bytes(self.nbytes())})"
         )
 
@@ -328,16 +488,16 @@ class BatchData(OutOfBand):
     # ---- copies and files (pickling: serialization.OutOfBand) -------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        stored = self.stored_batch
+        stored = self.prefetch().stored_batch
         columns = None if stored is None else map_columns(stored, lambda column: column)
-        state: dict[str, Any] = pack_tensors({**self.__dict__, "stored_batch": columns})
+        state: dict[str, Any] = pack_tensors({**self.__dict__, "stored_batch": columns, "remote": ()})
         return state
 
     def __copy__(self) -> Self:
-        return self.derive(shallow_copy(self.stored_batch), dict(self.non_tensor_batch))
+        return self.derive(shallow_copy(self.stored_batch), dict(self.non_tensor_batch), remote=self.remote)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        stored = self.stored_batch
+        stored = self.prefetch().stored_batch
         batch = None if stored is None else map_columns(stored, lambda column: column.clone())
         return self.derive(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
@@ -351,7 +511,7 @@ class BatchData(OutOfBand):
             DataError: If a value can be stored only with pickle; names the column or key. Values can be tensors,
                 numpy arrays of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
         """
-        save_batch(filepath, self.stored_batch, self.non_tensor_batch, self.meta_info)
+        save_batch(filepath, self.prefetch().stored_batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | PathLike[str]) -> Self:

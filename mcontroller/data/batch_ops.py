@@ -9,7 +9,7 @@ import numpy as np
 from mcontroller.data.checks import as_array
 from mcontroller.data.meta import copy_meta
 from mcontroller.data.protocol import DataProto, DataProtoItem
-from mcontroller.data.row_ops import stack_rows
+from mcontroller.data.rows import stack_rows
 from mcontroller.errors import DataError
 
 __all__ = ["collate_fn", "fold_batch_dim", "pad_dataproto_to_divisor", "unfold_batch_dim", "unpad_dataproto"]

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.columns import Columns, make_columns
-from mcontroller.data.jagged import is_jagged
+from mcontroller.data.columns import Columns, is_jagged, make_columns
 from mcontroller.data.tensordicts import is_tensordict, is_tensordict_base, make_tensordict
 from mcontroller.errors import DataError
 
@@ -29,9 +28,11 @@ __all__ = [
     "check_keys",
     "check_mapping",
     "check_names",
+    "check_parts",
     "check_permutation",
     "check_same_columns",
     "count",
+    "counts",
     "integers",
     "make_batch",
     "row_index",
@@ -71,6 +72,39 @@ def count(argument: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not least <= number <= sys.maxsize:
         raise DataError(f"{argument} is {value!r}: expected an integer of at least {least}", **{argument: value})
     return number
+
+
+def counts(argument: str, values: Any, rows: int) -> np.ndarray:
+    """Return an argument that counts something for each row as an int64 array.
+
+    Raises:
+        DataError: If their number is not that of the rows, or one is negative or not an integer.
+    """
+    numbers = integers(values)
+    if numbers.shape != (rows,) or (numbers.size and numbers.dtype.kind not in "iub") or (numbers < 0).any():
+        raise DataError(
+            f"{argument} has shape {numbers.shape} and dtype {numbers.dtype} for {rows} rows: "
+            "expected one integer per row, each at least 0",
+            shape=numbers.shape,
+            rows=rows,
+        )
+    return numbers.astype(np.int64)
+
+
+def check_parts(data: Any, kind: type) -> None:
+    """Check that the argument of ``concat`` is a list of at least one batch.
+
+    Raises:
+        DataError: If it is not.
+    """
+    if isinstance(data, kind):
+        raise DataError("concat of a DataProto: expected a list of DataProtos")
+    if not isinstance(data, Sequence):
+        raise DataError(f"concat of {type(data).__name__}: expected a list of DataProtos")
+    others = [part for part in data if not isinstance(part, kind)]
+    if others or not data:
+        found = f"a list that contains a {type(others[0]).__name__}" if others else "an empty list"
+        raise DataError(f"concat of {found}: expected a list of at least one DataProto")
 
 
 def check_columns(batch: Batch | None, arrays: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,32 @@ from mcontroller.data.tensordicts import is_tensordict, make_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+__all__ = [
+    "PLAIN",
+    "Columns",
+    "Kind",
+    "Schema",
+    "Unread",
+    "column_kind",
+    "column_names",
+    "column_nbytes",
+    "columns_like",
+    "columns_to",
+    "describe_column",
+    "format_bytes",
+    "is_jagged",
+    "leaf_tensors",
+    "make_columns",
+    "make_jagged",
+    "map_columns",
+    "packed_parts",
+    "ragged_dim",
+    "read_columns",
+    "same_column",
+    "same_mapping",
+    "shallow_copy",
+]
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype of a column that is an ordinary tensor, and its shape without dim 0."""
@@ -172,3 +198,115 @@ def leaf_tensors(batch: Batch | None) -> Iterator[Tensor]:
             yield value
         elif is_tensordict(value):
             yield from leaf_tensors(value)
+
+
+# ---- jagged columns -------------------------------------------------------------------------------------------------
+
+
+def is_jagged(column: object) -> TypeGuard[Tensor]:
+    """Return whether a column is a nested tensor of layout ``torch.jagged``."""
+    return isinstance(column, Tensor) and column.is_nested and column.layout == torch.jagged
+
+
+def ragged_dim(column: Tensor) -> int:
+    """Return the dim of a jagged column whose size differs between rows."""
+    return next(dim for dim, size in enumerate(column.shape) if isinstance(size, torch.SymInt))
+
+
+def packed_parts(column: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return the parts of a jagged column, without unused elements.
+
+    Returns:
+        The values of all rows next to each other, the offsets ``[batch + 1]`` from 0 to the number of values, and the
+        ragged dim.
+    """
+    if column.lengths() is not None:  # type: ignore[attr-defined]
+        column = column.contiguous()
+    values: Tensor = column.values()
+    offsets: Tensor = column.offsets()  # type: ignore[attr-defined]
+    ragged = ragged_dim(column)
+    begin, end = int(offsets[0]), int(offsets[-1])
+    if begin:
+        offsets = offsets - begin
+    if end - begin != values.shape[ragged - 1]:
+        values = values.narrow(ragged - 1, begin, end - begin)
+    return values, offsets, ragged
+
+
+def make_jagged(values: Tensor, offsets: Tensor, ragged: int) -> Tensor:
+    """Make a jagged column from the parts that ``packed_parts`` returned."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+
+
+# ---- descriptions and comparison ------------------------------------------------------------------------------------
+
+
+def describe_column(column: Any) -> str:
+    """Return dtype and shape as text: ``int64[8, 16]``, ``float32[8, *] on cuda:0`` for a jagged column on a GPU."""
+    if is_tensordict(column) or isinstance(column, Columns):
+        return "{" + ", ".join(f"{key}: {describe_column(value)}" for key, value in column.items()) + "}"
+    if isinstance(column, np.ndarray):
+        return f"{column.dtype}[{', '.join(map(str, column.shape))}]"
+    if not isinstance(column, Tensor):
+        return type(column).__name__
+    ragged = ragged_dim(column) if is_jagged(column) else None
+    shape = ", ".join("*" if dim == ragged else str(size) for dim, size in enumerate(column.shape))
+    device = "" if column.device.type == "cpu" else f" on {column.device}"
+    return f"{str(column.dtype).removeprefix('torch.')}[{shape}]{device}"
+
+
+def column_nbytes(column: Any) -> int:
+    """Return the bytes of a column's own elements, also if it is a view of a larger storage."""
+    if is_tensordict(column) or isinstance(column, Columns):
+        return sum(column_nbytes(value) for value in column.values())
+    if is_jagged(column):
+        values, offsets, _ = packed_parts(column)
+        return values.nbytes + offsets.nbytes
+    return int(column.nbytes)
+
+
+def column_kind(column: Any) -> tuple[Any, ...]:
+    """Return what columns must have in common to be joined: dtype, device, shape without dim 0, ragged dim."""
+    if not isinstance(column, Tensor):
+        return (type(column).__name__,)
+    ragged = ragged_dim(column) if is_jagged(column) else None
+    shape = tuple(size for dim, size in enumerate(column.shape[1:], start=1) if dim != ragged)
+    return column.dtype, column.device, shape, ragged
+
+
+def same_column(left: Any, right: Any) -> bool:
+    """Return whether two columns agree in type, dtype, shape and every value. NaN equals NaN; devices may differ."""
+    if left is right:
+        return True
+    if is_tensordict(left) and is_tensordict(right):
+        return left.batch_size == right.batch_size and same_mapping(left, right, same_column)
+    if is_tensordict(left) or is_tensordict(right):
+        return False
+    if left.dtype != right.dtype or left.shape[:1] != right.shape[:1]:
+        return False
+    if column_kind(left)[2:] != column_kind(right)[2:]:
+        return False
+    if is_jagged(left):
+        return all(same_column(a, b) for a, b in zip(packed_parts(left)[:2], packed_parts(right)[:2], strict=True))
+    left, right = left.detach().cpu(), right.detach().cpu()
+    if left.dtype.is_floating_point and left.dtype.itemsize == 1:
+        left, right = left.float(), right.float()
+    if torch.equal(left, right):
+        return True
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def same_mapping(left: Any, right: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Return whether two mappings have the same keys, and values that ``same`` finds equal."""
+    if set(left.keys()) != set(right.keys()):
+        return False
+    return all(same(value, right.get(key)) for key, value in left.items())
+
+
+def format_bytes(size: float) -> str:
+    """Format a number of bytes in decimal units: ``680 B``, ``1.5 kB``, ``120.0 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

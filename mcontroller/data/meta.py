@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mcontroller.data.column_info import describe_column, same_column, same_mapping
+from mcontroller.data.columns import describe_column, same_column, same_mapping
 from mcontroller.data.tensordicts import is_tensordict_base
 from mcontroller.errors import DataError
 

@@ -4,6 +4,10 @@ A batch has three fields: ``batch``, a TensorDict whose dim 0 counts rows; ``non
 rows; and ``meta_info``, one dict for the whole batch. An operation returns a new DataProto. Its columns are views if
 torch and numpy can make them, and the dicts and lists of its ``meta_info`` are copies. Only ``to``, ``padding``,
 ``pop``, ``rename`` and ``reorder`` change the batch that they are called on.
+
+The result of a call with ``blocking=False`` is a DataProto too, whose tensors stay on the workers that compute them.
+Reading one waits for the call and fetches the tensor; passing the batch to a call passes it by reference; selecting
+rows moves an index.
 """
 
 from __future__ import annotations
@@ -22,10 +26,19 @@ from mcontroller.data import checks, meta
 from mcontroller.data.batch_data import BatchData, DataProtoConfig
 from mcontroller.data.checks import Index, Keys, RowIndexError
 from mcontroller.data.columns import columns_like, columns_to, leaf_tensors, make_columns, shallow_copy
-from mcontroller.data.copies import ConcatTensors, concat_tensors
-from mcontroller.data.row_ops import join_rows, reshape_rows, slice_rows, split_columns, take_rows
+from mcontroller.data.remote import joinable
+from mcontroller.data.rows import (
+    ConcatTensors,
+    concat_tensors,
+    join_rows,
+    reshape_rows,
+    slice_rows,
+    split_columns,
+    take_rows,
+    union_columns,
+    union_numpy_dict,
+)
 from mcontroller.data.serialization import OutOfBand
-from mcontroller.data.union import union_columns, union_numpy_dict
 from mcontroller.errors import DataError
 from mcontroller.partition import contiguous
 
@@ -34,7 +47,7 @@ if TYPE_CHECKING:
 
     from mcontroller.data.columns import Batch
 
-__all__ = ["DataProto", "DataProtoConfig", "DataProtoItem", "RowIndexError", "concat_batches"]
+__all__ = ["DataProto", "DataProtoConfig", "DataProtoFuture", "DataProtoItem", "RowIndexError", "concat_batches"]
 
 AnyDataProto = TypeVar("AnyDataProto", bound="DataProto")
 
@@ -122,7 +135,9 @@ class DataProto(BatchData):
         stop = max(begin, stop)
         stored = self.stored_batch
         batch = None if stored is None else slice_rows(stored, begin, stop, stride)
-        return self.derive(batch, {key: array[begin:stop:stride] for key, array in self.non_tensor_batch.items()})
+        arrays = {key: array[begin:stop:stride] for key, array in self.non_tensor_batch.items()}
+        remote = [each.take(np.arange(begin, stop, stride)) for each in self.remote]
+        return self.derive(batch, arrays, remote=remote)
 
     def select_idxs(self, idxs: Index) -> Self:
         """Return the selected rows as a copy.
@@ -137,7 +152,8 @@ class DataProto(BatchData):
         index = checks.row_index(idxs, len(self))
         stored = self.stored_batch
         batch = None if stored is None else take_rows(stored, torch.from_numpy(index))
-        return self.derive(batch, {key: array[index] for key, array in self.non_tensor_batch.items()})
+        arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
+        return self.derive(batch, arrays, remote=[each.take(index) for each in self.remote])
 
     def __getitems__(self, idxs: list[int]) -> Self:
         """Return a mini-batch as a copy, for torch's DataLoader."""
@@ -169,6 +185,8 @@ class DataProto(BatchData):
         return self._split([min(split_size, len(self) - start) for start in range(0, len(self), split_size)])
 
     def _split(self, sizes: Sequence[int]) -> list[Self]:
+        if self.remote:
+            return [self.slice(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
         batches: Sequence[Batch | None] = [None] * len(sizes)
         if self.stored_batch is not None:
             batches = split_columns(self.stored_batch, sizes)
@@ -223,15 +241,8 @@ class DataProto(BatchData):
         Raises:
             DataError: If their number is not that of the rows, or one is negative.
         """
-        times = checks.integers(repeat_times)
-        if times.shape != (len(self),) or (times.size and times.dtype.kind not in "iub") or (times < 0).any():
-            raise DataError(
-                f"repeat_times has shape {times.shape} and dtype {times.dtype} for {len(self)} rows: "
-                "expected one integer per row, each at least 0",
-                shape=times.shape,
-                rows=len(self),
-            )
-        return self.select_idxs(np.arange(len(self)).repeat(times.astype(np.int64)))
+        times = checks.counts("repeat_times", repeat_times, len(self))
+        return self.select_idxs(np.arange(len(self)).repeat(times))
 
     def reorder(self, indices: Index) -> None:
         """Reorder the rows of this batch, in place.
@@ -243,8 +254,7 @@ class DataProto(BatchData):
             DataError: If a row occurs twice or not at all.
         """
         checks.check_permutation(checks.row_index(indices, len(self)), len(self))
-        ordered = self.select_idxs(indices)
-        self.stored_batch, self.non_tensor_batch = ordered.stored_batch, ordered.non_tensor_batch
+        self._set_columns(self.select_idxs(indices))
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
         """Append ``padding_size`` repeats of one row to this batch, in place, and return it.
@@ -266,8 +276,7 @@ class DataProto(BatchData):
             )
         row = 0 if padding_candidate == "first" else len(self) - 1
         if padding_size:
-            padded = self.select_idxs([*range(len(self)), *[row] * padding_size])
-            self.stored_batch, self.non_tensor_batch = padded.stored_batch, padded.non_tensor_batch
+            self._set_columns(self.select_idxs([*range(len(self)), *[row] * padding_size]))
         return self
 
     def unpad(self, pad_size: int) -> Self:
@@ -296,7 +305,7 @@ class DataProto(BatchData):
                 rows=len(self),
             )
         shape = (new_batch_size, len(self) // new_batch_size)
-        batch = reshape_rows(self.stored_batch, lambda column: column.unflatten(0, shape), new_batch_size)
+        batch = reshape_rows(self.get().stored_batch, lambda column: column.unflatten(0, shape), new_batch_size)
         arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays)
 
@@ -310,7 +319,7 @@ class DataProto(BatchData):
             DataError: If the columns do not agree in these dims, or one is jagged.
         """
         batch_dims = checks.count("batch_dims", batch_dims, 1)
-        columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.stored_batch)]
+        columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.get().stored_batch)]
         leading = [tuple(column.shape[:batch_dims]) for column in columns]
         if any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
             raise DataError(
@@ -375,17 +384,22 @@ class DataProto(BatchData):
         Raises:
             DataError: If a name does not exist.
         """
-        tensors, stored = self.tensors(), self.stored_batch
-        names = checks.as_keys(batch_keys, tensors)
+        here, stored = self.tensors_here(), self.stored_batch
+        names = checks.as_keys(batch_keys, self.tensor_names)
         arrays = checks.as_keys(non_tensor_batch_keys, self.non_tensor_batch)
         info = checks.as_keys(meta_info_keys, self.meta_info)
-        checks.check_keys("batch column", names, tensors)
+        checks.check_keys("batch column", names, self.tensor_names)
         checks.check_keys("non-tensor column", arrays, self.non_tensor_batch)
         checks.check_keys("meta_info key", info, self.meta_info)
+        kept = {key: here[key] for key in names if key in here}
+        batch = columns_like(stored, kept, len(self)) if stored is not None else None
+        if stored is None and self.remote:
+            batch = make_columns({}, (len(self),))  # has the rows, if no column is selected
         new = self.derive(
-            None if stored is None else columns_like(stored, {key: tensors[key] for key in names}, len(self)),
+            batch,
             {key: self.non_tensor_batch[key] for key in arrays},
             meta.copy_meta({key: self.meta_info[key] for key in info}),
+            [columns for each in self.remote for columns in each.only(names)],
         )
         return copy.deepcopy(new) if deepcopy else new
 
@@ -407,11 +421,9 @@ class DataProto(BatchData):
         """
         wanted = [checks.as_keys(keys) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
         popped = self.select(wanted[0], wanted[1], wanted[2])
-        present = (self.tensors(), self.non_tensor_batch, self.meta_info)
+        present = (self.tensor_names, self.non_tensor_batch, self.meta_info)
         left = [[key for key in existing if key not in keys] for existing, keys in zip(present, wanted, strict=True)]
-        rest = self.select(left[0], left[1], left[2])
-        self.stored_batch, self.non_tensor_batch = rest.stored_batch, rest.non_tensor_batch
-        self.meta_info = rest.meta_info
+        self._become(self.select(left[0], left[1], left[2]))
         return popped
 
     def rename(self, old_keys: Keys | None = None, new_keys: Keys | None = None) -> Self:
@@ -436,8 +448,9 @@ class DataProto(BatchData):
                 new=new,
             )
         if self.stored_batch is not None:
-            tensors = {renamed.get(key, key): value for key, value in self.tensors().items()}
+            tensors = {renamed.get(key, key): value for key, value in self.tensors_here().items()}
             self.stored_batch = columns_like(self.stored_batch, tensors, len(self))
+        self.remote = tuple(each.renamed(renamed) for each in self.remote)
         self.non_tensor_batch = {renamed.get(key, key): array for key, array in self.non_tensor_batch.items()}
         return self
 
@@ -458,11 +471,25 @@ class DataProto(BatchData):
                 f"union of {len(self)} rows with {len(other)} rows: both batches must have the same number of rows",
                 rows=(len(self), len(other)),
             )
+        self._compare_remote(other)
+        more = [columns for each in other.remote for columns in each.only(each.names.keys() - self.remote_names)]
         return self.derive(
             union_columns(self.stored_batch, other.stored_batch),
             union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
             meta.merge_union(self.meta_info, other.meta_info),
+            [*self.remote, *more],
         )
+
+    def _compare_remote(self, other: DataProto) -> None:
+        """Fetch the tensors of both batches that are not the same rows of the same results, for ``union_columns``."""
+        both = set(self.tensor_names) & set(other.tensor_names)
+        for mine in self.remote:
+            for theirs in other.remote:
+                if mine.has_rows_of(theirs):
+                    both -= {name for name, source in mine.names.items() if theirs.names.get(name) == source}
+        if both & (self.remote_names | other.remote_names):
+            self.prefetch(both)
+            other.prefetch(both)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return a batch with tensors added or replaced, which shares all other columns.
@@ -476,6 +503,8 @@ class DataProto(BatchData):
             DataError: If a tensor has another number of rows than the batch.
         """
         stored = self.stored_batch
+        kept = [each for each in self.tensor_names if each not in tensors]
+        remote = [columns for each in self.remote for columns in each.only(kept)]
         batch_size, device = ((len(self),), None) if stored is None else (tuple(stored.batch_size), stored.device)
         added = checks.make_batch(tensors, len(batch_size))
         if self.has_columns() and tuple(added.batch_size) != batch_size:
@@ -487,16 +516,17 @@ class DataProto(BatchData):
                 expected=batch_size,
             )
         new = dict(added.items()) if device is None else dict(columns_to(added, device).items())
-        united = make_columns(self.tensors() | new, added.batch_size, device)
-        return self.derive(united, dict(self.non_tensor_batch))
+        united = make_columns(self.tensors_here() | new, added.batch_size, device)
+        return self.derive(united, dict(self.non_tensor_batch), remote=remote)
 
     def to(self, device: torch.device | str | int) -> Self:
         """Move the tensors of this batch to ``device``, in place, as ``nn.Module.to`` does, and return the batch.
 
         Other batches with the same tensors keep theirs: ``batch.slice().to(device)`` leaves ``batch`` on its device.
         """
-        if self.stored_batch is not None:
-            self.stored_batch = columns_to(self.stored_batch, torch.device(device))
+        stored = self.get().stored_batch
+        if stored is not None:
+            self.stored_batch = columns_to(stored, torch.device(device))
         return self
 
     def make_iterator(
@@ -529,6 +559,10 @@ class DataProto(BatchData):
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
 
+DataProtoFuture = DataProto
+"""The result of a call with ``blocking=False``: a DataProto that may still be being computed."""
+
+
 def concat_batches(
     data: Sequence[AnyDataProto], concat: ConcatTensors = concat_tensors, *, keep_first: bool = False
 ) -> AnyDataProto:
@@ -542,28 +576,16 @@ def concat_batches(
     Raises:
         DataError: As ``DataProto.concat``.
     """
-    _check_parts(data)
+    checks.check_parts(data, DataProto)
     first = data[0]
     info = meta.merge_concat([part.meta_info for part in data], keep_first=keep_first)
     if len(data) == 1:
-        return first.derive(shallow_copy(first.stored_batch), dict(first.non_tensor_batch), info)
-    checks.check_same_columns([(part.stored_batch, part.non_tensor_batch) for part in data])
-    stored: list[Any] = [part.stored_batch for part in data]
-    batch = None if first.stored_batch is None else join_rows(stored, concat=concat)
+        return first.derive(shallow_copy(first.stored_batch), dict(first.non_tensor_batch), info, first.remote)
+    stored, remote = joinable(data)
+    checks.check_same_columns([(batch, part.non_tensor_batch) for batch, part in zip(stored, data, strict=True)])
+    joined: Any = None if stored[0] is None else join_rows(stored, concat=concat)  # type: ignore[arg-type]
     arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
-    return first.derive(batch, arrays, info)
-
-
-def _check_parts(data: Any) -> None:
-    """Check that the argument of ``concat`` is a list of at least one batch."""
-    if isinstance(data, DataProto):
-        raise DataError("concat of a DataProto: expected a list of DataProtos")
-    if not isinstance(data, Sequence):
-        raise DataError(f"concat of {type(data).__name__}: expected a list of DataProtos")
-    others = [part for part in data if not isinstance(part, DataProto)]
-    if others or not data:
-        found = f"a list that contains a {type(others[0]).__name__}" if others else "an empty list"
-        raise DataError(f"concat of {found}: expected a list of at least one DataProto")
+    return first.derive(joined, arrays, info, remote)
 
 
 def _identity(batch: Any) -> Any:

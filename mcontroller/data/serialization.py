@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.columns import Columns, Schema, Unread
-from mcontroller.data.copies import INTEGER_OF_SIZE
-from mcontroller.data.jagged import is_jagged, make_jagged, packed_parts
+from mcontroller.data.columns import Columns, Schema, Unread, is_jagged, make_jagged, packed_parts
+from mcontroller.data.rows import INTEGER_OF_SIZE
 from mcontroller.data.tensordicts import is_memory_mapped, is_tensordict, is_tensordict_itself, make_tensordict
 from mcontroller.errors import DataError
 

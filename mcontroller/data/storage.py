@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.columns import Columns
-from mcontroller.data.jagged import is_jagged, make_jagged, packed_parts
+from mcontroller.data.columns import Columns, is_jagged, make_jagged, packed_parts
 from mcontroller.data.serialization import check_sendable
 from mcontroller.data.tensordicts import is_tensordict, make_tensordict
 from mcontroller.errors import DataError

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from mcontroller.data.columns import format_bytes
 from mcontroller.data.protocol import DataProto
-from mcontroller.data.sizes import format_bytes
+from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
-from mcontroller.dispatch.prepared_call import PreparedCall
-from mcontroller.dispatch.referenced import ReferencedShard
 from mcontroller.locality import locality
-from mcontroller.partition import Partition
 from mcontroller.transport import Arguments, Deferred
 from parallel_state.topology import Topology
 
@@ -24,7 +22,7 @@ __all__ = ["Explanation", "RankExplanation", "explain", "payload_bytes"]
 
 SHOWN_RANKS = 64
 
-UNKNOWN_SIZE = "not known yet"
+UNKNOWN_SIZE = "columns on workers"
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,11 @@ class RankExplanation:
         coordinates: its index on each axis.
         node: its node; None if unknown.
         shard: the shard that it gets.
-        rows: indices of its rows in the caller's batch; None if rows are not split, or the split is not known yet.
+        rows: indices of its rows in the caller's batch; None if rows are not split.
         padding: how many of the rows, the last ones, are padding.
         bytes: size of its arguments, without values that are still on the workers.
         returns: whether its value is returned.
-        unknown_bytes: whether it also gets values that are still on the workers, whose size is not known yet.
+        unknown_bytes: whether it also fetches values that are kept elsewhere, whose size is not known here.
     """
 
     rank: int
@@ -95,7 +93,7 @@ class Explanation:
         sent, stored = _size_text(self.sent_bytes, unknown), _size_text(self.stored_bytes, False)
         tail = f"{sent} read by all ranks, {stored} stored"
         if unknown:
-            tail += "; the size of futures is known once they are done and fetched"
+            tail += "; the size of columns on workers is not known here"
         crossing = locality(self.plan.topology).lines()
         return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail, *crossing])
 
@@ -107,7 +105,7 @@ def explain(call: PreparedCall) -> Explanation:
     plan = call.plan
     sizes = {id(arguments): payload_bytes(arguments) for arguments in call.shards}
     unknown = {id(arguments) for arguments in call.shards if _has_deferred(arguments)}
-    origin = call.origin if isinstance(call.origin, Partition) else None
+    origin = call.origin
     returning = set(plan.collected)
     nodes = plan.topology.nodes
     ranks = tuple(
@@ -130,7 +128,7 @@ def explain(call: PreparedCall) -> Explanation:
 
 def payload_bytes(value: Any) -> int:
     """Return the approximate size of a value when it is sent; 0 for a value that is still on the workers."""
-    if isinstance(value, ReferencedShard):
+    if isinstance(value, SentBatch):
         return payload_bytes(value.here)
     if isinstance(value, Deferred):
         return 0

@@ -19,10 +19,10 @@ from mcontroller.transport import (
     call_context,
     complete,
     finish,
+    outline,
     rejection,
     reported_coordinates,
     resolve,
-    row_count,
 )
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
@@ -43,9 +43,11 @@ class LocalHandle:
 class LocalCall:
     """A call that has run, with its values or the error that ended it; see ``mcontroller.transport.InFlightCall``."""
 
-    def __init__(self, values: Sequence[Any], measured: bool = False, error: MControllerError | None = None) -> None:
+    is_read = False
+
+    def __init__(self, values: Sequence[Any], keep: bool = False, error: MControllerError | None = None) -> None:
         self.parts = [LocalHandle(value) for value in values]
-        self.lengths = [LocalHandle(row_count(value)) for value in values] if measured else []
+        self.outlines = [LocalHandle(outline(value)) for value in values] if keep else []
         self._error = error
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
@@ -154,7 +156,7 @@ class LocalExecutor:
         returning: Sequence[int],
         *,
         timeout: float | None = None,
-        measure: bool = False,
+        keep: bool = False,
     ) -> LocalCall:
         """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
         self.check_alive(method)
@@ -169,7 +171,7 @@ class LocalExecutor:
             if len(rejected) < len(values):
                 return self.fail(errors[min(errors)])
             return LocalCall((), error=rejection(self.role, method, errors))
-        return LocalCall([values.get(rank) for rank in returning], measure)
+        return LocalCall([values.get(rank) for rank in returning], keep)
 
     def _try(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank; return a ``_Rejected`` if it raises before it has changed anything."""

@@ -11,16 +11,18 @@ from mcontroller.config.checks import check_above, check_at_least, check_between
 from mcontroller.config.fields import strict_fields, unknown_field
 from mcontroller.errors import ConfigError
 from mcontroller.locality import check_axes
-from mcontroller.ppo.estimators.gae import GAEOptions
-from mcontroller.ppo.estimators.groups import GPGOptions, GRPOOptions
+from mcontroller.ppo.estimators.built_in import (
+    GAEOptions,
+    GPGOptions,
+    GRPOOptions,
+    ReinforcePlusPlusBaselineOptions,
+    ReinforcePlusPlusOptions,
+)
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
-from mcontroller.ppo.estimators.reinforce import ReinforcePlusPlusBaselineOptions, ReinforcePlusPlusOptions
-from mcontroller.ppo.kl import KL_ESTIMATORS
-from mcontroller.ppo.kl_control import KLControlConfig
+from mcontroller.ppo.kl import KL_ESTIMATORS, KLControlConfig
 from mcontroller.ppo.mismatch import ImportanceConfig
-from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig
-from mcontroller.ppo.selection.overlong import OverlongConfig
-from mcontroller.ppo.stages.devices import OFFLOAD_CHOICES
+from mcontroller.ppo.selection import FilterGroupsConfig, OverlongConfig
+from mcontroller.ppo.stages import OFFLOAD_CHOICES
 
 __all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "ValidationConfig", "WarmUpConfig"]
 

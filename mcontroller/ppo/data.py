@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import DataError
 
 __all__ = [
@@ -30,10 +29,11 @@ __all__ = [
     "stop_tokens",
     "tokens_of",
     "with_tokens",
+    "without",
 ]
 
 RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
-"""The columns of generated responses that the trainer reads; others stay on the workers."""
+"""The columns of generated responses that the trainer reads. It fetches them together."""
 
 ROUTED_EXPERTS = "routed_experts"
 """Column of the experts that routers chose, ``[rows, prompt + response, layers with experts, experts of a token]``."""
@@ -121,31 +121,37 @@ def columns(batch: DataProto, *names: str) -> list[Tensor]:
     Raises:
         DataError: a column is missing; ``columns`` names the missing ones.
     """
-    present: dict[str, Any] = batch.tensors()
+    present = batch.tensor_names
     missing = [name for name in names if name not in present]
     if missing:
         raise DataError(
             f"the batch lacks column(s) {', '.join(missing)}; it has {', '.join(present) or 'none'}",
             columns=missing,
         )
-    return [present[name] for name in names]
+    tensors = batch.tensors(names)
+    return [tensors[name] for name in names]
 
 
-def with_tokens(batch: ReferencedBatch, problems: DataProto) -> ReferencedBatch:
+def without(batch: DataProto, names: Collection[str]) -> DataProto:
+    """Return a batch without the tensor columns of these names; those that it does not have are no error."""
+    return batch.select([name for name in batch.tensor_names if name not in names])
+
+
+def with_tokens(batch: DataProto, problems: DataProto) -> DataProto:
     """Return a batch with the columns ``TOKENS`` and ``PROMPTS``.
 
     Args:
         batch: responses; their ``attention_mask`` is read, and not kept here.
         problems: those of the rows, in their order, with the non-tensor column ``uid`` of whole numbers.
     """
-    (mask,) = columns(batch.read(["attention_mask"]).columns, "attention_mask")
+    (mask,) = columns(batch.slice(), "attention_mask")
     prompts = torch.tensor(problems.non_tensor_batch["uid"].tolist())
     return batch.union(DataProto.from_dict({TOKENS: mask.sum(1), PROMPTS: prompts}))
 
 
-def tokens_of(batch: ReferencedBatch) -> int:
+def tokens_of(batch: DataProto) -> int:
     """Return the number of tokens of a batch, after ``with_tokens``."""
-    return int(columns(batch.columns, TOKENS)[0].sum())
+    return int(columns(batch, TOKENS)[0].sum())
 
 
 class BatchStream:

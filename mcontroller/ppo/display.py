@@ -1,23 +1,20 @@
-"""Events of a run: a ``Display`` shows them to people, a ``Callback`` is code of a program that reacts to them.
-
-The base classes do nothing; ``progress`` shows the events in a terminal. Pass callbacks to
-``RayPPOTrainer(callbacks=...)``::
-
-    class StopWhenSolved(Callback):
-        def validated(self, trainer, metrics):
-            if metrics.get("held_out/accuracy", 0.0) > 0.95:
-                trainer.stop()
-"""
+"""What people see of a run: the events that the trainer reports, and how they are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
 from mcontroller.data.protocol import DataProto
 from mcontroller.group import WorkerGroup
+from parallel_state.axes import RANK_AXIS
+from parallel_state.topology import Topology
 
-__all__ = ["Callback", "Display", "RunningTrainer"]
+__all__ = ["Callback", "Display", "ProgressDisplay", "RunningTrainer", "group_table", "rank_table"]
 
 
 class Display:
@@ -80,3 +77,140 @@ class Callback:
 
     def ended(self, trainer: RunningTrainer) -> None:
         """Run after the last step; not after an error."""
+
+
+MAX_RANKS = 32
+"""Ranks that the table of ranks shows."""
+WIDE = 100
+"""Width in characters from which the bar shows the elapsed time too."""
+LINES_PER_PHASE = 8
+"""Lines that replace the bar if the output is not a terminal."""
+SHOWN_SAMPLES = 2
+SHOWN_CHARACTERS = 100
+"""Longest part of a text that a line of a sample shows: its end."""
+SHOWN: Mapping[str, tuple[str, str]] = {
+    "warm_up/loss": ("loss", ".3f"),
+    "train/score": ("reward", ".3f"),
+    "train/accuracy": ("accuracy", ".3f"),
+    "actor/reward_kl_penalty": ("KL", ".4f"),
+    "perf/tokens_per_s": ("tokens/s", ",.0f"),
+}
+"""Metrics that the bar shows if a step has them: label and format."""
+
+
+class ProgressDisplay(Display):
+    """Tables and a progress bar on ``console``, by default standard output.
+
+    If it is not a terminal, a few lines per phase replace the bar.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=10),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True)),
+        )
+        timed = (*columns, TimeElapsedColumn()) if self.console.width >= WIDE else columns
+        self._progress = Progress(*timed, console=self.console, disable=not self.console.is_terminal)
+        self._task: TaskID | None = None
+
+    def starting(self, what: str) -> None:
+        """Print the operation that starts."""
+        self.console.print(f"[dim]{what} ...[/dim]")
+
+    def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Print the tables of groups and ranks."""
+        self.console.print(group_table(groups))
+        self.console.print(rank_table(groups))
+
+    def phase(self, name: str, steps: int, done: int = 0) -> None:
+        """Start a new progress bar."""
+        self._progress.start()
+        if self._task is not None:
+            self._progress.stop_task(self._task)
+        self._task = self._progress.add_task(name, total=steps, completed=done, shown="")
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Advance the bar; without a terminal, print a line at every eighth of the phase."""
+        if self._task is None:
+            return
+        self._progress.update(self._task, advance=1, shown=metrics_text(metrics))
+        task = self._progress.tasks[self._task]
+        every = max(1, int(task.total or 0) // LINES_PER_PHASE)
+        if self._progress.disable and (task.completed % every == 0 or task.finished):
+            line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {metrics_text(metrics)}"
+            self.console.print(line, highlight=False)
+
+    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Print the first samples of a step."""
+        for sample in samples[:SHOWN_SAMPLES]:
+            texts = " -> ".join(_shortened(sample[name]) for name in ("prompt", "response"))
+            score = "no score" if sample["score"] is None else f"{sample['score']:.3g}"
+            self.console.print(f"  {texts}  ({score})", markup=False, highlight=False, soft_wrap=True)
+
+    def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the metrics of the held-out problems."""
+        values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in metrics.items())
+        self.console.print(f"held-out after {step} steps of PPO: [bold]{values}[/bold]", highlight=False)
+
+    def close(self) -> None:
+        """Stop the bar."""
+        self._progress.stop()
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a step as the bar shows them."""
+    return "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
+
+
+def group_table(groups: Mapping[str, WorkerGroup]) -> Table:
+    """Return a table with a row for every group: its worker class, layout, processes, and their threads on the CPU."""
+    table = Table("group", "worker", "layout", "processes", "threads", title="Groups", title_justify="left")
+    for name, group in groups.items():
+        nodes = len(set(group.executor.nodes))
+        processes = f"{group.world_size} on {nodes} node{'s' if nodes > 1 else ''}"
+        threads = sorted({each for each in group.executor.threads if each is not None})
+        shown = " or ".join(map(str, threads)) or "default"
+        table.add_row(name, group.worker_cls.__name__, layout_text(group.topology), processes, shown)
+    return table
+
+
+def rank_table(groups: Mapping[str, WorkerGroup]) -> Table:
+    """Return a table with a row for every rank: its node, and its coordinates in each group."""
+    table = Table("rank", "node", *groups, title="Ranks", title_justify="left")
+    world = max(group.world_size for group in groups.values())
+    longest = next(group for group in groups.values() if group.world_size == world)
+    for rank in range(min(world, MAX_RANKS)):
+        coordinates = [_coordinates_text(group.topology, rank) for group in groups.values()]
+        table.add_row(str(rank), longest.executor.nodes[rank], *coordinates)
+    if world > MAX_RANKS:
+        table.add_row(f".. {world - MAX_RANKS} more")
+    return table
+
+
+def layout_text(topology: Topology) -> str:
+    """Return a layout as ``tp 2 x pp 2 x dp 1``: tp, pp and dp always, other axes if their size is more than 1."""
+    axes = _shown_axes(topology)
+    return " x ".join(f"{axis} {topology.size(axis)}" for axis in axes)
+
+
+def _shown_axes(topology: Topology) -> Sequence[str]:
+    axes = [axis for axis in topology.dense_axes if axis != RANK_AXIS]
+    kept = [axis for axis in axes if axis in ("tp", "pp", "dp") or topology.size(axis) > 1]
+    order = ("tp", "cp", "pp", "dp")
+    return sorted(kept, key=lambda axis: order.index(axis) if axis in order else len(order)) or [RANK_AXIS]
+
+
+def _coordinates_text(topology: Topology, rank: int) -> str:
+    if rank >= topology.world_size:
+        return ""
+    coordinates = topology.coordinates(rank)
+    return "  ".join(f"{axis} {coordinates[axis]}" for axis in _shown_axes(topology))
+
+
+def _shortened(text: str) -> str:
+    """Return the end of a text, on one line."""
+    line = repr(text)[1:-1]
+    return line if len(line) <= SHOWN_CHARACTERS else f"...{line[3 - SHOWN_CHARACTERS :]}"

@@ -1,21 +1,122 @@
-"""Responses to problems: from one call of the rollout's group, or as a program's own rollout function calls it."""
+"""Responses to problems: from one call of the rollout or a program's own function, also ahead of training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.future import Future
-from mcontroller.dispatch.referenced import ReferencedBatch
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError, GroupError
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.data import columns
+from mcontroller.ppo.config import TrainerConfig
+from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
+from mcontroller.ppo.saving.run_record import BatchInFlight
+from mcontroller.ppo.stages import Stages
 
-__all__ = ["GenerateSequences", "RolloutFunction", "generate_responses", "start_responses"]
+__all__ = [
+    "DRAWN",
+    "GenerateSequences",
+    "Generations",
+    "RolloutFunction",
+    "RolloutWeights",
+    "generate_responses",
+    "staleness_metrics",
+    "start_responses",
+]
+
+
+class RolloutWeights:
+    """Sends the weights of the actor to the group that generates, if they have changed since the last time.
+
+    The worker class of the actor has the class method ``transfer_weights(source, target, transport, timeout)``, which
+    returns the transfer: its ``run()`` sends the current weights, and returns a report with ``metrics()`` and
+    ``policy_version``; ``close()`` ends the connections. That of the rollout may have the registered method
+    ``has_weights``, which returns False after it has lost them with the memory of its GPUs. Without a group that only
+    generates, nothing is sent.
+
+    Args:
+        stages: the stage ``weights`` gets the seconds.
+        config: has the name of the transport, and the seconds after which a transfer fails.
+    """
+
+    def __init__(self, stages: Stages, config: TrainerConfig) -> None:
+        self._stages = stages
+        self._options = {"transport": config.weight_transport, "timeout": config.weight_timeout}
+        self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
+        self._transfer: Any = None
+        self._stale = True
+        self._metrics: dict[str, float] = {}
+        self._report: Any = None
+        self._generating: DataProto | None = None
+
+    def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
+        """Send from ``actor`` to ``rollout`` from now on; do nothing if they are the same group."""
+        self._transfer = self._generating = None
+        if rollout is not actor:
+            self._groups, self._stale = (actor, rollout), True
+
+    @property
+    def sends(self) -> bool:
+        """Whether a group of its own generates."""
+        return self._groups is not None
+
+    def changed(self) -> None:
+        """Send the weights before the next generation: the policy has changed."""
+        self._stale = True
+
+    def wait_for(self, generating: DataProto) -> None:
+        """Do not send weights before this generation has ended."""
+        self._generating = generating
+
+    @property
+    def version(self) -> int:
+        """The version of the policy that was sent last."""
+        version: int = self._report.policy_version
+        return version
+
+    def update(self) -> None:
+        """Send the weights now, if the policy has changed; first wait for the generation in flight.
+
+        Raises:
+            GroupError: the generation failed.
+        """
+        if self._groups is None or not (self._stale or self._are_lost(self._groups[1])):
+            return
+        if self._generating is not None:
+            with self._stages("generate"):
+                self._generating.check()
+            self._generating = None
+        actor, rollout = self._groups
+        with self._stages("weights", actor.send_weights):
+            if self._transfer is None:
+                self._transfer = actor.worker_cls.transfer_weights(actor, rollout, **self._options)
+            self._report = self._transfer.run()
+            self._metrics = self._report.metrics()
+        self._stale = False
+
+    def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
+        """Whether an engine has slept since it got the weights, so that another group had the memory of its GPUs."""
+        may_lose = rollout.offers("has_weights") and self._stages.devices.are_shared(rollout)
+        return may_lose and not rollout.has_weights()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the last transfer cost, once."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self) -> None:
+        """End the connections between the groups."""
+        if self._transfer is not None:
+            self._transfer.close()
+
 
 GenerateSequences = Callable[[DataProto], DataProto]
 """``generate_sequences`` of the rollout's group."""
@@ -33,8 +134,8 @@ sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a respo
 
 def start_responses(
     rollout: WorkerGroup[Any], problems: DataProto, sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
-) -> Future[Any] | DataProto:
-    """Start to generate the responses to problems; return their future, or what ``rollout_fn`` returns.
+) -> DataProto:
+    """Start to generate the responses to problems, and return them; only ``rollout_fn`` is waited for.
 
     Args:
         rollout: the group that generates.
@@ -48,8 +149,8 @@ def start_responses(
     if rollout_fn is None:
         prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
         prompts.meta_info = dict(sampling)
-        future: Future[Any] = rollout.generate_sequences.options(blocking=False)(prompts)
-        return future
+        generated: DataProto = rollout.generate_sequences.options(blocking=False)(prompts)
+        return generated
     asked = problems.select(["input_ids", "attention_mask"])
     asked.meta_info = dict(sampling)
     responses = rollout_fn(asked, rollout.generate_sequences)
@@ -61,20 +162,18 @@ def generate_responses(
     rollout: WorkerGroup[Any],
     problems: DataProto,
     sampling: Mapping[str, Any],
-    read: Collection[str] | None,
     rollout_fn: RolloutFunction | None,
-) -> tuple[ReferencedBatch, DataProto]:
+) -> tuple[DataProto, DataProto]:
     """Return the responses to problems, and the problems' other columns, repeated for each response.
 
     Args:
         rollout: the group that generates.
         problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
         sampling: the ``meta_info`` of ``generate_sequences``.
-        read: the columns of the responses to read here; the others stay on the workers. None: all.
-        rollout_fn: calls the rollout; all columns that it returns are here. None: one call.
+        rollout_fn: calls the rollout. None: one call.
     """
     others = problems.select([], non_tensor_batch_keys=None)
-    responses = ReferencedBatch.of(start_responses(rollout, problems, sampling, rollout_fn), read)
+    responses = start_responses(rollout, problems, sampling, rollout_fn)
     return responses, others.repeat(len(responses) // len(problems))
 
 
@@ -104,3 +203,197 @@ def _prompts(ids: Tensor, mask: Tensor, columns_of_prompt: int, width: int) -> T
     """Return the token ids of prompts, int64 ``[rows, width]``, padded on the left with -1."""
     kept = ids[:, :columns_of_prompt].masked_fill(mask[:, :columns_of_prompt] == 0, -1)
     return pad(kept, (width - columns_of_prompt, 0), value=-1)
+
+
+DRAWN = "drawn_batch"
+"""Key of the ``meta_info`` of a batch of problems: its number in the sequence of the data set."""
+
+VERSION = "policy_version"
+"""Column of the version of the policy that generated each row, int64 ``[rows]``."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """A batch whose responses are being generated, or have been."""
+
+    number: int | None
+    problems: DataProto
+    responses: DataProto
+    memory: Callable[[], dict[str, float]]
+
+
+class Generations:
+    """The responses to train on, of which ``ahead`` batches are generated while the policy learns from earlier ones.
+
+    A batch is started with the newest weights, after the batch before it: the rollout's group is never updated while it
+    generates. With ``ahead=0``, a batch is taken right after it was started.
+
+    Args:
+        ahead: batches in flight while the policy learns.
+        stages: the stage ``generate`` gets the seconds in which the controller waits for responses.
+        weights: sends the weights before a batch is started.
+    """
+
+    def __init__(self, ahead: int, stages: Stages, weights: RolloutWeights) -> None:
+        self._ahead = ahead
+        self._stages = stages
+        self._weights = weights
+        self._queue: deque[_Generation] = deque()
+        self._asked = 0
+        self._rollout: Any = None
+        self._sampling: Mapping[str, Any] = {}
+        self._rollout_fn: RolloutFunction | None = None
+
+    def connect(
+        self, rollout: WorkerGroup[Any], sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
+    ) -> None:
+        """Generate with a group from now on; the arguments are those of ``start_responses``."""
+        self._rollout, self._sampling, self._rollout_fn = rollout, sampling, rollout_fn
+
+    def restart(self, rollout: WorkerGroup[Any]) -> None:
+        """Generate with another group from now on, and start the batches in flight again, with the newest weights."""
+        waiting, self._rollout = list(self._queue), rollout
+        self._queue.clear()
+        for each in waiting:
+            self._begin(each.number, each.problems)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def exchange(
+        self, problems: DataProto, draw: Callable[[], DataProto]
+    ) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
+        """Start to generate the responses to problems with the newest weights, and return those of the oldest batch.
+
+        Args:
+            problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+            draw: returns the next problems, as long as fewer than ``ahead`` batches are in flight.
+
+        Returns:
+            The problems of the oldest batch, with the non-tensor column ``uid``; the responses to them; the problems'
+            non-tensor columns, repeated for each response; and the memory that was used.
+
+        Raises:
+            ConfigError: no group generates yet.
+            DataError: the batch has another size than those in flight.
+            GroupError: a batch could not be generated.
+        """
+        self._start(problems)
+        while len(self._queue) <= self._ahead:
+            self._start(draw())
+        return self._taken()
+
+    def _start(self, problems: DataProto) -> None:
+        if self._rollout is None:
+            raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
+        if self._queue and len(problems) != len(self._queue[0].problems):
+            raise DataError(
+                f"a batch of {len(problems)} problems, and the one in flight has {len(self._queue[0].problems)}: with "
+                "trainer.max_staleness=1 all batches of a run have one size",
+                rows=len(problems),
+                expected=len(self._queue[0].problems),
+            )
+        self._begin(self._numbered(problems), problems)
+
+    def _begin(self, number: int | None, problems: DataProto) -> None:
+        self._weights.update()
+        with self._stages("generate", self._rollout.generate_sequences):
+            responses = start_responses(self._rollout, problems, self._sampling, self._rollout_fn)
+        memory: Callable[[], dict[str, float]] = dict
+        if self._ahead:
+            memory = self._stages.ask_memory([self._rollout.name])
+            self._weights.wait_for(responses)
+        self._queue.append(_Generation(number, problems, responses, memory))
+
+    def _taken(self) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
+        oldest = self._queue.popleft()
+        reads = (*RESPONSE_COLUMNS, VERSION) if self._ahead else RESPONSE_COLUMNS
+        with self._stages("generate"):
+            batch = oldest.responses.prefetch(reads)
+        others = oldest.problems.select([], non_tensor_batch_keys=None)
+        asked = others.repeat(len(batch) // len(oldest.problems))
+        return oldest.problems, batch, asked, oldest.memory()
+
+    def state(self) -> tuple[tuple[BatchInFlight, ...], Mapping[str, Any]]:
+        """Wait for the batches in flight; return them with all their columns, and the state of the group's sampling.
+
+        If the group failed, both are empty: the run that resumes generates the batches again.
+
+        Raises:
+            DataError: a batch was not drawn from the data set of the run, which has to draw its problems again.
+        """
+        try:
+            return self._generated(), self._sampling_state()
+        except GroupError as error:
+            _logger.warning("the checkpoint is saved without the responses in flight: %s", error)
+            return (), {}
+
+    def _sampling_state(self) -> Mapping[str, Any]:
+        if not self._saves_sampling():
+            return {}
+        state: Mapping[str, Any] = self._rollout.sampling_state()[0]
+        return state
+
+    def _saves_sampling(self) -> bool:
+        """Whether the group is one of its own, whose worker class has ``sampling_state`` and ``restore_sampling``."""
+        return self._weights.sends and all(map(self._rollout.offers, ("sampling_state", "restore_sampling")))
+
+    def _generated(self) -> tuple[BatchInFlight, ...]:
+        saved = []
+        for each in self._queue:
+            if each.number is None:
+                raise DataError(
+                    "a batch in flight cannot be saved: its problems were passed to train_step, and were not drawn "
+                    "with draw(), so a run that resumes cannot draw them again. Set trainer.max_staleness=0"
+                )
+            saved.append(BatchInFlight(each.number, each.responses.slice().get()))
+        return tuple(saved)
+
+    def restore(
+        self,
+        saved: Sequence[BatchInFlight],
+        sampling: Mapping[str, Any],
+        problems: Callable[[int], DataProto],
+    ) -> int:
+        """Continue with saved batches and return how many are in flight again: none without ``ahead``.
+
+        Args:
+            saved: the batches in flight of a checkpoint.
+            sampling: the state of the group's sampling; empty: that of a new run.
+            problems: returns a batch of problems by its number in the data set.
+        """
+        if sampling and self._saves_sampling():
+            self._rollout.restore_sampling(sampling)
+        self._queue.clear()
+        if not self._ahead:
+            return 0
+        for each in saved:
+            drawn = problems(each.number)
+            self._numbered(drawn)
+            self._queue.append(_Generation(each.number, drawn, each.responses, dict))
+        return len(saved)
+
+    def _numbered(self, problems: DataProto) -> int | None:
+        """Give every problem a ``uid``, and return the number of the batch in the data set, if it has one."""
+        uid = np.arange(self._asked, self._asked + len(problems))
+        problems.non_tensor_batch["uid"] = uid.astype(object)
+        self._asked += len(problems)
+        number: int | None = problems.meta_info.pop(DRAWN, None)
+        return number
+
+
+def staleness_metrics(batch: DataProto, newest: int) -> dict[str, float]:
+    """Return how many updates of the policy the rows of a batch are behind: ``training/staleness_mean`` and ``_max``.
+
+    Args:
+        batch: ``policy_version`` int64 ``[rows]``.
+        newest: the version of the policy before its next update.
+
+    Raises:
+        DataError: the batch has no ``policy_version``.
+    """
+    (version,) = columns(batch, VERSION)
+    behind = newest - version.to(torch.float64)
+    return {"training/staleness_mean": float(behind.mean()), "training/staleness_max": float(behind.max())}

@@ -16,7 +16,10 @@ from mcontroller.config.fields import strict_fields
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
 
-__all__ = ["ImportanceConfig", "importance_weights", "mismatch_metrics"]
+__all__ = ["MISMATCH", "ImportanceConfig", "importance_weights", "mismatch_metrics"]
+
+MISMATCH = ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_kl")
+"""The metrics of an update that belong beside those of ``mismatch_metrics``: of the policy while it is updated."""
 
 LEVELS = ("none", "token", "sequence")
 MODES = ("truncate", "mask")
@@ -89,7 +92,7 @@ def mismatch_metrics(data: DataProto) -> dict[str, float]:
     Raises:
         DataError: another column is missing.
     """
-    if "rollout_log_probs" not in data.tensors():
+    if "rollout_log_probs" not in data.tensor_names:
         return {}
     policy, rollout, mask = columns(data, "old_log_probs", "rollout_log_probs", "response_mask")
     policy, rollout = policy[mask.bool()].double(), rollout[mask.bool()].double()

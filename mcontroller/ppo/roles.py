@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.ahead.checks import check_ahead
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import STAGE_COLUMNS
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
-from mcontroller.ppo.rollout_weights import check_colocated, check_transfer
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
-from mcontroller.ray.resource_pool import ResourcePoolManager, Role
+from mcontroller.ray.resource_pool import ResourcePoolManager
 
 __all__ = [
     "CONFIG_KEYS",
+    "Role",
     "RoleWorker",
+    "check_ahead",
+    "check_generates_alone",
     "check_reference_sync",
     "check_roles",
     "has_reference",
@@ -28,6 +31,19 @@ __all__ = [
     "unread_by_update",
     "updates_once",
 ]
+
+
+class Role(Enum):
+    """The roles of models in reinforcement learning."""
+
+    Actor = auto()
+    Rollout = auto()
+    ActorRollout = auto()
+    Critic = auto()
+    RefPolicy = auto()
+    RewardModel = auto()
+    ActorRolloutRef = auto()
+
 
 CONFIG_KEYS = {
     Role.ActorRolloutRef: "actor_rollout_ref",
@@ -97,9 +113,9 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
     if len(actors) != 1 or (Role.Actor in mapping) != (Role.Rollout in mapping):
         raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout, or Role.Actor and Role.Rollout")
     if Role.Rollout in mapping:
-        check_transfer(config, mapping[Role.Actor], mapping[Role.Rollout])
+        _check_transfer(config, mapping[Role.Actor], mapping[Role.Rollout])
         if pools is not None:
-            check_colocated(pools, Role.Actor, Role.Rollout)
+            _check_colocated(pools, Role.Actor, Role.Rollout)
     check_ahead(config, mapping)
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:
@@ -239,3 +255,107 @@ def _needs_critic(config: PPOConfig) -> bool:
 def _misfit(mapping: Mapping[Role, Any], rule: str) -> ConfigError:
     mapped = ", ".join(str(role) for role in mapping) or "none"
     return ConfigError(f"role_worker_mapping has {mapped}: {rule}", key="role_worker_mapping", value=mapped)
+
+
+_logger = logging.getLogger(__name__)
+_KEY = "trainer.max_staleness"
+
+
+def check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
+    """Raise ConfigError if ``trainer.max_staleness`` does not fit the roles or the algorithm.
+
+    Logs a warning if nothing in the algorithm corrects for the older policy.
+    """
+    staleness, algorithm = config.trainer.max_staleness, config.algorithm
+    if not staleness:
+        return
+    if Role.Rollout not in roles:
+        raise ConfigError(
+            f"{_KEY} is {staleness}, and the actor's processes generate: they cannot train at the same time. Set "
+            "rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs; map Role.Actor "
+            f"and Role.Rollout in a program of your own; or set {_KEY}=0",
+            key=_KEY,
+            value=staleness,
+        )
+    if ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].needs_greedy:
+        raise ConfigError(
+            f"algorithm.adv_estimator is {algorithm.adv_estimator!r} with {_KEY}={staleness}: the greedy response, "
+            "which is generated when the samples are scored, would be that of a newer policy than theirs. Set "
+            f"{_KEY}=0, or another estimator such as rloo",
+            key="algorithm.adv_estimator",
+            value=algorithm.adv_estimator,
+        )
+    if algorithm.importance.level == "none" and algorithm.old_log_probs != "rollout":
+        _logger.warning(
+            "%s is %d, and nothing corrects for the older policy that the responses are from: set "
+            "algorithm.importance.level=token, or algorithm.old_log_probs=rollout",
+            _KEY,
+            staleness,
+        )
+
+
+def check_generates_alone(
+    config: PPOConfig, roles: Mapping[Role, Any], pools: ResourcePoolManager, has_rollout_fn: bool
+) -> None:
+    """Raise ConfigError if generation would wait for training, or for the controller, instead of running beside it."""
+    staleness = config.trainer.max_staleness
+    if not staleness:
+        return
+    if has_rollout_fn:
+        raise ConfigError(
+            f"{_KEY} is {staleness} with a rollout_fn (multi_turn), whose loop of calls runs in the controller, which "
+            f"trains at that time: set {_KEY}=0, or generate with one call for each batch",
+            key=_KEY,
+            value=staleness,
+        )
+    if not (pools.use_gpu or config.trainer.offload == "always") or Role.Rollout not in pools.mapping:
+        return
+    pool = pools.mapping[Role.Rollout]
+    others = [str(role) for role in roles if role is not Role.Rollout and pools.mapping.get(role) == pool]
+    if others:
+        raise ConfigError(
+            f"{_KEY} is {staleness}, and Role.Rollout shares the pool {pool!r} with {', '.join(others)}, with which it "
+            "takes turns: give it a pool of its own, with pools.rollout.process_on_nodes in the configuration of a run "
+            f"or the mapping in a program of your own; or set {_KEY}=0",
+            key=_KEY,
+            value=staleness,
+        )
+
+
+def _check_transfer(config: PPOConfig, actor: Any, rollout: Any) -> None:
+    """Raise ConfigError if the weights of the actor cannot become those of the rollout.
+
+    Args:
+        config: the configuration of the run.
+        actor: the worker class of the actor.
+        rollout: the worker class of the rollout.
+    """
+    if not hasattr(actor, "transfer_weights"):
+        raise ConfigError(
+            f"{actor.__name__} has no class method transfer_weights, which Role.Actor and Role.Rollout need: derive it "
+            "from workers.ActorRolloutRefWorker, or map Role.ActorRollout",
+            key="role_worker_mapping",
+            value=actor.__name__,
+        )
+    if config.rollout is not None:
+        actor.check_transfer(config.actor_rollout_ref, config.rollout, config.trainer.weight_transport)
+
+
+def _check_colocated(pools: ResourcePoolManager, actor: Role, rollout: Role) -> None:
+    """Raise ConfigError if actor and rollout share GPUs of several nodes, between which no transport carries weights.
+
+    Args:
+        pools: the pools of the run.
+        actor: the role that weights come from.
+        rollout: the role that weights go to.
+    """
+    pool = pools.mapping.get(rollout)
+    nodes = len(pools.resource_pool_spec.get(pool or "", ()))
+    if pools.use_gpu and nodes > 1 and pool == pools.mapping.get(actor):
+        raise ConfigError(
+            f"{actor} and {rollout} share the GPUs of pool {pool!r} on {nodes} nodes, and weights travel between "
+            f"groups that share GPUs within one node only: give {rollout} a pool of its own (pools.rollout), let the "
+            "processes of the actor generate (Role.ActorRollout; in a file, no section rollout), or use one node",
+            key="role_worker_mapping",
+            value=pool,
+        )

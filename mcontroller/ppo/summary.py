@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
-from mcontroller.ppo.estimators.outcomes import groups_of, outcomes
-from mcontroller.ppo.rewards import Reward
-from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
-from mcontroller.ppo.selection.overlong import truncated_rows
+from mcontroller.ppo.estimators.built_in import groups_of, outcomes
+from mcontroller.ppo.rewards.reward import Reward
+from mcontroller.ppo.selection import GroupFilter, truncated_rows
 
 __all__ = [
     "experience_metrics",
@@ -23,7 +19,6 @@ __all__ = [
     "mean_of_parts",
     "reward_metrics",
     "signal_metrics",
-    "validation_metrics",
 ]
 
 
@@ -80,9 +75,9 @@ def experience_metrics(batch: DataProto, eos_token_ids: Collection[int] = ()) ->
         "response/length_min": float(lengths.min()),
         "response/length_max": float(lengths.max()),
     }
-    if "responses" in batch.tensors():
+    if "responses" in batch.tensor_names:
         metrics["response/truncated"] = float(truncated_rows(batch, eos_token_ids).float().mean())
-    if "values" in batch.tensors():
+    if "values" in batch.tensor_names:
         returns, values = (column[mask] for column in columns(batch, "returns", "values"))
         variance = float(returns.var(correction=0)) if len(returns) else 0.0
         if variance > 1e-12 * max(1.0, float(returns.square().mean())):
@@ -114,37 +109,6 @@ def group_metrics(groups: GroupFilter) -> dict[str, float]:
     """Return ``train/frac_reward_zero_std``, the share of prompts whose responses have equal scores, of all drawn."""
     equal = groups.without_signal()
     return {"train/frac_reward_zero_std": _mean(equal.float())}
-
-
-def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
-    """Return statistics of the scores of ``n`` responses to each problem, under ``held_out/``.
-
-    ``score`` is the mean over all responses. With more than one response, ``mean_at_<n>`` is that mean as well,
-    ``best_at_<n>`` the mean over problems of the best score, and, if the reward has ``answers``, ``maj_at_<n>`` the
-    mean over problems of the score of the most frequent answer, of several the one that occurs first. Responses without
-    a score do not count.
-
-    Args:
-        reward: of the responses; those to one problem are neighbors.
-        n: responses to each problem.
-    """
-    metrics = reward_metrics("held_out", reward)
-    if n == 1:
-        return metrics
-    best, voted, scores = [], [], reward.row_scores().view(-1, n).tolist()
-    for problem, of_problem in enumerate(scores):
-        rows = [row for row in range(n) if not math.isnan(of_problem[row])]
-        if not rows:
-            continue
-        best.append(max(of_problem[row] for row in rows))
-        if reward.answers is not None:
-            answers = [reward.answers[problem * n + row] for row in rows]
-            voted.append(of_problem[rows[answers.index(Counter(answers).most_common(1)[0][0])]])
-    if best:
-        metrics |= {f"held_out/mean_at_{n}": metrics["held_out/score"], f"held_out/best_at_{n}": fmean(best)}
-    if voted:
-        metrics[f"held_out/maj_at_{n}"] = fmean(voted)
-    return metrics
 
 
 def _with_response(batch: DataProto) -> DataProto:

@@ -3,73 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError, close_all
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.advantages import compute_advantage
-from mcontroller.ppo.ahead.checks import check_generates_alone
-from mcontroller.ppo.ahead.generations import DRAWN, Generations, staleness_metrics
 from mcontroller.ppo.config import PPOConfig
-from mcontroller.ppo.data import (
-    RESPONSE_COLUMNS,
-    ROUTED_EXPERTS,
-    TOKENS,
-    BatchStream,
-    Dataset,
-    Tokenizer,
-    check_rows,
-    columns,
-    in_order,
-    special_tokens,
-    stop_tokens,
-    tokens_of,
-    with_tokens,
-)
+from mcontroller.ppo.data import BatchStream, Dataset, Tokenizer, check_rows, stop_tokens, tokens_of
 from mcontroller.ppo.display import Callback, Display
-from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
-from mcontroller.ppo.generation import RolloutFunction, generate_responses
-from mcontroller.ppo.kl import apply_kl_penalty
-from mcontroller.ppo.kl_control import make_kl_controller
-from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
-from mcontroller.ppo.rewards import CombineRewards, Reward, RewardFunction, RewardSources, joined
-from mcontroller.ppo.roles import (
-    RoleWorker,
-    check_reference_sync,
-    check_roles,
-    reads_reference,
-    response_limit,
-    role_workers,
-    unread_by_update,
-    updates_once,
-)
-from mcontroller.ppo.rollout_weights import RolloutWeights
+from mcontroller.ppo.generation import DRAWN, RolloutFunction
+from mcontroller.ppo.groups import RunGroups
+from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
+from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.run_record import read_record
-from mcontroller.ppo.selection.dynamic_sampling import GroupFilter
-from mcontroller.ppo.selection.overlong import penalized, truncated_rows
-from mcontroller.ppo.selection.trained_rows import trained_on
-from mcontroller.ppo.stages.devices import SharedDevices
-from mcontroller.ppo.stages.stages import OverlappingStages, StageCall, Stages
-from mcontroller.ppo.stages.token_balance import TokenBalance
-from mcontroller.ppo.summary import (
-    experience_metrics,
-    group_metrics,
-    mean_of_parts,
-    reward_metrics,
-    signal_metrics,
-    validation_metrics,
-)
-from mcontroller.ray.resource_pool import RayResourcePool, ResourcePoolManager, Role
+from mcontroller.ppo.stages import SharedDevices, Stages
+from mcontroller.ppo.step import PPOStep
+from mcontroller.ppo.summary import experience_metrics, mean_of_parts
+from mcontroller.ppo.validation import validate
+from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trackers import Tracker
 
-__all__ = ["RayPPOTrainer"]
+__all__ = ["RayPPOTrainer", "restart_rollout"]
 
 SAMPLES_PER_STEP = 16
 """Rows of the table of samples that trackers log at every step."""
@@ -138,7 +97,7 @@ class RayPPOTrainer:
         check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn is not None)
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
-        self.rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
+        rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
         if config.warm_up.steps and warm_up_dataset is None:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:
@@ -147,24 +106,20 @@ class RayPPOTrainer:
         self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
-        self.role_workers = role_workers(config, role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
-        self.ray_worker_group_cls = ray_worker_group_cls
         self.val_dataset = val_dataset
         self.warm_up_dataset = warm_up_dataset
-        self.rollout_fn = rollout_fn
         self.stateful = dict(stateful or {})
         self.trackers = trackers
         self.callbacks = callbacks
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
-        self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
         self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
-        self.groups: dict[str, WorkerGroup] = {}
-        workers = {each.name: each.init for each in self.role_workers}
-        self.balance = TokenBalance(workers, self.groups, config.trainer.balance_tokens)
-        self.rollout_weights = RolloutWeights(self.stages, config.trainer)
-        self.generations = Generations(config.trainer.max_staleness, self.stages, self.rollout_weights)
+        self.run_groups = RunGroups(
+            *(config, role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.stages, self.display)
+        )
+        self.groups = self.run_groups.by_name
+        self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
         self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
         self.preemption = Preemption(config.trainer.max_seconds)
@@ -180,33 +135,11 @@ class RayPPOTrainer:
         Raises:
             ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
         """
-        self.resource_pool_manager.create_resource_pool()
-        for worker in self.role_workers:
-            pool = self.resource_pool_manager.get_resource_pool(worker.role)
-            self.groups[worker.name] = self.start_group(worker, pool)
-        for group in self.groups.values():
-            with self.stages("start", group.init_model):
-                group.init_model()
-        self.actor = self.groups["actor"]
-        self.rollout = self.groups.get("rollout", self.actor)
-        self.rollout_weights.connect(self.actor, self.rollout)
-        self.generations.connect(self.rollout, special_tokens(self.tokenizer), self.rollout_fn)
-        self.critic = self.groups.get("critic")
-        in_actor = Role.ActorRolloutRef in self.role_worker_mapping
-        read = reads_reference(self.config, self.role_worker_mapping)
-        self.reference = self.actor if in_actor and read else self.groups.get("ref")
-        self.reward_model = self.groups.get("reward")
-        self.display.groups(self.groups)
-
-    def start_group(self, worker: RoleWorker, pool: RayResourcePool) -> WorkerGroup:
-        """Start the processes of a role; ``init_model`` is not called."""
-        axes = self.config.trainer.axes_across_nodes  # a custom class without this argument needs none
-        further: dict[str, Any] = {"axes_across_nodes": axes} if axes else {}
-        with self.stages("start"):
-            self.display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
-            group = self.ray_worker_group_cls(pool, worker.init, name_prefix=worker.name, **further)
-            self.stages.devices.add(group, pool)
-        return group
+        self.run_groups.start()
+        self.step.connect()
+        groups = self.run_groups
+        self.actor, self.rollout, self.critic = groups.actor, groups.rollout, groups.critic
+        self.reference, self.reward_model = groups.reference, groups.reward_model
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -284,169 +217,19 @@ class RayPPOTrainer:
         With ``trainer.max_staleness=1``, the responses to these problems are generated during the step, which trains
         on those of the step before. With ``algorithm.filter_groups``, further batches of problems are drawn.
         """
-        started, stage = time.perf_counter(), self.stages
-        stage.drop_step()
-        batch, metrics = self.experience(problems)
-        with stage("advantages"):
-            batch, of_advantages = self.advantages(batch)
-        metrics |= of_advantages | experience_metrics(batch.columns, stop_tokens(self.tokenizer))
-        batch = self.seen_by_callbacks(batch)
-        metrics = self.update(batch) | metrics  # the mismatch before the update, if it is known
-        self.num_tokens += tokens_of(batch)
-        metrics |= self._progress(batch, len(problems)) | self.rollout_weights.take_metrics()
-        return metrics | stage.timing(started, tokens_of(batch), len(batch)) | stage.take_memory()
-
-    def experience(self, problems: DataProto) -> tuple[ReferencedBatch, dict[str, float]]:
-        """Return responses to as many problems with scores, log-probabilities and values, and metrics of all drawn.
-
-        With ``algorithm.filter_groups``, groups without a signal are replaced by those of further problems first. The
-        batch has the columns of its problems too. The columns that only models read stay on the workers.
-        """
-        rule = self.config.algorithm
-        groups = GroupFilter(rule.filter_groups, len(problems))
-        metrics: dict[str, float] = {}
-        while True:
-            problems, batch, asked, of_generation = self.generations.exchange(problems, self.draw)
-            self.rewards.start(batch, asked)
-            metrics |= of_generation
-            metrics |= mean_of_parts(batch.columns) if "metrics" in batch.columns.meta_info else {}
-            batch.columns.meta_info.pop("metrics", None)
-            batch = with_tokens(batch, asked)
-            with self.stages.overlapping() as start:
-                policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
-                scores, reward = self.scored(batch, asked, start)
-            batch = trained_on(self.with_results(batch, policies).union(scores), ~reward.row_scores().isnan())
-            if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
-                batch = self.with_greedy_scores(batch, problems)
-            groups.add(batch.union(asked), reward)
-            if groups.is_complete:
-                break
-            problems = self.draw()
-        batch, drawn = groups.batch()
-        if rule.filter_groups.enable:
-            with self.stages.overlapping() as start:
-                policies = self.score_policies(batch, start)
-            batch = self.with_results(batch, policies)
-        if "old_log_probs" in batch.columns.tensors() and rule.old_log_probs != "rollout":
-            metrics |= mismatch_metrics(batch.columns)
-        if self.config.trainer.max_staleness:
-            metrics |= staleness_metrics(batch.columns, self.rollout_weights.version)
-        reward = groups.reward()
+        started, stages, step = time.perf_counter(), self.stages, self.step
+        stages.drop_step()
+        batch, reward, metrics = step.experience(problems, self.draw)
         self.show_samples(reward)
-        return batch, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
-
-    def score_policies(self, batch: ReferencedBatch, start: OverlappingStages) -> list[StageCall]:
-        """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
-        rows, old, calls = batch.without_text(), self.config.algorithm.old_log_probs, []
-        others = rows.without([ROUTED_EXPERTS])
-        once = updates_once(self.config, self.role_workers[0], len(rows), rows.columns.meta_info.get("n", 1))
-        if old == "policy" or (old == "auto" and not once):
-            calls.append(start("old log-probs", self.balance.of(self.actor.compute_log_prob), rows))
-        if self.reference is not None:
-            calls.append(start("reference", self.balance.of(self.reference.compute_ref_log_prob), others))
-        if self.critic is not None:
-            calls.append(start("values", self.balance.of(self.critic.compute_values), others))
-        return calls
-
-    def with_results(self, batch: ReferencedBatch, calls: Sequence[StageCall]) -> ReferencedBatch:
-        """Return the batch with the results of ``score_policies``, and ``old_log_probs`` if they are the rollout's."""
-        in_reward, here = self.config.algorithm.kl_in_reward, batch.columns.tensors()
-        if self.config.algorithm.old_log_probs == "rollout":
-            batch = batch.union(DataProto.from_dict({"old_log_probs": columns(batch.columns, "rollout_log_probs")[0]}))
-        reads = {"values"} | ({"old_log_probs", "ref_log_prob"} if in_reward else set())
-        reads |= {"old_log_probs"} if "rollout_log_probs" in here else set()
-        for call in calls:
-            batch = batch.union(ReferencedBatch.of(call.future(), reads))
-        return batch
-
-    def update(self, batch: ReferencedBatch) -> dict[str, float]:
-        """Train critic and actor on the batch, and return their metrics."""
-        batch, metrics, trainer, step = batch.without_text(), dict[str, float](), self.config.trainer, self.global_steps
-        if self.config.algorithm.mask_truncated:
-            batch = trained_on(batch, ~truncated_rows(batch.columns, stop_tokens(self.tokenizer)))
-        if not bool(columns(batch.columns, "response_mask")[0].any()):
-            return {"actor/skipped_steps": 1.0}
-        calls: list[StageCall] = []
-        unread = {name: unread_by_update(self.role_workers, name) for name in self._trained_groups()}
-        with self.stages.overlapping() as start:
-            if self.critic is not None:
-                rows = batch.without(unread["critic"])
-                calls.append(start("update critic", *self.balance.update(self.critic.update_critic, rows, step)))
-            if step >= trainer.critic_warmup:
-                rows, update = batch.without(unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
-                calls.append(start("update actor", *self.balance.update(self.actor.update_actor, rows, update)))
-                self.rollout_weights.changed()
-        for call in calls:
-            metrics |= mean_of_parts(call.get())
-        return {name.replace("actor/rollout_", "training/rollout_"): value for name, value in metrics.items()}
-
-    def generate(
-        self, problems: DataProto, read: Collection[str] | None = None, **sampling: Any
-    ) -> tuple[ReferencedBatch, DataProto]:
-        """Return the responses to the problems, and the problems' other columns, repeated for each response.
-
-        Args:
-            problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
-            read: the columns of the responses to read here; the others stay on the workers. None: all.
-            sampling: fields of the rollout's configuration for this call.
-        """
-        sampling = special_tokens(self.tokenizer) | sampling
-        return generate_responses(self.rollout, problems, sampling, read, self.rollout_fn)
-
-    def scored(
-        self, batch: ReferencedBatch, problems: DataProto, start: OverlappingStages, held_out: bool = False
-    ) -> tuple[ReferencedBatch, Reward]:
-        """Return ``token_level_scores``, with the scores of the reward model, and the reward that they are from.
-
-        Args:
-            batch: responses.
-            problems: the further columns of their problems, in the same order.
-            start: starts the reward model; the reward function is called while the other stages run.
-            held_out: whether the problems are held out: ``val_reward_fn`` scores them.
-        """
-        scores = ReferencedBatch(DataProto())
-        if self.reward_model is not None:
-            stage, rows = "held-out" if held_out else "reward model", batch.without([ROUTED_EXPERTS])
-            score = self.reward_model.compute_rm_score
-            call = start(stage, self.balance.of(score) if TOKENS in rows.columns.tensors() else score, rows)
-            scores = ReferencedBatch.of(call.future())
-        start.start_all()
-        with self.stages("held-out" if held_out else "reward"):
-            seen = self.rewards.seen(batch, held_out=held_out)
-            reward = self.rewards.of(seen.union(problems).union(scores.columns), held_out=held_out)
-            if (overlong := self.config.algorithm.overlong).buffer and not held_out:
-                reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
-        return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
-
-    def with_greedy_scores(self, batch: ReferencedBatch, problems: DataProto) -> ReferencedBatch:
-        """Return the batch with ``greedy_scores``, the score of the greedy response to the problem of each row."""
-        with self.stages("generate", self.rollout.generate_sequences):
-            greedy, asked = self.generate(problems, RESPONSE_COLUMNS, do_sample=False, n=1)
-        with self.stages.overlapping() as start:
-            scores = self.scored(greedy, asked, start)[1].row_scores().repeat_interleave(len(batch) // len(problems))
-        return trained_on(batch.union(DataProto.from_dict({"greedy_scores": scores.nan_to_num()})), ~scores.isnan())
-
-    def advantages(self, batch: ReferencedBatch) -> tuple[ReferencedBatch, dict[str, float]]:
-        """Return the batch with rewards, ``advantages``, ``returns`` and importance weights, and their metrics."""
-        rule = self.config.algorithm
-        reads = ADVANTAGE_ESTIMATORS[rule.adv_estimator].reads
-        batch = batch.read(batch.names if reads is None else reads)
-        here, metrics = apply_kl_penalty(batch.columns, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
-        here = compute_advantage(here, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
-        metrics |= signal_metrics(here)
-        if rule.importance.level != "none":
-            weights, limited = importance_weights(here, rule.importance)
-            here, metrics = here.union(DataProto.from_dict({"importance_weights": weights})), metrics | limited
-        return batch.with_here(here), metrics
-
-    def seen_by_callbacks(self, batch: ReferencedBatch) -> ReferencedBatch:
-        """Return the batch as the callbacks leave it; its columns are read only if a callback looks at them."""
-        looking = [each for each in self.callbacks if type(each).batch_ready is not Callback.batch_ready]
-        if looking:
-            batch = ReferencedBatch(batch.here())
-        for callback in looking:
-            callback.batch_ready(self, batch.columns)
-        return batch
+        with stages("advantages"):
+            batch, of_advantages = step.advantages(batch)
+        metrics |= of_advantages | experience_metrics(batch, stop_tokens(self.tokenizer))
+        for callback in self.callbacks:
+            callback.batch_ready(self, batch)
+        metrics = step.update(batch, self.global_steps) | metrics  # the mismatch before the update, if it is known
+        self.num_tokens += tokens_of(batch)
+        metrics |= self._progress(batch, len(problems)) | step.weights.take_metrics()
+        return metrics | stages.timing(started, tokens_of(batch), len(batch)) | stages.take_memory()
 
     def warm_up(self) -> None:
         """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""
@@ -459,7 +242,7 @@ class RayPPOTrainer:
             self._stop_if_preempted()
             with self.stages("warm-up", self.actor.update_sft):
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
-            self.rollout_weights.changed()
+            self.step.weights.changed()
             metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
             self.display.step(metrics)
             self.log(metrics, step + 1)
@@ -473,14 +256,7 @@ class RayPPOTrainer:
         """
         if self.val_dataset is None:
             return {}
-        validation, rewards = self.config.validation, []
-        for problems in in_order(self.val_dataset, self.config.data.val_batch_size):
-            self.rollout_weights.update()
-            with self.stages("held-out", self.rollout.generate_sequences):
-                responses, asked = self.generate(problems, RESPONSE_COLUMNS, **validation.sampling())
-            with self.stages.overlapping() as start:
-                rewards.append(self.scored(responses, asked, start, held_out=True)[1])
-        metrics = validation_metrics(joined(rewards), validation.n)
+        metrics = validate(self.step, self.val_dataset)
         for callback in self.callbacks:
             callback.validated(self, metrics)
         self.display.held_out(self.global_steps, metrics)
@@ -510,7 +286,7 @@ class RayPPOTrainer:
         """
         self._saved_at, reshardable = time.monotonic(), reshardable or self.config.trainer.save_reshardable
         with self.stages("checkpoint"):
-            self.checkpoints.begin(self._trained_groups(), self._state(), reshardable=reshardable)
+            self.checkpoints.begin(self.run_groups.trained(), self._state(), reshardable=reshardable)
             if wait:
                 self.checkpoints.finish()
         for callback in self.callbacks:
@@ -518,9 +294,9 @@ class RayPPOTrainer:
 
     def _state(self) -> RunState:
         program = {name: each.state_dict() for name, each in self.stateful.items()}
-        in_flight, rollout = self.generations.state()
-        drawn = self.drawn_batches - len(self.generations) + len(in_flight)
-        counts = self.global_steps, self.kl_ctrl.value, drawn, self.num_tokens
+        in_flight, rollout = self.step.generations.state()
+        drawn = self.drawn_batches - len(self.step.generations) + len(in_flight)
+        counts = self.global_steps, self.step.kl_ctrl.value, drawn, self.num_tokens
         position = self.train_batches.position(drawn - len(in_flight)), self.train_batches.batch_size
         return RunState(*counts, program, rollout, in_flight, *position)
 
@@ -530,21 +306,18 @@ class RayPPOTrainer:
         Raises:
             DataError: there is none, or it is of other roles.
         """
-        groups = self._trained_groups()
+        groups = self.run_groups.trained()
         state = self.checkpoints.load(groups)
-        self.rollout_weights.changed()
+        self.step.weights.changed()
         self.global_steps = state.global_steps
         in_flight = state.resume_batches(self.train_batches)
-        kept = self.generations.restore(in_flight, state.rollout, self.train_batches.__getitem__)
+        kept = self.step.generations.restore(in_flight, state.rollout, self.train_batches.__getitem__)
         self.drawn_batches, self.num_tokens = state.drawn_batches - len(state.in_flight) + kept, state.num_tokens
-        self.kl_ctrl.resume(state.kl_coef)
+        self.step.kl_ctrl.resume(state.kl_coef)
         for name, each in self.stateful.items():
             if name in state.program:
                 each.load_state_dict(state.program[name])
         return self.global_steps
-
-    def _trained_groups(self) -> dict[str, WorkerGroup]:
-        return {name: group for name, group in self.groups.items() if name in ("actor", "critic")}
 
     def _is_due(self, every: int) -> bool:
         last = self._stopping or self.global_steps == self.config.trainer.total_training_steps
@@ -562,12 +335,12 @@ class RayPPOTrainer:
             with self.stages("reference", self.reference.sync_reference):
                 self.reference.sync_reference(trainer.ref_sync_mix)
 
-    def _progress(self, batch: ReferencedBatch, prompts: int) -> dict[str, float]:
+    def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
         return {
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,
             "train/num_tokens": float(self.num_tokens),
-            "train/epoch": self.train_batches.passes(self.drawn_batches - len(self.generations)),
+            "train/epoch": self.train_batches.passes(self.drawn_batches - len(self.step.generations)),
         }
 
     # ---- end -------------------------------------------------------------------------------------------------------
@@ -583,7 +356,7 @@ class RayPPOTrainer:
             [
                 ("display", self.display.close),
                 ("checkpoints", self.checkpoints.close),
-                ("weights", self.rollout_weights.close),
+                ("weights", self.step.weights.close),
                 *((f"group {role}", group.shutdown) for role, group in self.groups.items()),
                 ("pools", self.resource_pool_manager.shutdown),
                 *((f"tracker {type(tracker).__name__}", tracker.close) for tracker in self.trackers),
@@ -595,3 +368,34 @@ class RayPPOTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def restart_rollout(trainer: RayPPOTrainer) -> None:
+    """Replace the group of ``Role.Rollout`` by a new one in its pool, with the weights of the actor.
+
+    Call it after a step has raised an error of that group, such as an engine that died; the groups of the other roles
+    go on as they are. Batches in flight are generated again with the newest weights. The batch that the step has failed
+    on is not: pass its problems to ``train_step`` again, or go on with ``fit``, which draws the next. The new group
+    draws samples with the seeds of a new run.
+
+    Args:
+        trainer: after ``init_workers``.
+
+    Raises:
+        ConfigError: actor and rollout are one group.
+        GroupError: the new group does not start, or does not get the weights.
+    """
+    worker = next((each for each in trainer.run_groups.workers if each.role is Role.Rollout), None)
+    if worker is None:
+        raise ConfigError(
+            "restart_rollout needs a group for Role.Rollout alone: the actor's processes generate. Start the program "
+            "again with trainer.resume=true",
+            key="role_worker_mapping",
+            value=trainer.role_worker_mapping,
+        )
+    step, groups = trainer.step, trainer.run_groups
+    step.weights.close()
+    groups.restart(worker)
+    trainer.rollout = groups.rollout
+    step.weights.connect(groups.actor, groups.rollout)
+    step.generations.restart(groups.rollout)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mcontroller.ray.resource_pool import RayResourcePool as RayResourcePool
     from mcontroller.ray.resource_pool import ResourcePool as ResourcePool
     from mcontroller.ray.resource_pool import ResourcePoolManager as ResourcePoolManager
-    from mcontroller.ray.resource_pool import Role as Role
     from mcontroller.ray.worker_group import MegatronRayWorkerGroup as MegatronRayWorkerGroup
     from mcontroller.ray.worker_group import RayWorkerGroup as RayWorkerGroup
 else:

@@ -16,8 +16,9 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
+from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.sent_call import SentCall
+from mcontroller.ray.calls.states import GroupState
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
@@ -25,7 +26,7 @@ from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.threads import threads_of_rank
-from mcontroller.ray.values.handles import Stored, StoredValue
+from mcontroller.ray.values.handles import StoredValue
 from mcontroller.ray.values.wire import Packed, pack, store
 from mcontroller.ray.warm_start.executable import with_warm_start
 from mcontroller.transport import Arguments
@@ -83,12 +84,13 @@ def launch(
             handles.lease = recorded
         reports = _start(handles, pool, lease, unique, options, detached)
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
-        processes = GroupProcesses(name, handles, detached=detached)
+        processes = GroupProcesses(name, handles, detached=detached, state=GroupState.STARTING)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         call = _build(processes, pool, lease, roles.values(), packed, left)
         with _progress(name, len(call.ranks)) as show:
             show(processes, call)
             processes.settle(call)
+        processes.change(GroupState.READY)
         if recorded is not None:
             recorded.complete(handles)
     except BaseException:
@@ -183,10 +185,10 @@ def _build(
     inits: Iterable[ClassWithInitArgs[Any]],
     packed: Mapping[str, Packed],
     timeout: float | None,
-) -> SentCall:
+) -> GroupCall:
     inline_bytes = processes.handles.options.inline_bytes
     large = sum(each.nbytes for each in packed.values()) > inline_bytes
-    classes = Stored(StoredValue(store(packed))) if large else packed
+    classes = StoredValue(store(packed)) if large else packed
     rendezvous = processes.handles.infos[0].rendezvous
     cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
     identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
@@ -259,7 +261,7 @@ def _progress(name: str, ranks: int) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"starting {name}", total=ranks)
 
-        def show(processes: GroupProcesses, call: SentCall) -> None:
+        def show(processes: GroupProcesses, call: GroupCall) -> None:
             while not processes.wait(call, 0.2):
                 bar.update(task, completed=ranks - len(call.pending))
 

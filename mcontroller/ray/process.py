@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import ray
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.endpoint import Endpoint, ReceivedCall, Reply
+from mcontroller.channel.endpoint import Endpoint
 from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.ports import reserve_port
+from mcontroller.channel.server import Reply
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
-from mcontroller.errors import CallRejected, DataError, GroupError, WorkerError, is_before_changes
-from mcontroller.ray.call_messages import read_call, write_answer
+from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.transport import call_context, complete, finish, reported_coordinates, resolve, row_count
+from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
 
@@ -145,7 +145,7 @@ class WorkerProcess:
             "release": self._release,
         }
         node = ray.util.get_node_ip_address()
-        self._endpoint = Endpoint(node, keys, queries, options.ports, self._kept.release_all)
+        self._endpoint = Endpoint(node, keys, queries, options.ports, _sockets_folder(), self._kept.release_all)
         self._reserved = reserve_port("", options.ports)
         self._info = ProcessInfo(
             node,
@@ -169,49 +169,39 @@ class WorkerProcess:
         """Run the calls that arrive on the channel, one at a time, as long as the process exists."""
         while True:
             call = self._endpoint.receive()
-            starts = self._endpoint.cancellation.start(call.caller, call.number)
-            error, rows, encoded = None, None, _NOTHING
-            try:
-                (role, method, returning, keep), content = read_call(call.body)
-            except DataError as malformed:
-                self._answer(call, False, self._error_of("", "serve", malformed), rows, encoded)
-                continue
-            keep = keep and self._identity.rank in returning
-            if starts:
-                self._running = method
+            header = call.header
+            keep = header.keep and self._identity.rank in header.returning
+            error, outlined, encoded = None, _NOTHING, _NOTHING
+            inputs: Any = None
+            if self._endpoint.cancellation.start(call.caller, header.number):
+                self._running = header.method
                 self._record_calls()
                 try:
-                    [arguments] = decode([(content, call.frames)])
-                    args, kwargs = resolve(arguments, fetch)
-                    del arguments
+                    inputs = resolve(decode([(call.data, call.frames)])[0], fetch)
                     call.frames.clear()
-                    worker = self if role is None else self._roles[role]
-                    with call_context(worker, method):
-                        value = complete(getattr(worker, method)(*args, **kwargs))
-                    del args, kwargs  # free them before the value is serialized
-                    if self._identity.rank in returning:
-                        rows = row_count(value) if keep else None
+                    worker = self if header.role is None else self._roles[header.role]
+                    with call_context(worker, header.method):
+                        value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
+                    inputs = None  # free them before the value is serialized
+                    if self._identity.rank in header.returning:
+                        outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
                         encoded = encode(value, self._inline_bytes)
                     del value
                 except BaseException as raised:
-                    error = self._error_of(role or "", method, raised)
+                    error = self._error_of(header.role or "", header.method, raised)
                 finally:
                     self._running = None
             elif keep:  # an error for who reads the value; the answer has none, because no rank has failed
-                cancelled = GroupError(f"{role}.{method} was cancelled", role=role, method=method)
-                self._kept.put((call.caller, call.number), (cancelled, None, _NOTHING))
+                cancelled = f"{header.role}.{header.method} was cancelled"
+                failed = GroupError(cancelled, role=header.role, method=header.method)
+                self._kept.put((call.caller, header.number), (failed, _NOTHING, _NOTHING))
                 keep = False
-            self._answer(call, keep, error, rows, encoded)
-            del call, error, encoded  # the next call may come much later
-
-    def _answer(
-        self, call: ReceivedCall, keep: bool, error: GroupError | None, rows: int | None, encoded: Encoded
-    ) -> None:
-        if keep or encoded.stored is not None:
-            self._kept.put((call.caller, call.number), (error, rows, encoded))
-        self._finished[call.caller] = call.number
-        sent = _NOTHING if keep else encoded
-        self._endpoint.answer(call, write_answer(error, sent.content), sent.frames)
+            if keep or encoded.stored is not None:
+                self._kept.put((call.caller, header.number), (error, outlined, encoded))
+            self._finished[call.caller] = header.number
+            sent = _NOTHING if keep else encoded
+            self._endpoint.answer(call, sent.data, sent.frames, error=error, stored=sent.stored is not None)
+            del call, header, inputs, error, outlined, encoded, sent  # the next call may come much later
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.
@@ -262,18 +252,17 @@ class WorkerProcess:
 
     # ---- queries, answered on another thread -------------------------------------------------------------------------
 
-    def _read_value(self, reply: Reply, caller: bytes, number: int, rows: bool) -> None:
-        """Reply with (error, content) of a kept value, and its frames; or with (error, content) of its row count."""
+    def _read_value(self, reply: Reply, caller: bytes, number: int, outlined: bool) -> None:
+        """Reply with (error, data) of a kept value, or of its outline, and the frames."""
 
-        def read(kept: tuple[GroupError | None, int | None, Encoded] | None) -> None:
+        def read(kept: tuple[GroupError | None, Encoded, Encoded] | None) -> None:
             if kept is None:
                 reply((GroupError(f"the result of call {number} was released before it was read"), None))
             elif kept[0] is not None:
                 reply((kept[0], None))
-            elif rows:
-                reply((None, encode(kept[1], self._inline_bytes).content))
             else:
-                reply((None, kept[2].content), kept[2].frames)
+                encoded = kept[1] if outlined else kept[2]
+                reply((None, encoded.data), encoded.frames)
 
         self._kept.read((caller, number), number <= self._finished.get(caller, -1), read)
 
@@ -346,6 +335,12 @@ def choose_device(index: int | None) -> None:
             torch.cuda.set_device(device)
         else:
             check_torch_without_gpu()
+
+
+def _sockets_folder() -> str:
+    """Return the folder of this user's sockets in the folder of the Ray session."""
+    session: str = ray._private.worker.global_worker.node.get_session_dir_path()  # type: ignore[union-attr]
+    return os.path.join(session, f"channel_{os.getuid()}")
 
 
 def _logs() -> tuple[str, ...]:

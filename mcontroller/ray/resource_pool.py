@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Self
 
 import ray
@@ -19,7 +19,6 @@ __all__ = [
     "RayResourcePool",
     "ResourcePool",
     "ResourcePoolManager",
-    "Role",
     "SlotLease",
 ]
 
@@ -368,21 +367,9 @@ def _check_disjoint(parts: Sequence[_Part], names: Sequence[str]) -> None:
             )
 
 
-class Role(Enum):
-    """The roles of models in reinforcement learning."""
-
-    Actor = auto()
-    Rollout = auto()
-    ActorRollout = auto()
-    Critic = auto()
-    RefPolicy = auto()
-    RewardModel = auto()
-    ActorRolloutRef = auto()
-
-
 @dataclass
 class ResourcePoolManager:
-    """The pools of a run, and the pool of each role.
+    """The pools of a run, and the pool of each role, such as a ``mcontroller.ppo.Role``.
 
     Attributes:
         resource_pool_spec: number of processes on each node, by name of the pool.
@@ -400,7 +387,7 @@ class ResourcePoolManager:
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
-    mapping: Mapping[Role, str]
+    mapping: Mapping[Enum, str]
     use_gpu: bool = True
     max_colocate_count: int | Mapping[str, int] | None = None
     isolate_gpus: bool = field(default=False, kw_only=True)
@@ -441,7 +428,7 @@ class ResourcePoolManager:
             threads=self.threads,
         )
 
-    def get_resource_pool(self, role: Role) -> RayResourcePool:
+    def get_resource_pool(self, role: Enum) -> RayResourcePool:
         """Return the pool of a role.
 
         Raises:

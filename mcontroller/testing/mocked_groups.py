@@ -124,7 +124,7 @@ class MockExecutor(LocalExecutor):
         returning: Sequence[int],
         *,
         timeout: float | None = None,
-        measure: bool = False,
+        keep: bool = False,
     ) -> LocalCall:
         self.check_alive(method)
         late = [rank for rank in arguments if self._is_late(rank, method, timeout)]
@@ -132,7 +132,7 @@ class MockExecutor(LocalExecutor):
             return self.fail(self._timed_out(method, late, timeout))
         distinct = {id(each): each for each in arguments.values()}
         self._snapshots = {key: self._snapshot(each) for key, each in distinct.items()}
-        return super().submit(method, arguments, returning, timeout=timeout, measure=measure)
+        return super().submit(method, arguments, returning, timeout=timeout, keep=keep)
 
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
         failure = self._failure_of(rank, method)

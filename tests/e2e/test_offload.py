@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, create_colocated_worker_cls_fused
-from mcontroller.ppo.stages.devices import SharedDevices
-from mcontroller.ppo.stages.stages import Stages
+from mcontroller.ppo.stages import SharedDevices, Stages
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, MODEL, OPTIM, PROMPT, RESPONSE, actor, critic, experience, prompts
 from workers import ActorRolloutRefWorker, CriticWorker

@@ -113,12 +113,6 @@ def test_the_example_trains_on_its_own_tokens_alone(simulated_group: SimulatedGr
     config = read_run_config("examples/tools/config.yaml", [*changes, "data.train_batch_size=8"]).within(tmp_path)
     parts, batches, updates, steps = make_parts(config), [], [], []
 
-    class Watched(RayPPOTrainer):
-        def update(self, batch: Any) -> dict[str, float]:
-            batches.append(batch.here())
-            updates.append(super().update(batch))
-            return updates[-1]
-
     class Steps(Callback):
         def step_ended(self, trainer: Any, metrics: dict[str, float]) -> None:
             steps.append(metrics)
@@ -126,7 +120,7 @@ def test_the_example_trains_on_its_own_tokens_alone(simulated_group: SimulatedGr
     def lengths(batch: Any) -> list[float]:
         return [float(len(sample["response"])) for sample in parts.rewards.samples(batch)]
 
-    trainer = Watched(
+    trainer = RayPPOTrainer(
         config,
         parts.tokenizer,
         parts.roles,
@@ -138,6 +132,14 @@ def test_the_example_trains_on_its_own_tokens_alone(simulated_group: SimulatedGr
         rollout_fn=parts.rollout_fn,
         callbacks=[Steps()],
     )
+    update = trainer.step.update
+
+    def watched(batch: Any, step: int) -> dict[str, float]:
+        batches.append(batch.slice().get())
+        updates.append(update(batch, step))
+        return updates[-1]
+
+    trainer.step.update = watched  # type: ignore[method-assign]
     with trainer:
         trainer.init_workers()
         trainer.fit()

@@ -84,11 +84,6 @@ def test_a_future_says_how_to_get_its_result() -> None:
     assert future and future.get() == ["x", "x"]
 
 
-def test_the_futures_of_a_batch_are_those_of_its_parts() -> None:
-    future = mock_worker_group(Plain, ParallelLayout(4, tp=2)).rows(numbered(5))
-    assert [len(part.get()) for part in future.futures] == [2, 3]
-
-
 def test_a_tuple_is_one_value_for_every_rank() -> None:
     group = mock_worker_group(Plain, ParallelLayout(2))
     assert group.execute_all_sync("every_rank", (5, 6)) == [(5, 6), (5, 6)]

@@ -127,13 +127,13 @@ def test_replicas_of_a_shard_get_the_same_arguments_object() -> None:
     assert len(set(map(id, group.executor.last_arguments.values()))) == 1
 
 
-def test_row_counts_are_measured_only_if_a_result_may_be_passed_on() -> None:
+def test_values_stay_on_the_ranks_only_if_a_result_may_be_passed_on() -> None:
     group = group_of()
-    for call, measured in ((group.compute, False), (group.compute.options(blocking=False), True)):
+    for call, kept in ((group.compute, False), (group.compute.options(blocking=False), True)):
         call(numbered(4))
-        assert group.executor.last_options["measure"] is measured
+        assert group.executor.last_options["keep"] is kept
     group.rows_of_rank.options(blocking=False)(numbered(4))
-    assert group.executor.last_options["measure"] is False
+    assert group.executor.last_options["keep"] is False
 
 
 def test_plain_values_next_to_batches_are_shared_once_for_all_their_readers() -> None:

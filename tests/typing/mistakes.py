@@ -59,7 +59,7 @@ group.compute(3)  # error: Argument 1 to "__call__" of "GroupMethod" has incompa
 group.compute(batch, factr=2)  # error: Unexpected keyword argument "factr"
 group.compute.explain()  # error: Missing positional argument "batch"
 group.compute.options(paddin="none")  # error: Unexpected keyword argument "paddin"
-group.compute.options(blocking=False)(batch).batch  # error: "DataProtoFuture" has no attribute "batch"
+group.compute.options(blocking=False)(batch).bach  # error: "DataProto" has no attribute "bach"
 group.each(3)  # error: has incompatible type "int"; expected "Sequence[int]"
 group.compuet(batch)  # error: The group of Model has no method "compuet"; did you mean "compute"?
 group.helper()  # error: Model.helper cannot be called through a group: decorate it with @register(...)

@@ -40,9 +40,9 @@ reveal_type(critic.compute_values(batch))  # DataProto
 reveal_type(critic.compute_values(batch=critic.update(batch), scale=2))  # DataProto
 reveal_type(critic.compute_values.explain(batch))  # Explanation
 reveal_type(critic.compute_values.options(padding="repeat", timeout=3)(batch))  # DataProto
-reveal_type(critic.compute_values.options(blocking=False)(batch))  # DataProtoFuture
+reveal_type(critic.compute_values.options(blocking=False)(batch))  # DataProto
 reveal_type(critic.compute_values.options(blocking=False)(batch).get())  # DataProto
-reveal_type(critic.update(batch))  # DataProtoFuture
+reveal_type(critic.update(batch))  # DataProto
 reveal_type(critic.update.options(blocking=True)(batch))  # DataProto
 reveal_type(critic.save("path", step=3))  # list[int]
 reveal_type(critic.save.options(blocking=False)("path"))  # Future[list[int]]

@@ -87,7 +87,7 @@ from critic_group import CriticGroup
 critic = CriticGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Critic, {}))
 batch = DataProto()
 reveal_type(critic.compute_values(batch=critic.update(batch), scale=2))  # DataProto
-reveal_type(critic.compute_values.options(blocking=False)(batch))  # DataProtoFuture
+reveal_type(critic.compute_values.options(blocking=False)(batch))  # DataProto
 reveal_type(critic.update.options(blocking=True)(batch))  # DataProto
 reveal_type(critic.save.explain("path", step=3))  # Explanation
 reveal_type(critic.save("path"))  # list[int]

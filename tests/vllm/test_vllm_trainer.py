@@ -19,10 +19,11 @@ from mcontroller.ppo import (
     ImportanceConfig,
     PPOConfig,
     RayPPOTrainer,
+    Role,
     TrainerConfig,
     restart_rollout,
 )
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ray import ResourcePoolManager
 from tests.e2e.test_one_step_off_policy import exported, log_probs_of
 from tests.vllm.policies import EOS, PAD, POLICIES, Actor, actor_config, prompts
 from tests.workers.off_policy.runs import Lines, evenness
@@ -149,7 +150,7 @@ def test_training_goes_on_with_a_new_rollout_after_its_engine_has_failed(
         trainer.train_step(trainer.draw())
         processes = trainer.actor.pid()
         if staleness:
-            trainer.generations.state()  # waits for the batch in flight
+            trainer.step.generations.state()  # waits for the batch in flight
         trainer.rollout.signal_engine(signal)
         with pytest.raises(TransferError, match="rollout rank 0") as caught:
             for _ in range(staleness + 1):  # the first of them trains on the batch in flight

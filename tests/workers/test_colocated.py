@@ -11,9 +11,9 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.local import LocalWorkerGroup
-from mcontroller.ppo import DataConfig, PPOConfig, RayPPOTrainer, Reward, TrainerConfig, rule_only
-from mcontroller.ppo.rewards import outcome_scores
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ppo import DataConfig, PPOConfig, RayPPOTrainer, Reward, Role, TrainerConfig, rule_only
+from mcontroller.ppo.rewards.reward import outcome_scores
+from mcontroller.ray import ResourcePoolManager
 from tests.ranks import run_ranks
 from tests.workers.roles import EOS, MODEL, OPTIM, PAD, PROMPT, RESPONSE, prompts, weights
 from workers import ActorConfig, ActorRolloutRefWorker, CriticConfig, CriticWorker, RewardConfig, RewardModelWorker

@@ -10,7 +10,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ray import Role
+from mcontroller.ppo import Role
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import SGD, Lines, trainer_of
 from workers.actor import ActorRolloutRefWorker

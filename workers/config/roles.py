@@ -13,8 +13,7 @@ from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import check_kl_loss
-from mcontroller.ppo.losses.aggregation import AGGREGATIONS
-from mcontroller.ppo.losses.registry import POLICY_LOSSES
+from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
 from workers.config.optim import OptimConfig, check_ddp, check_loss_scale

@@ -22,8 +22,7 @@ from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
-from mcontroller.ppo.roles import CONFIG_KEYS, reads_reference
-from mcontroller.ray.resource_pool import Role
+from mcontroller.ppo.roles import CONFIG_KEYS, Role, reads_reference
 from parallel_state.topology import Topology
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.generate.engines import ROLLOUT_ENGINES

@@ -16,8 +16,8 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.datasets.config import DatasetConfig, ProblemsConfig
 from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
-from mcontroller.ppo.scoring.config import RewardsConfig
-from mcontroller.ppo.turns.environment import MultiTurnConfig
+from mcontroller.ppo.rewards.config import RewardsConfig
+from mcontroller.ppo.turns import MultiTurnConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
 
 __all__ = [

@@ -8,22 +8,17 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.ahead.checks import check_generates_alone
 from mcontroller.ppo.data import BatchStream
-from mcontroller.ppo.datasets.loading import load_records
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
-from mcontroller.ppo.datasets.records import Records
+from mcontroller.ppo.datasets.sources import Records, load_records
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
-from mcontroller.ppo.rewards import CombineRewards, weighted_sum
-from mcontroller.ppo.roles import check_roles, role_workers
-from mcontroller.ppo.scoring.reward import FunctionRewards, check_functions
-from mcontroller.ppo.scoring.server import LoadedFunction
-from mcontroller.ppo.scoring.trial import TRIED
-from mcontroller.ppo.turns.environment import Demonstrating, make_environment
-from mcontroller.ppo.turns.rollout import MultiTurnRollout
-from mcontroller.ray.resource_pool import Role
+from mcontroller.ppo.rewards.configured import TRIED, FunctionRewards, check_functions
+from mcontroller.ppo.rewards.processes import LoadedFunction
+from mcontroller.ppo.rewards.reward import CombineRewards, weighted_sum
+from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role_workers
+from mcontroller.ppo.turns import Demonstrating, MultiTurnRollout, make_environment
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError, LayoutError
-from mcontroller.ppo.roles import CONFIG_KEYS
-from mcontroller.ray.resource_pool import ResourcePoolManager, Role
+from mcontroller.ppo.roles import CONFIG_KEYS, Role
+from mcontroller.ray.resource_pool import ResourcePoolManager
 from workers.config import ParallelConfig
 from workers.run.config import MAIN_POOL, OWN_POOL_ROLES, ROLES, RunConfig
 

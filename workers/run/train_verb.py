@@ -25,7 +25,7 @@ from rich.table import Table
 
 from mcontroller.errors import ConfigError
 from mcontroller.files import acquire_lock, release_lock
-from mcontroller.ppo.progress import ProgressDisplay
+from mcontroller.ppo.display import ProgressDisplay
 from mcontroller.ppo.saving.checkpoints import LOCK
 from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted
 from mcontroller.ppo.saving.run_record import read_record

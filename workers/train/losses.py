@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
 from mcontroller.ppo.kl import estimate_kl
-from mcontroller.ppo.losses.aggregation import AGGREGATIONS, Weights
-from mcontroller.ppo.losses.registry import POLICY_LOSSES, PolicyLoss
+from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, Weights
 from workers.config import ActorConfig
 from workers.train.batches import TokenBatch
 from workers.train.metrics import TOKENS, Rule

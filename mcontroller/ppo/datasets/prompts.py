@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcontroller.errors import DataError
 from mcontroller.ppo.datasets.config import ProblemsConfig
-from mcontroller.ppo.datasets.records import Records
+from mcontroller.ppo.datasets.sources import Records
 from mcontroller.ppo.datasets.tokenizers import Message, PrefixingTokenizer, TextTokenizer
 
 __all__ = ["Demonstration", "Demonstrations", "PromptRows", "prompt_text"]

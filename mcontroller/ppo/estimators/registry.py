@@ -1,4 +1,4 @@
-"""Advantage estimators by name.
+"""Advantage estimators by name, and ``compute_advantage``.
 
 Register a custom one before the configuration is made, and choose it with ``algorithm.adv_estimator=mine``. Estimators
 run in the controller's process, so a registration in the program's main file is enough::
@@ -18,18 +18,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from mcontroller.config.registry import Registry
 from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.data import columns
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageEstimator",
     "AdvantageFunction",
     "KLInReward",
+    "compute_advantage",
     "register_advantage_estimator",
 ]
 
@@ -68,8 +72,6 @@ class AdvantageEstimator:
         needs_greedy: whether it reads ``greedy_scores``, the score of the greedy response to each prompt.
         kl_in_reward: whether a KL penalty may be part of the reward.
         options: class of its options, a dataclass; None if it has none.
-        reads: the columns of responses that it reads besides ``response_mask`` and those that the trainer computes
-            (scores, rewards, ``values``, ``greedy_scores``). Others stay on the workers. None: it may read any column.
     """
 
     estimate: Callable[..., tuple[Tensor, Tensor]]
@@ -78,7 +80,6 @@ class AdvantageEstimator:
     needs_greedy: bool = False
     kl_in_reward: KLInReward = KLInReward.ALLOWED
     options: type | None = None
-    reads: tuple[str, ...] | None = None
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
@@ -95,7 +96,6 @@ def register_advantage_estimator(
     needs_greedy: bool = False,
     kl_in_reward: KLInReward | None = None,
     options: type | None = None,
-    reads: tuple[str, ...] | None = None,
 ) -> Callable[[F], F]:
     """Return a decorator that registers an advantage estimator under ``name``.
 
@@ -109,7 +109,6 @@ def register_advantage_estimator(
             by default.
         options: class of its options, a dataclass. The function gets an instance as ``options``; its fields are set
             with ``algorithm.custom``.
-        reads: the columns of responses that it reads besides ``response_mask``; see ``AdvantageEstimator.reads``.
 
     Raises:
         ConfigError: another advantage estimator is registered under this name.
@@ -117,8 +116,55 @@ def register_advantage_estimator(
     kl = kl_in_reward or (KLInReward.DEFAULT if needs_critic else KLInReward.ALLOWED)
 
     def add(estimate: F) -> F:
-        entry = AdvantageEstimator(estimate, needs_critic, needs_group, needs_greedy, kl, options, reads)
+        entry = AdvantageEstimator(estimate, needs_critic, needs_group, needs_greedy, kl, options)
         ADVANTAGE_ESTIMATORS.add(name, entry)
         return estimate
 
     return add
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str = "gae",
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    options: Any = None,
+) -> DataProto:
+    """Return the batch with columns ``advantages`` and ``returns``, float32 ``[rows, response]``.
+
+    The estimator gets the rows that have response tokens: one whose ``response_mask`` is 0 is in no baseline and in no
+    statistic over the batch, and its advantages and returns are 0.
+
+    Args:
+        data: ``token_level_rewards`` and ``response_mask`` ``[rows, response]``, ``token_level_scores`` if the rewards
+            contain a KL penalty, and the columns that the estimator reads: ``values`` for gae, ``greedy_scores`` for
+            remax, the non-tensor column ``uid`` for those that compare responses to the same prompt.
+        adv_estimator: a name in ``ADVANTAGE_ESTIMATORS``.
+        gamma: discount factor per token.
+        lam: lambda of generalized advantage estimation.
+        options: the options of the estimator, such as ``GRPOOptions(scale="none")``; None for its defaults.
+
+    Raises:
+        ConfigError: no estimator has this name, or it has other options.
+        DataError: a column is missing.
+    """
+    estimator = ADVANTAGE_ESTIMATORS.get_or_raise(adv_estimator)
+    chosen: dict[str, Any] = {}
+    if estimator.options is not None:
+        chosen["options"] = estimator.options() if options is None else options
+    if options is not None and not isinstance(options, estimator.options or ()):
+        expected = estimator.options.__name__ if estimator.options else "None"
+        raise ConfigError(
+            f"adv_estimator {adv_estimator!r} was passed options of type {type(options).__name__}; expected {expected}",
+            key="options",
+            value=options,
+        )
+    (mask,) = columns(data, "response_mask")
+    rows = mask.any(1).nonzero().flatten()
+    results = [torch.zeros(mask.shape), torch.zeros(mask.shape)]
+    if len(rows) == len(mask):
+        results = list(estimator.estimate(data, gamma=gamma, lam=lam, **chosen))
+    elif len(rows):
+        parts = estimator.estimate(data.select_idxs(rows), gamma=gamma, lam=lam, **chosen)
+        results = [torch.zeros(mask.shape, dtype=part.dtype).index_copy(0, rows, part) for part in parts]
+    return data.union(DataProto.from_dict({"advantages": results[0], "returns": results[1]}))

@@ -1,4 +1,3 @@
 """The policy losses that come with mcontroller, and how they are averaged. Importing this package registers them."""
 
-import mcontroller.ppo.losses.clipped
-import mcontroller.ppo.losses.sequence  # noqa: F401
+import mcontroller.ppo.losses.policy  # noqa: F401

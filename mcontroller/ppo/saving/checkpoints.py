@@ -23,17 +23,20 @@ from mcontroller.errors import DataError, GroupBroken, MControllerError, WorkerE
 from mcontroller.files import acquire_lock, delete_with_links, free_space, release_lock, sync_directory
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.data import BatchStream
-from mcontroller.ppo.saving.batches_in_flight import BatchInFlight, SavedBatch, read_batches, write_batches
 from mcontroller.ppo.saving.run_record import (
     RECORD,
+    BatchInFlight,
     RunRecord,
+    SavedBatch,
     SavedStep,
     checked_program,
     outside_of,
+    read_batches,
     read_record,
+    write_batches,
     write_record,
 )
-from mcontroller.ppo.stages.devices import SharedDevices
+from mcontroller.ppo.stages import SharedDevices
 
 __all__ = ["LOCK", "RunCheckpoints", "RunState", "Stateful"]
 

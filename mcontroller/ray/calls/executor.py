@@ -12,22 +12,21 @@ from typing_extensions import Buffer
 
 from mcontroller.channel.queries import notify_from_finalizer
 from mcontroller.errors import GroupError
-from mcontroller.ray.call_messages import CallHeader, write_call
-from mcontroller.ray.calls.sent_call import SentCall
+from mcontroller.ray.calls.call import GroupCall
+from mcontroller.ray.calls.shutdown import shutdown
+from mcontroller.ray.calls.states import CallState
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import (
     ArgumentFailed,
     KeptValues,
-    RayObject,
     RemoteValue,
     Source,
-    Stored,
     StoredValue,
     ValuesLate,
     fetch,
 )
-from mcontroller.ray.values.wire import decode, encode, is_larger, is_stored, store
+from mcontroller.ray.values.wire import decode, is_larger, store
 from mcontroller.transport import Arguments, Deferred, countdown
 
 __all__ = ["RayCall", "RayExecutor"]
@@ -62,10 +61,10 @@ class RayExecutor:
         self.processes.coordinates[self.role] = coordinates
 
     def share(self, value: Any, readers: int) -> Any:
-        """Return a ``Stored`` if several ranks read a large value, else the value."""
+        """Return a ``StoredValue`` if several ranks read a large value, else the value."""
         if readers <= 1 or not is_larger(value, self.processes.handles.options.inline_bytes):
             return value
-        return Stored(StoredValue(store(value)))
+        return StoredValue(store(value))
 
     def submit(
         self,
@@ -74,15 +73,10 @@ class RayExecutor:
         returning: Sequence[int],
         *,
         timeout: float | None = None,
-        measure: bool = False,
+        keep: bool = False,
     ) -> RayCall:
         """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
-        processes, expected = self.processes, frozenset(returning)
-        readers: dict[int, list[int]] = {}
-        for rank, each in arguments.items():
-            returning_ranks = readers.setdefault(id(each), [])
-            if rank in expected:
-                returning_ranks.append(rank)
+        processes = self.processes
         with processes.sending:
             processes.check(self.role)
             call = RayCall(
@@ -92,32 +86,20 @@ class RayExecutor:
                 tuple(arguments),
                 returning,
                 timeout=timeout,
-                number=processes.next_call(),
-                keep=measure,
+                number=next(processes.numbers),
+                keep=keep,
             )
-            messages: dict[int, tuple[bytes, list[bytes]]] = {}
-            ordered = []
-            for each in arguments.values():
-                key = id(each)
-                message = messages.get(key)
-                if message is None:
-                    header = (self.role, method, readers[key], measure)
-                    message = messages[key] = self._message(call, header, each)
-                ordered.append(message)
+            objects = {id(each): _with_objects(each) for each in arguments.values()}
+            for each in objects.values():
+                values = (*each.args, *each.kwargs.values())
+                call.held += [value.handles() for value in values if isinstance(value, Deferred)]
             try:
-                processes.hub.send(call.outgoing(zip(processes.heads(call), ordered, strict=True)))
+                sent = [objects[id(each)] for each in arguments.values()]
+                processes.hub.send(processes.messages(call, self.role, method, sent))
             except BaseException as error:
                 processes.break_while_sending(call, error)
                 raise
         return call
-
-    def _message(self, call: RayCall, header: CallHeader, arguments: Arguments) -> tuple[bytes, list[bytes]]:
-        """Return the body and the frames of a message, and keep what it refers to until the call is complete."""
-        arguments = _with_objects(arguments)
-        encoded = encode(arguments, self.processes.handles.options.inline_bytes)
-        deferred = (value for value in (*arguments.args, *arguments.kwargs.values()) if isinstance(value, Deferred))
-        call.held += [encoded.stored, *(value.handles() for value in deferred)]
-        return write_call(header, encoded.content), encoded.frames
 
     def fetch(self, handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Return the values of handles; raise the error of the call that failed to produce one.
@@ -133,91 +115,86 @@ class RayExecutor:
             raise self.processes.values_late(late, timeout or 0.0) from None
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Shut down the processes, and with them every role that they run; see ``GroupProcesses.shutdown``."""
-        self.processes.shutdown(timeout)
+        """Shut down the processes, and with them every role that they run; see ``shutdown``."""
+        shutdown(self.processes, timeout)
 
 
-class RayCall(SentCall):
-    """A call of a role; see ``mcontroller.transport.InFlightCall``."""
+class RayCall(GroupCall):
+    """A call of a role, as its caller has it; see ``mcontroller.transport.InFlightCall``.
 
-    def __init__(
-        self,
-        processes: GroupProcesses,
-        role: str,
-        method: str,
-        ranks: tuple[int, ...],
-        returning: Sequence[int],
-        *,
-        timeout: float | None,
-        number: int,
-        keep: bool,
-    ) -> None:
-        super().__init__(role, method, ranks, timeout=timeout, number=number)
+    Args: the group, and as ``GroupCall``.
+    """
+
+    def __init__(self, processes: GroupProcesses, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._processes = processes
-        self._returning = returning
-        self._returned = frozenset(returning)
-        self._keep = keep
-        self._kept = self._keep_values(returning) if keep else None
-        self._contents: dict[int, tuple[tuple[Any, ...], Sequence[Buffer]]] = {}
+        self._returned = frozenset(self.returning)
+        self._kept = self._keep_values() if self.keep else None
+        self._answers: dict[int, tuple[Buffer, Sequence[Buffer]]] = {}
+        self._stored: list[int] = []
         self._values: list[Any] | None = None
-        if keep:
-            processes.keep_until_end(self)
 
-    def take(self, rank: int, content: tuple[Any, ...], frames: Sequence[Buffer]) -> None:
+    def take(self, rank: int, data: Buffer, frames: Sequence[Buffer], stored: bool) -> None:
         """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
-        if rank in self._returned and not self._keep:
-            self._contents[rank] = content, frames
-            if self._kept is None and is_stored(content):
-                self._kept = self._keep_values(self._returning)
+        if rank in self._returned and not self.keep:
+            self._answers[rank] = data, frames
+            if stored:
+                self._stored.append(rank)
+                self._kept = self._kept or self._keep_values()
 
     @property
     def parts(self) -> list[Any]:
         """Handles of the returned values, in the order of the results."""
-        return [self._handle(rank, rows=False) for rank in self._returning]
+        return [self._handle(rank, outline=False) for rank in self.returning]
 
     @property
-    def lengths(self) -> list[Any]:
-        """Handles of the row counts of the returned values; empty unless the call is measured."""
-        return [self._handle(rank, rows=True) for rank in self._returning] if self._keep else []
+    def outlines(self) -> list[Any]:
+        """Handles of the outlines of the returned values; empty unless they are kept on the ranks."""
+        return [self._handle(rank, outline=True) for rank in self.returning] if self.keep else []
 
-    def _handle(self, rank: int, *, rows: bool) -> RemoteValue:
+    @property
+    def is_read(self) -> bool:
+        """Whether the values are in this process."""
+        return self._values is not None
+
+    def _handle(self, rank: int, *, outline: bool) -> RemoteValue:
         handles = self._processes.handles
         source = Source(handles.infos[rank].address, handles.actor_ids[rank])
-        return RemoteValue(source, self._processes.caller, self.number, rows, self._kept)
+        return RemoteValue(source, self._processes.caller, self.number, outline, self._kept)
 
-    def _keep_values(self, ranks: Sequence[int]) -> KeptValues:
+    def _keep_values(self) -> KeptValues:
         handles, caller = self._processes.handles, self._processes.caller
-        return KeptValues(partial(_release, handles, tuple(ranks), caller, self.number))
+        return KeptValues(partial(_release, handles, tuple(self.returning), caller, self.number))
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
         limit = self.timeout if timeout is None else timeout
         left = countdown(limit)
-        self._settle(timeout)
+        self.check(timeout)
         if self._values is None:
-            if self._keep and self._processes.handles.ended:
+            if self.keep and self._processes.handles.ended:
                 self._processes.raise_ended(self)
             try:
                 self._values = self._read(joined, left())
             except ValuesLate as late:
                 self.error = self._processes.values_late(late, limit or 0.0, self)
                 raise self.error from None
-            self._contents.clear()
+            self._answers.clear()
             self._kept = None
         return self._values
 
     def _read(self, joined: bool, timeout: float | None) -> list[Any]:
-        if self._keep:
+        if self.keep:
             return fetch(self.parts, timeout)
         try:
-            return decode([self._contents[rank] for rank in self._returning], joined, timeout)
+            return decode([self._answers[rank] for rank in self.returning], joined, timeout)
         except GetTimeoutError:
-            stored = [rank for rank in self._returning if is_stored(self._contents[rank][0])]
-            raise ValuesLate([(self._handle(rank, rows=False).source, self.number) for rank in stored]) from None
+            sources = [self._handle(rank, outline=False).source for rank in self._stored]
+            raise ValuesLate([(source, self.number) for source in sources]) from None
 
     def read_before_end(self, timeout: float) -> bool:
-        """Read the values that the processes keep, unless that was done or the call has failed."""
-        if self._values is None and self.error is None and not (self.pending or self.failed):
+        """Read values that the processes keep, because they are about to be ended; return whether all are here."""
+        if self.keep and self._values is None and self.error is None and self.state is CallState.ANSWERED:
             try:
                 self._values = fetch(self.parts, timeout)
             except ValuesLate:
@@ -228,9 +205,6 @@ class RayCall(SentCall):
 
     def check(self, timeout: float | None = None) -> None:
         """Wait for every rank and raise the error of the call, if it failed."""
-        self._settle(timeout)
-
-    def _settle(self, timeout: float | None) -> None:
         try:
             self._processes.settle(self, timeout)
         except GroupError as error:
@@ -250,6 +224,8 @@ class RayCall(SentCall):
         if self._values is None and self.error is None:
             text = f"{self.role}.{self.method} was cancelled"
             self.error = GroupError(text, role=self.role, method=self.method)
+            if self.state in (CallState.SENT, CallState.RUNNING):
+                self.change(CallState.CANCELLED)
             self._processes.cancel(self)
 
 
@@ -257,9 +233,12 @@ def _with_objects(arguments: Arguments) -> Arguments:
     """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
     if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
         return arguments
-    args = tuple(RayObject(value) if isinstance(value, ray.ObjectRef) else value for value in arguments.args)
-    named = arguments.kwargs.items()
-    return Arguments(args, {name: RayObject(v) if isinstance(v, ray.ObjectRef) else v for name, v in named})
+    args = tuple(map(_with_object, arguments.args))
+    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
+
+
+def _with_object(value: Any) -> Any:
+    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value
 
 
 def _release(handles: ProcessHandles, ranks: Sequence[int], caller: bytes, number: int) -> None:

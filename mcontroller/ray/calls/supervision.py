@@ -9,20 +9,19 @@ cause. A lost connection alone ends nothing: calls are sent again once it is res
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import RECONNECT_SECONDS
-from mcontroller.channel.messages import CallHead, unpack_answer
+from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
 from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import (
@@ -32,16 +31,17 @@ from mcontroller.errors import (
     DataError,
     GroupBroken,
     GroupError,
-    ResourceError,
-    WorkerDied,
 )
-from mcontroller.ray.call_messages import read_answer, write_call
+from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import look_at_ranks, stopped_ranks
-from mcontroller.ray.calls.sent_call import SentCall
+from mcontroller.ray.calls.hangs import look_at_ranks
+from mcontroller.ray.calls.states import GROUP_TRANSITIONS, CallState, GroupState
 from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
-from mcontroller.ray.values.wire import encode
+from mcontroller.ray.values.handles import (
+    ArgumentLost,
+    ValuesLate,
+)
+from mcontroller.ray.values.wire import Encoded, encode
 from mcontroller.transport import Arguments, rejection
 
 __all__ = ["GroupProcesses", "living_groups"]
@@ -56,9 +56,6 @@ CAUSE_SECONDS = 2.0
 
 QUERY_SECONDS = 5.0
 """Timeout of out-of-band queries."""
-
-STOPPED_SECONDS = 2.0
-"""Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
 
 WATCH_SECONDS = 0.5
 """Time between looks whether all processes exist, while a call is awaited and all connections are open."""
@@ -76,31 +73,36 @@ class GroupProcesses:
         detached: whether the group outlives this driver.
         coordinates: index on each axis, by role and rank, as far as known.
         caller: identifies this controller in the calls that it sends.
+        cause: the first cause, if it is broken.
+        keeping: calls whose values its processes keep, as long as the calls exist.
+        numbers: the numbers of the calls to come.
         sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
     """
 
-    def __init__(self, name: str, handles: ProcessHandles, *, detached: bool = False) -> None:
+    def __init__(
+        self, name: str, handles: ProcessHandles, *, detached: bool = False, state: GroupState = GroupState.READY
+    ) -> None:
         self.name = name
         self.handles = handles
         self.detached = detached
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
         self.caller = uuid.uuid4().hex.encode()
         self.sending = threading.RLock()
-        self._calls: dict[int, SentCall] = {}
-        self._keeping: weakref.WeakSet[SentCall] = weakref.WeakSet()
-        self._errors: list[tuple[SentCall, int, BaseException]] = []
+        self._calls: dict[int, GroupCall] = {}
+        self.keeping: weakref.WeakSet[GroupCall] = weakref.WeakSet()
+        self._errors: list[tuple[GroupCall, int, BaseException]] = []
         self._lost: dict[int, float] = {}
         self._restored: set[int] = set()
-        self._broken: GroupError | None = None
+        self.cause: GroupError | None = None
+        self._state = state
         self._lock = threading.RLock()
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         self._order = CallOrder()
         itself = weakref.ref(self)  # the hub must not keep an unused group from being garbage-collected
         self.hub = Hub(
             self.caller,
             lambda rank, frames: _alive(itself)._deliver(rank, frames),
             lambda rank, established: _alive(itself)._connection_changed(rank, established),
-            lambda rank: _alive(itself)._restored.add(rank),
         )
         self.hub.connect([info.address for info in handles.infos])
         handles.hub = self.hub
@@ -119,19 +121,62 @@ class GroupProcesses:
         """The address of the node of every rank."""
         return [info.node for info in self.handles.infos]
 
-    def next_call(self) -> int:
-        """Return the number of a new call."""
-        return next(self._numbers)
+    @property
+    def state(self) -> GroupState:
+        """The state of the group."""
+        if self._state is not GroupState.BROKEN and self.handles.ended:
+            return GroupState.ENDED
+        return GroupState.BUSY if self._state is GroupState.READY and self._calls else self._state
 
-    def heads(self, call: SentCall) -> list[CallHead]:
-        """Add a call to those in flight; return the head of its message to each of its ranks."""
+    def change(self, state: GroupState) -> None:
+        """Set the state; raise ValueError if it cannot follow the one before."""
+        if state not in GROUP_TRANSITIONS[self.state]:
+            raise ValueError(f"group {self.name} is {self.state.value}, and cannot become {state.value}")
+        self._state = state
+
+    def messages(
+        self, call: GroupCall, role: str | None, method: str, arguments: Sequence[Arguments]
+    ) -> Iterator[tuple[int, list[bytes]]]:
+        """Return the messages of a call that is in flight from now on, for ``hub.send``; ``sending`` is held.
+
+        Ranks with equal arguments have the same object.
+
+        Args:
+            call: the call.
+            role: the role whose worker runs the method; None for a method of the process itself.
+            method: name of the method.
+            arguments: in the order of the ranks.
+        """
+        expected = frozenset(call.returning)
+        encoded: dict[int, Encoded] = {}
+        returning: dict[int, list[int]] = {}
+        for rank, each in zip(call.ranks, arguments, strict=True):
+            ranks = returning.setdefault(id(each), [])
+            if rank in expected:
+                ranks.append(rank)
+            if id(each) not in encoded:
+                value = encoded[id(each)] = encode(each, self.handles.options.inline_bytes)
+                call.held.append(value.stored)
         settled = min(self._calls, default=call.number)
         only_controller = not self.detached
         places = self._order.assign(self.caller, call.number, call.ranks) if only_controller else self._places(call)
         self._calls[call.number] = call
-        return [(call.number, settled, place) for place in places]
+        if call.keep:
+            self.keeping.add(call)
 
-    def _places(self, call: SentCall) -> list[Place | None]:
+        def packed_one_by_one() -> Iterator[tuple[int, list[bytes]]]:
+            packed: dict[tuple[int, Place | None], list[bytes]] = {}
+            for rank, each, after in zip(call.ranks, arguments, places, strict=True):
+                key = id(each), after
+                if key not in packed:
+                    header = CallHeader(call.number, settled, after, role, method, returning[id(each)], call.keep)
+                    packed[key] = [pack_call(header, encoded[id(each)].data), *encoded[id(each)].frames]
+                call.sent[rank] = packed[key]  # to be sent again if the connection is lost
+                yield rank, packed[key]
+
+        return packed_one_by_one()
+
+    def _places(self, call: GroupCall) -> list[Place | None]:
         """Return the call that each rank of a call runs before it; ask rank 0 again if the connection is lost.
 
         Raises:
@@ -147,19 +192,15 @@ class GroupProcesses:
                 places: list[Place | None] = answer[0]
                 return places
             if call.remaining() == 0.0:
-                order = SentCall(call.role, call.method, (0,), timeout=call.timeout, number=call.number)
-                raise self._break(partial(self._timeout_error, order, None, "got no place in the order of calls in"))
+                order = GroupCall(call.role, call.method, (0,), timeout=call.timeout)
+                raise self.time_out(order, None, "got no place in the order of calls in")
             lost_since = None if time.monotonic() - began >= limit else lost_since or began
             if self.handles.ended or 0 in self.handles.deaths(LOST_SECONDS if lost_since else 0.0):
                 return [None] * len(call.ranks)  # rank 0 is gone, which ends the group
             if lost_since is not None and time.monotonic() - lost_since > RECONNECT_SECONDS:
                 return [None] * len(call.ranks)
 
-    def keep_until_end(self, call: SentCall) -> None:
-        """Have ``shutdown`` read the values of a call that its processes keep, if the call still exists then."""
-        self._keeping.add(call)
-
-    def values_late(self, late: ValuesLate, timeout: float, call: SentCall | None = None) -> GroupError:
+    def values_late(self, late: ValuesLate, timeout: float, call: GroupCall | None = None) -> GroupError:
         """End the group whose processes did not send values of a finished call in time; return its error.
 
         Args:
@@ -171,28 +212,23 @@ class GroupProcesses:
         group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
         ranks = tuple(rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors)
         numbers = {number for _, number in late.sources}
-        known = call or next((each for each in tuple(group._keeping) if each.number in numbers), None)
+        known = call or next((each for each in tuple(group.keeping) if each.number in numbers), None)
         role, method = (known.role, known.method) if known else (group.name, "an earlier call")
-        unread = SentCall(role, method, ranks or (known.ranks if known else ()), timeout=timeout, number=-1)
+        unread = GroupCall(role, method, ranks or (known.ranks if known else ()), timeout=timeout)
         text = "has ended, but its values did not arrive in"
-        return group._break(partial(group._timeout_error, unread, None, text))
+        return group.time_out(unread, None, text)
 
     def call_processes(
         self, role: str, shown: str, method: str, arguments: Sequence[Arguments], timeout: float | None = None
-    ) -> SentCall:
+    ) -> GroupCall:
         """Call a method of the ``WorkerProcess`` of every rank, with its own arguments; ``shown`` is its name."""
         with self.sending:
-            call = SentCall(role, shown, tuple(range(self.world_size)), timeout=timeout, number=self.next_call())
+            call = GroupCall(role, shown, tuple(range(self.world_size)), timeout=timeout, number=next(self.numbers))
             call.held = list(arguments)
-            messages: list[tuple[bytes, list[bytes]]] = []
-            for each in arguments:
-                encoded = encode(each, self.handles.options.inline_bytes)
-                call.held.append(encoded.stored)
-                messages.append((write_call((None, method, (), False), encoded.content), encoded.frames))
-            self.hub.send(call.outgoing(zip(self.heads(call), messages, strict=True)))
+            self.hub.send(self.messages(call, None, method, arguments))
         return call
 
-    def break_while_sending(self, call: SentCall, cause: BaseException) -> None:
+    def break_while_sending(self, call: GroupCall, cause: BaseException) -> None:
         """End the group after an interrupt while a call was sent: ranks that have it would wait for the others."""
         self._break(
             lambda: GroupError(
@@ -209,13 +245,13 @@ class GroupProcesses:
             cause = self._break(lambda: self._cause_of(self._drain()))
             if all(call.method == NO_CALL for call, _, _ in self._errors):
                 raise cause
-        if self._broken is not None:
+        if self.cause is not None:
             self._raise_broken(role)
         if ended:
             by = "" if self.handles.reachable else ", together with the Ray cluster that it ran on"
             raise GroupError(f"group {role} has been shut down{by}: start it again to call it", role=role)
 
-    def settle(self, call: SentCall, timeout: float | None = None) -> None:
+    def settle(self, call: GroupCall, timeout: float | None = None) -> None:
         """Wait until all ranks of a call have answered.
 
         Raises:
@@ -228,19 +264,19 @@ class GroupProcesses:
         """
         if call.error is not None:
             raise call.error
-        if self.handles.ended and (call.pending or call.failed):
+        if self.handles.ended and (call.pending or call.state is CallState.FAILED):
             self.raise_ended(call)
         try:
             if not self._await(call, call.remaining(timeout)):
-                raise self._break(lambda: self._timeout_error(call, timeout))
+                raise self.time_out(call, timeout)
         except _Failed:
-            if self.handles.ended and self._broken is None:  # shut down by another thread meanwhile
+            if self.state is GroupState.ENDED:  # shut down by another thread meanwhile
                 self.raise_ended(call)
             raise self._failure_of(call) from None
-        if call.rejected is not None:
-            raise call.rejected
+        if call.error is not None:  # every rank has rejected it
+            raise call.error
 
-    def wait(self, call: SentCall, timeout: float | None = None) -> bool:
+    def wait(self, call: GroupCall, timeout: float | None = None) -> bool:
         """Return whether all ranks of a call have answered or failed within ``timeout`` seconds.
 
         Does not raise: ``settle`` then raises what it would have raised without the wait.
@@ -251,13 +287,13 @@ class GroupProcesses:
             if not self._await(call, call.remaining(timeout)):
                 if call.remaining() != 0.0:
                     return False
-                call.error = self._break(lambda: self._timeout_error(call, None))
+                call.error = self.time_out(call, None)
         except _Failed:
-            if not self.handles.ended or self._broken is not None:  # not shut down by another thread meanwhile
+            if self.state is not GroupState.ENDED:  # not shut down by another thread meanwhile
                 call.error = self._failure_of(call)
         return True
 
-    def cancel(self, call: SentCall) -> bool:
+    def cancel(self, call: GroupCall) -> bool:
         """Cancel a call on all ranks if none has started it; return whether it was cancelled. See ``Cancellation``."""
         if self.handles.ended:
             return False
@@ -270,72 +306,9 @@ class GroupProcesses:
             notify(addresses, "commit", self.caller, call.number, cancelled)
         return cancelled
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Call ``before_shutdown`` of the workers, end the processes and free their slots.
-
-        A second call does nothing. Workers are not called if a call (of this driver or another) is still running, if
-        the group is broken, or if its processes are gone.
-
-        Args:
-            timeout: deadline of ``before_shutdown`` in seconds; None for no deadline.
-
-        Raises:
-            WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
-            CallTimeout: ``before_shutdown`` did not return in time, or a process is stopped by a signal; the processes
-                have been ended all the same.
-            ResourceError: processes could not be ended. They keep their slots; a second call tries again.
-        """
-        try:
-            with self.sending:
-                nothing = [Arguments()] * self.world_size
-                call = (
-                    self.call_processes(self.name, "before_shutdown", "finish", nothing, timeout)
-                    if self._is_idle(timeout)
-                    else None
-                )
-            if call is not None:
-                for keeping in tuple(self._keeping):
-                    self._read_before_end(keeping, call)
-                self._await_end(call)
-        finally:
-            self.handles.end()
-            if self.handles.remaining:
-                left = "; ".join(self.handles.remaining)
-                raise ResourceError(
-                    f"group {self.name} has processes that could not be ended, and that keep their slots: {left}. End "
-                    "them on their nodes, then call shutdown again",
-                    name=self.name,
-                    processes=self.handles.remaining,
-                )
-
-    def _read_before_end(self, keeping: SentCall, last: SentCall) -> None:
-        """Read the values that the processes keep, before ``last`` is due, but not of a process that is stopped."""
-        while not keeping.read_before_end(last.remaining(STOPPED_SECONDS) or 0.0):
-            self._break_if_stopped(last, keeping.ranks)
-            if last.remaining() == 0.0:
-                return
-
-    def _break_if_stopped(self, call: SentCall, ranks: Sequence[int]) -> None:
-        if stopped_ranks(self.handles.infos, ranks, STOPPED_SECONDS):
-            raise self._break(partial(self._timeout_error, call, time.monotonic() - call.started))
-
-    def _await_end(self, call: SentCall) -> None:
-        """Wait for ``before_shutdown`` of all workers, but not for a process that is stopped by a signal."""
-        with contextlib.suppress(WorkerDied):
-            while not self._ends_within(call, STOPPED_SECONDS):
-                self._break_if_stopped(call, sorted(call.pending))
-            self.settle(call)
-
-    def _ends_within(self, call: SentCall, seconds: float) -> bool:
-        """Return whether a call has an answer, has failed, or has less time left than ``seconds``."""
-        left = call.remaining()
-        try:
-            return (left is not None and left <= seconds) or self._await(call, seconds)
-        except _Failed:
-            return True
-
-    def _is_idle(self, timeout: float | None) -> bool:
-        if self.handles.ended or self._poll() or self._broken is not None or self._calls:
+    def is_idle(self, timeout: float | None) -> bool:
+        """Return whether no call runs, of this controller or another, on a group that works."""
+        if self.handles.ended or self._poll() or self.state is not GroupState.READY:
             return False
         if not self.detached:
             return True
@@ -343,53 +316,58 @@ class GroupProcesses:
         answers = ask([info.address for info in self.handles.infos], "idle", timeout=limit)
         return all(answer is not None and answer[0] for answer in answers)
 
+    def time_out(self, call: GroupCall, timeout: float | None, what: str = "had no answer in") -> GroupError:
+        """Break the group because of a call that is late, and return the error."""
+        return self._break(partial(self._timeout_error, call, timeout, what))
+
     # ---- waiting: the hub calls the first two with its lock held -----------------------------------------------------
 
     def _deliver(self, rank: int, frames: list[Any]) -> None:
         try:
-            number, body = unpack_answer(frames[0])
+            number, error, stored, data = unpack_answer(frames[0])
         except DataError as malformed:
             _logger.warning("dropped a message of rank %d: %s", rank, malformed)
             return
         call = self._calls.get(number)
         if call is None or rank not in call.pending:  # the answer was sent again
             return
-        error: GroupError | None
-        try:
-            error, content = read_answer(body)
-        except DataError as malformed:
-            error, content = GroupError(f"{call.role}.{call.method}: rank {rank} sent {malformed}", rank=rank), ()
+        if call.state is CallState.SENT:
+            call.change(CallState.RUNNING)
         if error is None:
-            call.take(rank, content, frames[1:])
+            call.take(rank, data, frames[1:], stored)
         elif isinstance(error, CallRejected) and (error.role, error.method) == (call.role, call.method):
             call.rejected_since = call.rejected_since or time.monotonic()
             call.rejections[rank] = error
         else:
             self._errors.append((call, rank, error))
-            call.failed = True
+            if call.state is not CallState.FAILED:
+                call.change(CallState.FAILED)
         if call.pending == {rank}:  # the last: before it is no longer pending, because an interrupt may come here
             if len(call.rejections) == len(call.ranks):
-                call.rejected = rejection(call.role, call.method, call.rejections)
+                call.error = call.error or rejection(call.role, call.method, call.rejections)
             elif call.rejections:
                 self._fail_rejected(call)
         call.pending.discard(rank)
         if not call.pending:
             self._forget(call)
 
-    def _forget(self, call: SentCall) -> None:
+    def _forget(self, call: GroupCall) -> None:
         """Drop what a complete call does not need any more."""
         call.sent.clear()
         call.held.clear()
-        if not call.failed:
+        if call.state is CallState.RUNNING:
+            call.change(CallState.FAILED if call.rejections else CallState.ANSWERED)
+        if call.state is not CallState.FAILED or call.rejections:
             self._calls.pop(call.number, None)
 
-    def _fail_rejected(self, call: SentCall) -> None:
+    def _fail_rejected(self, call: GroupCall) -> None:
         """Count the rejections of a call as failures, because other ranks have not rejected it."""
         self._errors += [(call, rank, error) for rank, error in call.rejections.items()]
         call.rejections = {}
-        call.failed = True
+        if call.state is not CallState.FAILED:
+            call.change(CallState.FAILED)
 
-    def _are_rejections_late(self, call: SentCall) -> bool:
+    def _are_rejections_late(self, call: GroupCall) -> bool:
         """Return whether ranks that run a call have not rejected it for longer than ranks that agree need."""
         if not call.rejections or time.monotonic() - call.rejected_since < CAUSE_SECONDS:
             return False
@@ -407,14 +385,14 @@ class GroupProcesses:
             if not call.pending:  # an interrupt came before this, and had the hub connect again
                 self._forget(call)
 
-    def _await(self, call: SentCall, seconds: float | None) -> bool:
+    def _await(self, call: GroupCall, seconds: float | None) -> bool:
         """Wait for one call; raise ``_Failed`` as soon as any call of the group has failed."""
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             pause = LOST_SECONDS if self._lost else WATCH_SECONDS
             left = pause if end is None else min(pause, max(0.0, end - time.monotonic()))
-            self.hub.wait(partial(self._has_news, call, len(self._lost)), left, call.pending)
-            if not call.pending and not call.failed:
+            self.hub.wait(partial(self._has_news, call, len(self._lost)), left)
+            if not call.pending and (call.state is not CallState.FAILED or call.error is not None):
                 return True
             if self._are_rejections_late(call):
                 self._fail_rejected(call)
@@ -423,7 +401,7 @@ class GroupProcesses:
             if end is not None and time.monotonic() >= end:
                 return False
 
-    def _has_news(self, call: SentCall, lost: int) -> bool:
+    def _has_news(self, call: GroupCall, lost: int) -> bool:
         return bool(not call.pending or self._errors or self._restored) or len(self._lost) != lost
 
     def _poll(self) -> bool:
@@ -445,10 +423,10 @@ class GroupProcesses:
         self._errors += [(self._first_call(rank), rank, error) for rank, error in found.items() if rank not in known]
         return bool(found)
 
-    def _first_call(self, rank: int) -> SentCall:
+    def _first_call(self, rank: int) -> GroupCall:
         """Return the call that a rank is running, or a stand-in if it has none."""
         calls = (call for call in tuple(self._calls.values()) if rank in call.pending)
-        return next(calls, None) or SentCall(self.name, NO_CALL, (rank,), number=-1)
+        return next(calls, None) or GroupCall(self.name, NO_CALL, (rank,))
 
     def _connection_lost(self, rank: int) -> ConnectionLost:
         call, info = self._first_call(rank), self.handles.infos[rank]
@@ -463,9 +441,9 @@ class GroupProcesses:
             method=call.method,
         )
 
-    def raise_ended(self, call: SentCall) -> NoReturn:
+    def raise_ended(self, call: GroupCall) -> NoReturn:
         """Raise the reason why the values of a call cannot be read: the group is broken or was shut down."""
-        if self._broken is not None:
+        if self.cause is not None:
             self._raise_broken(call.role)
         raise GroupError(
             f"group {call.role} was shut down before {call.method} was complete, or before its result was read",
@@ -476,12 +454,12 @@ class GroupProcesses:
 
     def _raise_broken(self, role: str) -> NoReturn:
         raise GroupBroken(
-            f"group {role} is broken and its processes are stopped; first cause: {self._broken}",
+            f"group {role} is broken and its processes are stopped; first cause: {self.cause}",
             role=role,
-            first_cause=self._broken,
-        ) from self._broken
+            first_cause=self.cause,
+        ) from self.cause
 
-    def _failure_of(self, call: SentCall) -> GroupError:
+    def _failure_of(self, call: GroupCall) -> GroupError:
         failures = self._drain()
         own = [failure for failure in failures if failure.call is call]
         if len(own) == len(call.ranks) and all(failure.upstream for failure in own):
@@ -492,12 +470,16 @@ class GroupProcesses:
 
     def _break(self, make: Callable[[], GroupError]) -> GroupError:
         with self._lock:
-            if self._broken is None:
-                self._broken = make()
+            if self.cause is None:
+                cause = make()
+                if self.state is GroupState.ENDED:  # by another thread meanwhile: nothing is left to be broken
+                    return cause
+                self.change(GroupState.BROKEN)
+                self.cause = cause
             self._calls.clear()
             if not self.handles.killed:
                 self.handles.end()
-            return self._broken
+            return self.cause
 
     def _cause_of(self, failures: Sequence[RankFailure]) -> GroupError:
         """Return the first cause; for a lost argument, the error of the group whose process should have produced it."""
@@ -510,9 +492,9 @@ class GroupProcesses:
         """Return the error that ended the process with Ray's id ``actor``; None for a process of another group."""
         if actor not in self.handles.actor_ids or not self.handles.reachable:
             return None
-        if self._broken is None and not self.handles.ended:
+        if self.cause is None and not self.handles.ended:
             self._break(lambda: self._cause_of(self._drain()))
-        return self._broken
+        return self.cause
 
     def _drain(self) -> list[RankFailure]:
         """Return the failures known so far, and those that come with them, up to the cause that they follow from."""
@@ -540,7 +522,7 @@ class GroupProcesses:
         coordinates = self.coordinates.get(role)
         return RankLabel(role, rank, coordinates[rank] if coordinates else {}, self.handles.infos[rank])
 
-    def _timeout_error(self, call: SentCall, timeout: float | None, what: str = "had no answer in") -> CallTimeout:
+    def _timeout_error(self, call: GroupCall, timeout: float | None, what: str = "had no answer in") -> CallTimeout:
         late = sorted(call.pending)
         coordinates = self.coordinates.get(call.role, ())
         hang = look_at_ranks(self.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)

@@ -18,17 +18,15 @@ from mcontroller.channel.address import Address
 from mcontroller.channel.queries import ask_each
 from mcontroller.errors import GroupError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
-from mcontroller.ray.values.wire import decode, unpack
+from mcontroller.ray.values.wire import decode
 from mcontroller.transport import Deferred, Fetch, countdown
 
 __all__ = [
     "ArgumentFailed",
     "ArgumentLost",
     "KeptValues",
-    "RayObject",
     "RemoteValue",
     "Source",
-    "Stored",
     "StoredValue",
     "ValuesLate",
     "fetch",
@@ -82,68 +80,53 @@ class KeptValues:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RemoteValue:
-    """The value that a call returned on one rank, or its row count.
+    """The value that a call returned on one rank, or its outline.
 
     Attributes:
         source: the process of the rank.
         caller: the controller of the call.
         number: the number of the call there.
-        rows: whether this is the row count.
+        outline: whether this is the outline.
         kept: keeps the value from being released; only in the controller.
     """
 
     source: Source
     caller: bytes
     number: int
-    rows: bool = False
+    outline: bool = False
     kept: KeptValues | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteValue, (self.source, self.caller, self.number, self.rows)
+        return RemoteValue, (self.source, self.caller, self.number, self.outline)
 
 
-class StoredValue:
-    """A value in the object store, which exists as long as this handle does in the process that created it."""
+class StoredValue(Deferred):
+    """A value in the object store, which exists as long as this handle does in the process that created it.
 
-    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
+    Args:
+        reference: the object.
+        raw: whether Ray has serialized it, as the result of a Ray task: it is read as Ray reads it, so its arrays are
+            read-only, and shared by the processes of the node.
+    """
+
+    def __init__(self, reference: ray.ObjectRef[Any], raw: bool = False) -> None:
         self.reference = reference
+        self.raw = raw
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _stored_value, (write_reference(self.reference),)
-
-
-def _stored_value(written: WrittenReference) -> StoredValue:
-    return StoredValue(read_reference(written))
-
-
-class Stored(Deferred):
-    """A value in the object store, for every rank that reads it."""
-
-    def __init__(self, handle: StoredValue) -> None:
-        self._handle = handle
+        return _stored_value, (write_reference(self.reference), self.raw)
 
     def handles(self) -> Sequence[Any]:
-        """Return the handle of the value."""
-        return (self._handle,)
+        """Return this handle."""
+        return (self,)
 
     def resolve(self, fetch: Fetch) -> Any:
         """Return the value."""
-        return fetch((self._handle,))[0]
+        return ray.get(self.reference) if self.raw else fetch((self,))[0]
 
 
-class RayObject(Deferred):
-    """The value of a reference that the caller passed as an argument, such as the result of a Ray task."""
-
-    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
-        self._handle = StoredValue(reference)
-
-    def handles(self) -> Sequence[Any]:
-        """Return the handle of the value."""
-        return (self._handle,)
-
-    def resolve(self, fetch: Fetch) -> Any:
-        """Return the value as Ray reads it: its arrays are read-only, and shared by the processes of the node."""
-        return ray.get(self._handle.reference)
+def _stored_value(written: WrittenReference, raw: bool) -> StoredValue:
+    return StoredValue(read_reference(written), raw)
 
 
 def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
@@ -159,7 +142,7 @@ def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
     try:
         values = iter(_fetch_remote(remote, left) if remote else ())
         return [
-            next(values) if isinstance(handle, RemoteValue) else unpack(ray.get(handle.reference, timeout=left()))
+            next(values) if isinstance(handle, RemoteValue) else ray.get(handle.reference, timeout=left()).unpack()
             for handle in handles
         ]
     except ray.exceptions.GetTimeoutError:
@@ -167,7 +150,7 @@ def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
 
 
 def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | None]) -> list[Any]:
-    queries = [("value", (handle.caller, handle.number, handle.rows)) for handle in handles]
+    queries = [("value", (handle.caller, handle.number, handle.outline)) for handle in handles]
     answers, late = ask_each([handle.source.address for handle in handles], queries, left())
     if late:
         raise ValuesLate([(handles[position].source, handles[position].number) for position in late])
@@ -175,10 +158,10 @@ def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | Non
     for handle, answer in zip(handles, answers, strict=True):
         if answer is None:
             raise _lost(handle, "its connection was closed")
-        (error, content), frames = answer
+        (error, data), frames = answer
         if error is not None:
             raise ArgumentFailed(error)
-        messages.append((content, frames))
+        messages.append((data, frames))
     try:
         return decode(messages, timeout=left())
     except ray.exceptions.ObjectLostError as error:  # the process died between its answer and our reading

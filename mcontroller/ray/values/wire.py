@@ -24,7 +24,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
@@ -34,16 +33,14 @@ import numpy as np
 import psutil
 import ray
 from ray import cloudpickle
-from ray.actor import ActorHandle
 from typing_extensions import Buffer
 
 from mcontroller.data.tensordicts import is_tensordict_itself
 from mcontroller.errors import DataError
-from mcontroller.ray.values.references import read_reference, write_reference
+from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from mcontroller.transport import Arguments
 
 __all__ = [
-    "COPIED_BYTES",
     "IN_BAND_BYTES",
     "MAPPED_BYTES",
     "Encoded",
@@ -51,26 +48,22 @@ __all__ = [
     "decode",
     "encode",
     "is_larger",
-    "is_stored",
     "pack",
     "private_copies",
     "store",
-    "unpack",
 ]
 
-COPIED_BYTES = 32 * 1024
-"""The buffers of a value up to this size are copied into one frame, which costs less than a frame for each."""
+IN_BAND_BYTES = 4096
+"""Buffers below this size are copied into the pickle, which costs less than a frame for each."""
 
-IN_BAND_BYTES = 1024
-"""Buffers below this size are copied into the pickle, which costs less than an extra buffer."""
+LEAST_STORED_BYTES = 256
+"""Smaller values travel in messages whatever the limit is: their reference would be as large."""
 
 MAPPED_BYTES = 1 << 20
 """Objects of the store below this size are copied, which costs less than a mapping."""
 
 _PLAIN = (type(None), bool, int, float)
-"""Types that the message's own pickle takes, which costs less than a pickle for the value."""
-
-_arriving: ContextVar[list[Any]] = ContextVar("_arriving")
+"""Types that Python's own pickler writes, which costs less than ours."""
 
 
 class Packed(NamedTuple):
@@ -79,12 +72,10 @@ class Packed(NamedTuple):
     Attributes:
         data: the pickle, without the buffers.
         buffers: the out-of-band buffers.
-        held: Ray's object references and actor handles inside the value.
     """
 
     data: bytes
     buffers: list[Any]
-    held: list[Any]
 
     @property
     def nbytes(self) -> int:
@@ -94,31 +85,21 @@ class Packed(NamedTuple):
     def unpack(self, shared: bool = False) -> Any:
         """Return the value in private memory; ``shared`` leaves the columns of batches ``Unread``."""
         views = [memoryview(buffer).toreadonly() for buffer in self.buffers]
-        return _load(self.data, views if shared else private_copies(views), self.held)
+        return pickle.loads(self.data, buffers=views if shared else private_copies(views))
 
 
 class Encoded(NamedTuple):
-    """A value in a message.
+    """A value in a message, or instead of a large one the reference of the object that has it in the store.
 
     Attributes:
-        content: plain values for the pickle at the head of the message; ``decode`` reads them.
-        frames: the frames after it.
+        data: the pickle, after the header of the message.
+        frames: its buffers, the frames behind the first.
         stored: the object in the store, if the value is there. The sender keeps it until the value has been read.
     """
 
-    content: tuple[Any, ...]
+    data: bytes
     frames: list[bytes]
     stored: ray.ObjectRef[Any] | None = None
-
-
-def _load(data: bytes, buffers: list[Any], held: list[Any]) -> Any:
-    if not held:
-        return pickle.loads(data, buffers=buffers)
-    token = _arriving.set(held)
-    try:
-        return pickle.loads(data, buffers=buffers)
-    finally:
-        _arriving.reset(token)
 
 
 def encode(value: Any, inline_bytes: int) -> Encoded:
@@ -128,61 +109,46 @@ def encode(value: Any, inline_bytes: int) -> Encoded:
         DataError: a tensor cannot be sent (sparse or quantized).
     """
     packed = pack(value)
-    if not isinstance(packed, Packed):
-        return Encoded((_PLAIN_VALUE, packed), [])
-    size = packed.nbytes
-    held = cloudpickle.dumps(packed.held) if packed.held else None
-    if size > inline_bytes:
-        reference = ray.put(packed._replace(held=[]))
-        return Encoded((_STORED, write_reference(reference), held), [], reference)
-    if size <= COPIED_BYTES:
-        copies = [bytearray(memoryview(buffer)) for buffer in packed.buffers]
-        return Encoded((_COPIED, packed.data, copies, held), [])
-    frames = [bytes(memoryview(buffer)) for buffer in packed.buffers]  # copies, because the caller may write later
-    return Encoded((_FRAMES, packed.data, held), frames)
-
-
-_PLAIN_VALUE, _COPIED, _FRAMES, _STORED = range(4)
-"""How a value travels, at the head of ``Encoded.content``."""
+    if _belongs_in_store(packed, inline_bytes):
+        reference = ray.put(packed)
+        return Encoded(pickle.dumps(write_reference(reference)), [], reference)
+    return Encoded(packed.data, [bytes(memoryview(buffer)) for buffer in packed.buffers])  # the caller may write later
 
 
 def decode(
-    messages: Sequence[tuple[tuple[Any, ...], Sequence[Buffer]]], shared: bool = False, timeout: float | None = None
+    messages: Sequence[tuple[Buffer, Sequence[Buffer]]], shared: bool = False, timeout: float | None = None
 ) -> list[Any]:
-    """Return the values of messages, given as content and frames, in private memory; ``shared`` as in ``unpack``.
+    """Return the values of messages, given as data and frames, in private memory; ``shared`` as in ``unpack``.
 
     Raises:
         GetTimeoutError: one that is in the store has not arrived in ``timeout`` seconds (Ray's exception).
         DataError: a value cannot be read in this process, such as one of a class that it cannot import.
     """
-    references = [read_reference(content[1]) for content, _ in messages if content[0] == _STORED]
-    objects = iter(ray.get(references, timeout=timeout) if references else ())
     try:
-        return [_decoded(content, frames, objects, shared) for content, frames in messages]
+        values = [pickle.loads(data, buffers=frames) for data, frames in messages]
+        references = [read_reference(value) for value in values if isinstance(value, WrittenReference)]
     except Exception as error:
-        raise DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}") from error
+        raise _unreadable(error) from error
+    if not references:
+        return values
+    objects = iter(ray.get(references, timeout=timeout))
+    try:
+        return [next(objects).unpack(shared) if isinstance(value, WrittenReference) else value for value in values]
+    except Exception as error:
+        raise _unreadable(error) from error
 
 
-def _decoded(content: tuple[Any, ...], frames: Sequence[Buffer], objects: Iterator[Packed], shared: bool) -> Any:
-    if content[0] == _PLAIN_VALUE:
-        return content[1]
-    held = [] if content[-1] is None else cloudpickle.loads(content[-1])
-    if content[0] == _COPIED:
-        return _load(content[1], content[2], held)
-    if content[0] == _FRAMES:
-        return _load(content[1], [*frames], held)
-    return next(objects)._replace(held=held).unpack(shared)
-
-
-def is_stored(content: tuple[Any, ...]) -> bool:
-    """Return whether the value of a message is in the object store."""
-    return bool(content[0] == _STORED)
+def _unreadable(error: Exception) -> DataError:
+    return DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}")
 
 
 def is_larger(value: Any, inline_bytes: int) -> bool:
     """Return whether ``encode`` would put a value into the store."""
-    packed = pack(value)
-    return isinstance(packed, Packed) and packed.nbytes > inline_bytes
+    return _belongs_in_store(pack(value), inline_bytes)
+
+
+def _belongs_in_store(packed: Packed, inline_bytes: int) -> bool:
+    return packed.nbytes > max(inline_bytes, LEAST_STORED_BYTES)
 
 
 def store(value: Any) -> ray.ObjectRef[Any]:
@@ -190,35 +156,29 @@ def store(value: Any) -> ray.ObjectRef[Any]:
     return ray.put(pack(value))
 
 
-def pack(value: Any) -> Any:
-    """Serialize a value: return a ``Packed``, or the value itself if it is None, a bool, a number, or such arguments.
+def pack(value: Any) -> Packed:
+    """Serialize a value.
 
     Raises:
         DataError: a tensor cannot be sent (sparse or quantized).
     """
     if isinstance(value, _PLAIN) or (isinstance(value, Arguments) and _are_plain(value)):
-        return value
+        return Packed(pickle.dumps(value), [])
     sink = io.BytesIO()
     pickler: Any = _Pickler(sink)
     pickler.dump(value)
-    return Packed(sink.getvalue(), pickler.buffers, pickler.held)
+    return Packed(sink.getvalue(), pickler.buffers)
 
 
 def _are_plain(arguments: Arguments) -> bool:
     return all([isinstance(value, _PLAIN) for value in (*arguments.args, *arguments.kwargs.values())])
 
 
-def unpack(value: Any, *, shared: bool = False) -> Any:
-    """Return the value of a ``pack``, in private memory; ``shared`` as in ``Packed.unpack``."""
-    return value.unpack(shared) if isinstance(value, Packed) else value
-
-
 class _Pickler(cloudpickle.Pickler):
-    """Takes buffers and Ray handles out of the stream; pickles everything else as Ray does."""
+    """Takes buffers out of the stream; pickles everything else as Ray does."""
 
     def __init__(self, sink: io.BytesIO) -> None:
         self.buffers: list[Any] = []
-        self.held: list[Any] = []
         base: Any = super()  # Ray leaves its pickler without annotations
         base.__init__(sink, protocol=5, buffer_callback=partial(_keep_in_stream, self.buffers))
 
@@ -229,9 +189,6 @@ class _Pickler(cloudpickle.Pickler):
         if kind is np.ndarray and not obj.dtype.hasobject:
             content: Any = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
             return _array, (pickle.PickleBuffer(content), obj.dtype, obj.shape)
-        if isinstance(obj, _HANDLES):
-            self.held.append(obj)
-            return _handle_at, (len(self.held) - 1,)
         if _holds_tensors(obj):
             from mcontroller.data import serialization  # loads torch, which is loaded already if there is a tensor
 
@@ -247,7 +204,6 @@ def _keep_in_stream(buffers: list[Any], buffer: pickle.PickleBuffer) -> bool:
     return small
 
 
-_HANDLES = (ray.ObjectRef, ActorHandle)
 _OWN = "mcontroller."
 
 
@@ -260,10 +216,6 @@ def _array(content: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
     view = memoryview(content)
     writable = bytearray(view) if view.readonly else view
     return np.frombuffer(writable, dtype=dtype).reshape(shape)
-
-
-def _handle_at(index: int) -> Any:
-    return _arriving.get()[index]
 
 
 # ---- private memory ------------------------------------------------------------------------------------------------

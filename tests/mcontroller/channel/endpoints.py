@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import socket
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable
@@ -14,10 +17,11 @@ from typing import Any
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.endpoint import Endpoint
 from mcontroller.channel.hub import Hub
-from mcontroller.channel.local_connection import OutgoingMessage
-from mcontroller.channel.messages import pack_call, unpack_answer
+from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
 from mcontroller.channel.order import CallOrder
 
+FOLDER = tempfile.mkdtemp(prefix="channel-")
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 SECONDS = 30
 """More than any of these tests takes, on a machine under load."""
 
@@ -30,12 +34,12 @@ def start_endpoint(
 ) -> Address:
     """An endpoint whose "main thread" answers each call with what ``respond`` makes of its frames."""
     queries = {"double": lambda reply, number: reply(2 * number), "silent": lambda reply: None}
-    endpoint = Endpoint("127.0.0.1", keys, queries, ports, forget)
+    endpoint = Endpoint("127.0.0.1", keys, queries, ports, FOLDER, forget)
 
     def serve() -> None:
         while True:
             call = endpoint.receive()
-            body, *frames = respond([bytes(call.body), *map(bytes, call.frames)])
+            body, *frames = respond([bytes(call.data), *map(bytes, call.frames)])
             endpoint.answer(call, body, frames)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -44,7 +48,7 @@ def start_endpoint(
 
 def elsewhere(address: Address) -> Address:
     """The address as a process on another node sees it."""
-    return replace(address, local="")
+    return replace(address, folder="")
 
 
 def open_connection(url: str) -> socket.socket:
@@ -53,25 +57,12 @@ def open_connection(url: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=SECONDS)
 
 
-def open_local_connection(address: Address) -> socket.socket:
-    """A plain connection to the listener of local connections."""
-    return connect_locally(address.local)
-
-
-def connect_locally(name: str) -> socket.socket:
-    """A plain connection to the listener of this name."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(SECONDS)
-    connection.connect(f"\0{name}")
-    return connection
-
-
 def cut_local_connections(address: Address) -> None:
-    """Shut down the sockets of this process that are a side of a local connection to this endpoint."""
+    """Shut down the sockets of this process that are a side of a connection to this endpoint in its folder."""
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as side:
-            names = (side.getsockname(), side.getpeername())
-            if side.family == socket.AF_UNIX and f"\0{address.local}".encode() in names:
+            names = f"{side.getpeername()} {side.getsockname()}"  # the listener has no peer
+            if side.family == socket.AF_UNIX and address.name in names:
                 side.shutdown(socket.SHUT_RDWR)
 
 
@@ -81,28 +72,21 @@ class Controller:
     def __init__(self, addresses: list[Address], name: bytes | None = None) -> None:
         self.answers: dict[int, dict[int, list[bytes]]] = {}
         self.changes: list[tuple[int, bool]] = []
-        self.dropped: list[int] = []
         changed: Callable[..., None] = lambda *change: self.changes.append(change)  # noqa: E731
-        self.hub = Hub(name or uuid.uuid4().hex.encode(), self._deliver, changed, self.dropped.append)
+        self.hub = Hub(name or uuid.uuid4().hex.encode(), self._deliver, changed)
         self.hub.connect(addresses)
         self.ranks = range(len(addresses))
-        self.local = sum(address.is_local for address in addresses)
         self._order = CallOrder()
-        self._sent: dict[int, list[OutgoingMessage]] = {}
+        self._sent: dict[int, list[list[bytes]]] = {}
 
     def _deliver(self, rank: int, frames: list[Any]) -> None:
-        number, body = unpack_answer(frames[0])
-        self.answers.setdefault(number, {})[rank] = [bytes(body), *map(bytes, frames[1:])]
-
-    def open_local_connections(self) -> Controller:
-        """Wait until messages to endpoints of this machine go over local connections."""
-        assert self.hub.wait(lambda: self.hub.local_ranks == self.local, SECONDS)
-        return self
+        number, _, _, data = unpack_answer(frames[0])
+        self.answers.setdefault(number, {})[rank] = [bytes(data), *map(bytes, frames[1:])]
 
     def send(self, number: int, body: bytes, *frames: bytes, settled: int = 0) -> None:
         places = self._order.assign(self.hub.name, number, self.ranks)
         messages = self._sent[number] = [
-            OutgoingMessage([pack_call((number, settled, place), body), *frames]) for place in places
+            [pack_call(CallHeader(number, settled, place, None, "method"), body), *frames] for place in places
         ]
         self.hub.send(zip(self.ranks, messages, strict=True))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
 from torch.distributed import TCPStore
 
-from mcontroller.channel import endpoint
+from mcontroller.channel import endpoint, server
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
 from mcontroller.channel.ports import reserve_port
 from mcontroller.channel.queries import ask
@@ -21,7 +20,6 @@ from tests.mcontroller.channel.endpoints import (
     Controller,
     elsewhere,
     open_connection,
-    open_local_connection,
     start_endpoint,
 )
 
@@ -37,9 +35,9 @@ def shared_address() -> Address:
     return start_endpoint(ChannelKeys.generate())
 
 
-@pytest.fixture(params=["tcp", "local"])
-def address(shared_address: Address, request: pytest.FixtureRequest) -> Address:
-    return elsewhere(shared_address) if request.param == "tcp" else shared_address
+@pytest.fixture
+def address(shared_address: Address) -> Address:
+    return elsewhere(shared_address)
 
 
 def test_a_client_with_another_key_gets_no_answer(address: Address) -> None:
@@ -53,10 +51,9 @@ def test_a_client_that_expects_another_server_sends_nothing(address: Address) ->
     assert ask([replace(address, server_key=KeyPair.generate().public)], "double", 3, timeout=SECONDS) == [None]
 
 
-@pytest.mark.parametrize("seen_as", [lambda address: address, elsewhere], ids=["local", "tcp"])
-def test_a_call_with_another_key_does_not_run(keys: ChannelKeys, seen_as: Callable[[Address], Address]) -> None:
+def test_a_call_with_another_key_does_not_run(keys: ChannelKeys) -> None:
     runs: list[list[bytes]] = []
-    address = seen_as(start_endpoint(keys, lambda frames: (runs.append(frames), frames)[1]))
+    address = elsewhere(start_endpoint(keys, lambda frames: (runs.append(frames), frames)[1]))
     stranger = Controller([replace(address, client=KeyPair.generate())], b"controller")
     stranger.send(0, b"harm")
     assert stranger.hub.wait(lambda: (0, False) in stranger.changes, SECONDS)
@@ -79,27 +76,23 @@ def test_garbage_delays_nobody_and_leaves_no_trace(
             stranger = open_ones.enter_context(open_connection(url))
             with suppress(ConnectionError):
                 stranger.sendall(sent)
-        for _ in range(20):
-            stranger = open_ones.enter_context(open_local_connection(shared_address))
-            with suppress(ConnectionError):
-                stranger.send(sent)
+        for seen in (address, shared_address):
+            assert Controller([seen]).call(0, b"x") == {0: [b"x"]}
         assert controller.call(0, b"x") == {0: [b"x"]}
-        assert Controller([address]).call(0, b"x") == {0: [b"x"]}
         assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
     assert capfd.readouterr().err == ""
 
 
-def test_a_silent_connection_is_closed(shared_address: Address) -> None:
-    for silent in (open_connection(shared_address.calls), open_local_connection(shared_address)):
-        with silent:
-            while silent.recv(100):  # what ZeroMQ, or the listener, says first; then the end of the connection
-                pass
+def test_a_silent_connection_is_closed(address: Address) -> None:
+    with open_connection(address.calls) as silent:
+        while silent.recv(100):  # what ZeroMQ says first; then the end of the connection
+            pass
 
 
 def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
     keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "CONNECTIONS", 5)
+    monkeypatch.setattr(server, "CONNECTIONS", 5)
     address = elsewhere(start_endpoint(keys))
     controller = Controller([address])
     controller.call(0, b"x")
@@ -137,17 +130,6 @@ def test_a_reserved_port_of_the_range_is_left_to_the_store_of_torch(keys: Channe
     assert store.port in held
     for each in reserved:
         each.close()
-
-
-def test_only_a_process_of_the_same_network_namespace_opens_a_local_connection(keys: ChannelKeys) -> None:
-    address = start_endpoint(keys)
-    there = replace(address, namespace="another kernel net:[1]")
-    assert address.is_local and not there.is_local
-    assert address.calls == there.calls == f"tcp://127.0.0.1:{address.call_port}"
-    for name, seen, local in ((b"here", address, 1), (b"there", there, 0)):
-        controller = Controller([seen], name).open_local_connections()
-        assert controller.call(0, name) == {0: [name]}
-        assert controller.hub.local_ranks == local
 
 
 def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address) -> None:

@@ -12,7 +12,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
-from mcontroller.ray import Role
+from mcontroller.ppo import Role
 from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic
 
 

@@ -19,7 +19,7 @@ from mcontroller.ppo import (
     compute_gae,
     register_advantage_estimator,
 )
-from mcontroller.ppo.estimators.token_sums import discounted_sums, packed_left, unpacked, whiten
+from mcontroller.ppo.estimators.built_in import discounted_sums, packed_left, unpacked, whiten
 
 
 def gae_by_double_loop(rewards, values, mask, gamma, lam):

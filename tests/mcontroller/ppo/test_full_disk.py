@@ -16,7 +16,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
-from mcontroller.ray import Role
+from mcontroller.ppo import Role
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 FULL = os.strerror(errno.ENOSPC)

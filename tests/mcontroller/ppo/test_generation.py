@@ -49,8 +49,8 @@ def test_rows_of_a_rollout_function_may_have_prompts_of_another_width():
         trainer.init_workers()
         problems = trainer.draw()
         asked = problems.batch["input_ids"][:, -1]
-        batch, metrics = trainer.experience(problems)
-    assert batch.columns.non_tensor_batch["asked"].tolist() == asked.repeat_interleave(2).tolist()
+        batch, _, metrics = trainer.step.experience(problems, trainer.draw)
+    assert batch.non_tensor_batch["asked"].tolist() == asked.repeat_interleave(2).tolist()
     assert len(batch) == 96 and metrics["train/accuracy"] == pytest.approx(
-        float((batch.columns.batch["responses"].flatten() == (asked.repeat_interleave(2) + 1) % LETTERS).float().mean())
+        float((batch.batch["responses"].flatten() == (asked.repeat_interleave(2) + 1) % LETTERS).float().mean())
     )

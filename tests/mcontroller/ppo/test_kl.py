@@ -17,8 +17,7 @@ from mcontroller.ppo import (
     estimate_kl,
     register_kl_estimator,
 )
-from mcontroller.ppo.kl import check_kl_loss
-from mcontroller.ppo.kl_control import make_kl_controller
+from mcontroller.ppo.kl import check_kl_loss, make_kl_controller
 
 
 def test_estimators_of_a_log_ratio_computed_by_hand():

@@ -7,14 +7,11 @@ import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import AlgorithmConfig
-from mcontroller.ppo.rewards import Reward, outcome_scores
-from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig, GroupFilter
-from mcontroller.ppo.selection.overlong import OverlongConfig, penalized, truncated_rows
-from mcontroller.ppo.summary import validation_metrics
-from mcontroller.ray import Role
+from mcontroller.ppo import AlgorithmConfig, Role
+from mcontroller.ppo.rewards.reward import Reward, outcome_scores
+from mcontroller.ppo.selection import FilterGroupsConfig, GroupFilter, OverlongConfig, penalized, truncated_rows
+from mcontroller.ppo.validation import validation_metrics
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 LENGTHS = torch.tensor([3, 6, 8, 10])
@@ -75,7 +72,7 @@ def test_a_response_is_truncated_if_it_does_not_end_with_a_stop_token():
 def test_groups_are_filtered_by_a_column_and_filled_up_in_order():
     def batch(uids):
         rows = {"row": torch.tensor(uids) * 10 + torch.tensor([0, 1] * 2)}
-        return ReferencedBatch(DataProto.from_dict(rows, {"uid": uids}))
+        return DataProto.from_dict(rows, {"uid": uids})
 
     def reward(accuracy):
         return Reward(torch.arange(4.0)[:, None], {"accuracy": accuracy})
@@ -86,7 +83,7 @@ def test_groups_are_filtered_by_a_column_and_filled_up_in_order():
     groups.add(batch([2, 2, 3, 3]), reward([0.0, 0.0, 1.0, 0.0]))
     assert groups.is_complete
     chosen, metrics = groups.batch()
-    assert chosen.columns.batch["row"].tolist() == [30, 31, 0, 1]
+    assert chosen.batch["row"].tolist() == [30, 31, 0, 1]
     assert metrics == {
         "dynamic_sampling/batches": 2.0,
         "dynamic_sampling/prompts_drawn": 4.0,

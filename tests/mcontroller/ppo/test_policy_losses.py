@@ -10,7 +10,7 @@ import torch
 
 from mcontroller.errors import ConfigError
 from mcontroller.ppo import POLICY_LOSSES, PolicyLoss, register_policy_loss
-from mcontroller.ppo.losses.clipped import clipped_policy_loss
+from mcontroller.ppo.losses.policy import clipped_policy_loss
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The trainer reads the columns that it needs; the others stay on the workers, and reach the groups that read them."""
+"""The trainer fetches the columns that it reads; the others stay on the workers, until another group reads them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
-from mcontroller.ppo import AlgorithmConfig, Callback
-from mcontroller.ppo.data import ROUTED_EXPERTS
+from mcontroller.ppo import AlgorithmConfig, Callback, Role
+from mcontroller.ppo.data import ROUTED_EXPERTS, columns
 from mcontroller.ppo.estimators.registry import register_advantage_estimator
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
 
 RECEIVED: dict[str, DataProto] = {}
@@ -62,14 +60,15 @@ def reading(*names: str) -> Any:
 
 def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     with trainer_of(reward_fn=reading("responses")) as trainer:
-        batch, _ = trainer.experience(trainer.draw())
-        assert isinstance(batch, ReferencedBatch)
-        here = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores", "values"}
-        assert set(batch.columns.tensors()) == here
-        assert batch.names - here == {"input_ids", "attention_mask", "old_log_probs", "entropys"}
+        batch, _, _ = trainer.step.experience(trainer.draw(), trainer.draw)
+        here = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores"}
+        away = {"input_ids", "attention_mask", "old_log_probs", "entropys", "values"}
+        assert set(batch.tensors_here()) == here and set(batch.tensor_names) == here | away
+        batch, _ = trainer.step.advantages(batch)
+        computed = {"token_level_rewards", "advantages", "returns"}
+        assert set(batch.tensors_here()) == here | computed | {"values"}
         trainer.train_step(trainer.draw())
-    computed = {"token_level_rewards", "advantages", "returns"}
-    assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == batch.names | computed
+    assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == here | away | computed
     received = RECEIVED["actor"].batch
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 
@@ -133,9 +132,9 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     RECEIVED.clear()
     with toy_trainer(toy_config(1), roles, val_dataset=None, reward_fn=every) as trainer:
         trainer.init_workers()
-        batch, _ = trainer.experience(trainer.draw())
+        batch, _, _ = trainer.step.experience(trainer.draw(), trainer.draw)
         trainer.fit()
-    assert ROUTED_EXPERTS in batch.names and ROUTED_EXPERTS not in batch.columns.tensors()
+    assert ROUTED_EXPERTS in batch.tensor_names and ROUTED_EXPERTS not in batch.tensors_here()
     assert ROUTED_EXPERTS in seen["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()
     others = (seen["reference"], seen["values"], set(RECEIVED["critic"].tensors()), every.seen)
     assert all("responses" in columns and ROUTED_EXPERTS not in columns for columns in others)
@@ -153,19 +152,20 @@ def test_a_reward_function_sees_the_columns_that_it_names_or_all():
     assert {"responses", "response_mask", "input_ids", "attention_mask"} <= every.seen
 
 
-@pytest.mark.parametrize("reads", [None, ("entropys",)], ids=["all", "named"])
-def test_an_estimator_gets_the_columns_that_it_names_or_all(reads):
-    name = f"entropy_of_{reads}_for_this_test"
+@pytest.mark.parametrize("whole", [True, False], ids=["all", "named"])
+def test_an_estimator_reads_any_column_and_fetches_those_that_it_reads(whole):
+    name = f"entropy_of_{whole}_for_this_test"
 
-    @register_advantage_estimator(name, needs_critic=True, reads=reads)
+    @register_advantage_estimator(name, needs_critic=True)
     def of_entropy(data: DataProto, *, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
-        of_entropy.seen = set(data.tensors())
-        return data.batch["entropys"], data.batch["entropys"]
+        column = data.batch["entropys"] if whole else columns(data, "entropys")[0]
+        of_entropy.fetched = set(data.tensors_here())
+        return column, column
 
     rule = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=False)
     with trainer_of(dataclasses.replace(toy_config(1), algorithm=rule)) as trainer:
         trainer.fit()
-    assert ("input_ids" in of_entropy.seen) is (reads is None)
+    assert ("input_ids" in of_entropy.fetched) is whole
     assert torch.equal(RECEIVED["actor"].batch["advantages"], RECEIVED["actor"].batch["entropys"])
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mcontroller.errors import ConfigError
-from mcontroller.ppo import PPOConfig, RayPPOTrainer
-from mcontroller.ray import Role
+from mcontroller.ppo import PPOConfig, RayPPOTrainer, Role
 from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
 from tests.mcontroller.ppo.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer
 

@@ -11,9 +11,8 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, GroupError
-from mcontroller.ppo import AlgorithmConfig, Callback, PPOConfig, restart_rollout
+from mcontroller.ppo import AlgorithmConfig, Callback, PPOConfig, Role, restart_rollout
 from mcontroller.ppo.mismatch import ImportanceConfig
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
 from tests.mcontroller.ppo.toy import CALLS, toy_config, toy_trainer
 

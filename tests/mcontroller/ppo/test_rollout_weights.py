@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcontroller.ppo.config import TrainerConfig
-from mcontroller.ppo.rollout_weights import RolloutWeights
+from mcontroller.ppo.generation import RolloutWeights
 
 
 class Engine:

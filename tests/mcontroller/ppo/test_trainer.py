@@ -19,11 +19,11 @@ from mcontroller.ppo import (
     ImportanceConfig,
     KLControlConfig,
     PPOConfig,
+    Role,
     ValidationConfig,
     WarmUpConfig,
     rule_only,
 )
-from mcontroller.ray import Role
 from tests.mcontroller.ppo.toy import (
     CALLS,
     LETTERS,
@@ -158,7 +158,7 @@ def test_a_resumed_run_equals_one_that_did_not_stop(tmp_path):
     assert CALLS.count("update_actor") == 3 and second.global_steps == 6
     torch.testing.assert_close(table(second), table(whole), rtol=0, atol=0)
     torch.testing.assert_close(table(second, "critic"), table(whole, "critic"), rtol=0, atol=0)
-    assert second.kl_ctrl.value == whole.kl_ctrl.value != 0.1
+    assert second.step.kl_ctrl.value == whole.step.kl_ctrl.value != 0.1
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -339,7 +339,7 @@ def test_a_reference_that_nothing_reads_is_not_built():
     with toy_trainer(config, {Role.ActorRolloutRef: Group}, val_dataset=None) as trainer:
         trainer.init_workers()
         assert trainer.reference is None
-        assert [worker.init.kwargs["role"] for worker in trainer.role_workers] == ["actor_rollout"]
+        assert [worker.init.kwargs["role"] for worker in trainer.run_groups.workers] == ["actor_rollout"]
     apart = dataclasses.replace(config, ref=0.5)
     with toy_trainer(apart, {Role.ActorRollout: Group, Role.RefPolicy: ToyActor}, val_dataset=None) as trainer:
         trainer.init_workers()
@@ -406,7 +406,7 @@ def test_a_resumed_run_keeps_the_configured_weight_of_a_fixed_penalty(tmp_path):
     started(toy_trainer(config(0.5, 1, save_freq=0), val_dataset=None)).fit()
     second = started(toy_trainer(config(0.25, 2, resume=True), val_dataset=None))
     second.fit()
-    assert second.kl_ctrl.value == 0.25
+    assert second.step.kl_ctrl.value == 0.25
 
 
 def test_a_run_without_save_freq_saves_when_save_minutes_are_over(tmp_path):

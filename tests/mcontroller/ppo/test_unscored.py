@@ -9,12 +9,10 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
-from mcontroller.dispatch.referenced import ReferencedBatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ppo import AlgorithmConfig, DataConfig, Reward, compute_advantage
-from mcontroller.ppo.selection.dynamic_sampling import FilterGroupsConfig, GroupFilter
-from mcontroller.ppo.summary import validation_metrics
-from mcontroller.ray import Role
+from mcontroller.ppo import AlgorithmConfig, DataConfig, Reward, Role, compute_advantage
+from mcontroller.ppo.selection import FilterGroupsConfig, GroupFilter
+from mcontroller.ppo.validation import validation_metrics
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 
 SCORES = [-1.0, -1.0, -1.0, None, *[None] * 4, 1.0, 0.0, None, 2.0, 0.0, 1.0, 0.0, 1.0]
@@ -99,11 +97,11 @@ def test_responses_to_a_prompt_whose_greedy_response_has_no_score_are_left_out()
 def test_dynamic_sampling_replaces_groups_whose_other_scores_are_equal():
     groups = GroupFilter(FilterGroupsConfig(enable=True, max_batches=1), 4)
     uid = {"uid": [row // 4 for row in range(16)]}
-    batch = ReferencedBatch(DataProto.from_dict({"row": torch.arange(16)}, uid))
+    batch = DataProto.from_dict({"row": torch.arange(16)}, uid)
     scores = torch.tensor([[score or 0.0] for score in SCORES])
     groups.add(batch, Reward(scores, scored=[score is not None for score in SCORES]))
     chosen, metrics = groups.batch()
-    assert chosen.columns.batch["row"].tolist() == [*range(8, 16), *range(8)]
+    assert chosen.batch["row"].tolist() == [*range(8, 16), *range(8)]
     assert metrics["dynamic_sampling/prompts_filled"] == 2.0
     assert groups.without_signal().tolist() == [True, True, False, False]
 

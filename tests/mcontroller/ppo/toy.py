@@ -21,10 +21,11 @@ from mcontroller.ppo import (
     PPOConfig,
     RayPPOTrainer,
     Reward,
+    Role,
     TrainerConfig,
 )
-from mcontroller.ppo.rewards import outcome_scores
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ppo.rewards.reward import outcome_scores
+from mcontroller.ray import ResourcePoolManager
 from mcontroller.worker import Worker
 
 LETTERS = 6

@@ -22,7 +22,6 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.queries import ask
 from mcontroller.errors import GroupBroken
 from mcontroller.ray import process_handles
-from mcontroller.ray.call_messages import read_call, write_answer
 from mcontroller.ray.calls.executor import RayCall, RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.node_processes import NodeProcess
@@ -44,10 +43,9 @@ class NoSlots:
 
 
 def answer(frames: list[bytes]) -> list[bytes]:
-    _, content = read_call(frames[0])
-    [arguments] = decode([(content, frames[1:])])
+    [arguments] = decode([(frames[0], frames[1:])])
     encoded = encode(arguments.args[0], 1 << 20)
-    return [write_answer(None, encoded.content), *encoded.frames]
+    return [encoded.data, *encoded.frames]
 
 
 def group_at(addresses: list[Address]) -> RayExecutor:

@@ -51,8 +51,9 @@ def test_a_secret_of_the_environment_appears_in_no_log_and_no_message(tmp_path_f
     assert any("raylet.out" in path.name for path in files)
     assert [str(path) for path in files if SECRET.encode() in path.read_bytes()] == []
     assert not any("def start_worker" in path.read_text(errors="replace") for path in files), "the logs repeat a source"
-    open_to_others = [path for path in Path(folder).rglob("warm_start_*") if path.stat().st_mode & 0o077]
-    assert open_to_others == []
+    folders = [path for kind in ("warm_start_*", "channel_*") for path in folder.rglob(kind)]
+    assert [path.name for path in folders if path.stat().st_mode & 0o077] == []
+    assert {path.name.rpartition("_")[0] for path in folders} == {"warm_start", "channel"}
 
 
 def test_versions_of_ray_that_ignore_its_token_are_not_accepted() -> None:

@@ -14,10 +14,11 @@ from mcontroller.ppo import (
     PPOConfig,
     RayPPOTrainer,
     Reward,
+    Role,
     TrainerConfig,
 )
-from mcontroller.ppo.rewards import outcome_scores
-from mcontroller.ray import ResourcePoolManager, Role
+from mcontroller.ppo.rewards.reward import outcome_scores
+from mcontroller.ray import ResourcePoolManager
 from tests.workers.roles import EOS, MODEL, PAD, PROMPT, RESPONSE, prompts
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config

@@ -11,7 +11,7 @@ from mcontroller import MegatronRayWorkerGroup
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ray import Role
+from mcontroller.ppo import Role
 from tests.workers.off_policy.runs import Lines, trainer_of
 from tests.workers.roles import OPTIM
 from tests.workers.weights.transfer.roles import Policy

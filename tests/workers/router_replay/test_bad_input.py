@@ -10,9 +10,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import AlgorithmConfig, PPOConfig
+from mcontroller.ppo import AlgorithmConfig, PPOConfig, Role
 from mcontroller.ppo.roles import check_roles
-from mcontroller.ray import Role
 from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, SAMPLED, prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, MIXTURE, TOPK, batch_with_experts, policy

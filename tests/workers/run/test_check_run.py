@@ -21,7 +21,7 @@ data:
   train_batch_size: 2
 rewards:
   functions:
-    exact: {function: "mcontroller.ppo.scoring.functions:exact_match"}
+    exact: {function: "mcontroller.ppo.rewards.functions:exact_match"}
 algorithm: {adv_estimator: grpo}
 pool: {process_on_nodes: [2, 2]}
 actor_rollout_ref:
@@ -85,7 +85,7 @@ def test_all_errors_of_the_parts_are_reported_together(config_file):
             "pool.process_on_nodes=[3]",
             "actor_rollout_ref.rollout.n=1",
             "actor_rollout_ref.model.vocab_size=4",
-            "rewards.functions.exact.function=mcontroller.ppo.scoring.functions:exact_macth",
+            "rewards.functions.exact.function=mcontroller.ppo.rewards.functions:exact_macth",
             "data.val.path=missing.jsonl",
             "data.train_batch_size=50",
             f"trainer.export_hf={config_file.parent}",

@@ -9,7 +9,7 @@ import ray
 
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError, MControllerError
-from mcontroller.ray.resource_pool import Role
+from mcontroller.ppo import Role
 from tests.workers.run.test_check_run import config_file  # noqa: F401 - a fixture
 from workers.config import ParallelConfig
 from workers.run.config import RunConfig, read_run_config

@@ -19,7 +19,7 @@ from workers.weights.transfer.transport import Deadline, RankTraffic, Transport
 __all__ = ["TRANSPORT"]
 
 _PENDING: dict[tuple[str, int, int], deque[Tensor]] = defaultdict(deque)
-"""Tensors that were sent and not received yet, by transfer, sender and receiver."""
+"""Slices that were not received yet, by transfer, sender and receiver."""
 
 
 class _End:

@@ -9,9 +9,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mcontroller.dispatch.future import Future
 from mcontroller.errors import GroupError
 from mcontroller.group import WorkerGroup
+from mcontroller.transport import Future
 from workers.weights.transfer.endpoint import RankSchedule, TransferOutcome
 from workers.weights.transfer.errors import TransferError
 from workers.weights.transfer.plan import TransferSchedule, explanation, schedule_transfer

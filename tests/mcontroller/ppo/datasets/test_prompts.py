@@ -5,7 +5,7 @@ import pytest
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.config import ProblemsConfig
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
-from mcontroller.ppo.datasets.records import Records
+from mcontroller.ppo.datasets.sources import Records
 from mcontroller.ppo.datasets.tokenizers import TokenizerSource
 
 

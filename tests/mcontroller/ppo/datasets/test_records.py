@@ -7,7 +7,7 @@ import pytest
 
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.config import DatasetConfig
-from mcontroller.ppo.datasets.loading import load_records
+from mcontroller.ppo.datasets.sources import load_records
 
 ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(5)]
 THREE_TERMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}

@@ -18,7 +18,6 @@ of the host in place of torch's export and import of CUDA memory.
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +47,7 @@ class _Sender(MappedSender):
         for link in links.values():
             rebuild, arguments = reductions.reduce_tensor(memory)  # each counts as one receiver
             self._exports.append(_by_name(rebuild, arguments))
-            link.send(pickle.dumps((gpu_id(device), rebuild, arguments)), deadline)
+            link.send((gpu_id(device), rebuild, arguments))
         return memory
 
     def close(self) -> None:
@@ -63,7 +62,7 @@ class _Sender(MappedSender):
 
 class _Receiver(MappedReceiver):
     def map_memory(self, link: Link, deadline: Deadline) -> Tensor:
-        gpu, rebuild, arguments = pickle.loads(link.receive(deadline)[0])
+        gpu, rebuild, arguments = link.receive(deadline)
         here = _by_name(rebuild, arguments) | {"storage_device": visible_gpus().index(gpu)}
         try:
             memory: Tensor = rebuild(**here)

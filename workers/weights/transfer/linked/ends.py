@@ -1,7 +1,7 @@
 """What transports have in common that send a small message over a link for the slices of each bucket.
 
-A receiver connects to its senders. For those of a bucket the sender sends a message, from which the receiver gets the
-bytes; the receiver answers when it has read them. A sender fills a bucket again when all receivers have read it.
+For the slices of a bucket that go to one receiver, the sender sends it a message, from which it gets the bytes; it
+answers when it has read them. A sender fills a bucket again when all receivers have read it.
 """
 
 from __future__ import annotations
@@ -11,42 +11,55 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.weights.transfer.linked.links import Link, Listener, ListenerAddress, connected
+from mcontroller.channel.address import Address
+from workers.weights.transfer.linked.links import Link, Mailbox
 from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Deadline, RankTraffic
 
 __all__ = ["LinkedReceiver", "LinkedSender"]
 
 
-class LinkedSender:
-    """The end of a rank that sends: a link to each receiver, and the buckets that were not read.
+class _LinkedEnd:
+    """A rank's mailbox, and a link to each rank that it exchanges weights with."""
 
-    Args:
-        traffic: what it sends.
-        host: the address of this node for other nodes; None if all receivers are on it.
-    """
-
-    def __init__(self, traffic: RankTraffic, host: str | None) -> None:
+    def __init__(self, traffic: RankTraffic) -> None:
         self.traffic = traffic
         self.links: dict[int, Link] = {}
-        self._listener = Listener(host)
-        self._unread: dict[int, list[int]] = {}
+        self._mailbox = Mailbox(traffic.address)
 
-    def listen(self) -> ListenerAddress:
-        """Return the address that receivers connect to."""
-        return self._listener.address
+    def listen(self) -> Address:
+        """Return the address that peers read messages from."""
+        return self._mailbox.address
 
-    def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
-        """Wait for the connections of the receivers."""
-        self.links = self._listener.accept(self.traffic.peers, deadline)
+    def connect(self, addresses: Mapping[int, Address], deadline: Deadline) -> None:
+        """Make the links; a peer that cannot be reached is noticed when it is read from."""
+        own, rank = self._mailbox, self.traffic.rank
+        self.links = {peer: Link(own, rank, peer, addresses[peer]) for peer in self.traffic.peers}
 
     def start(self) -> None:
         """Do nothing: everything travels in buckets."""
 
-    def send_message(self, index: int, slices: PeerSlices, message: bytes, deadline: Deadline) -> None:
+    def close(self) -> None:
+        """Close the mailbox, which the peers notice at once."""
+        self._mailbox.close()
+        self.links = {}
+
+
+class LinkedSender(_LinkedEnd):
+    """The end of a rank that sends: a link to each receiver, and the buckets that were not read.
+
+    Args:
+        traffic: what it sends.
+    """
+
+    def __init__(self, traffic: RankTraffic) -> None:
+        super().__init__(traffic)
+        self._unread: dict[int, list[int]] = {}
+
+    def send_message(self, index: int, slices: PeerSlices, message: Any) -> None:
         """Send the message of the slices of this bucket to their receiver, who has not read the bytes yet."""
         self._unread.setdefault(index, []).append(slices.peer)
-        self.links[slices.peer].send(message, deadline)
+        self.links[slices.peer].send(message)
 
     def wait_until_read(self, index: int, deadline: Deadline) -> None:
         """Wait until all receivers have read a bucket; do nothing if that is known, or nothing was sent."""
@@ -59,14 +72,12 @@ class LinkedSender:
             self.wait_until_read(index, deadline)
 
     def close(self) -> None:
-        """Close the links, which the receivers notice at once."""
-        self._listener.close()
-        for link in self.links.values():
-            link.close()
-        self.links, self._unread = {}, {}
+        """Close the mailbox, which the receivers notice at once."""
+        super().close()
+        self._unread = {}
 
 
-class LinkedReceiver:
+class LinkedReceiver(_LinkedEnd):
     """The end of a rank that receives: a link to each sender. Subclasses define ``read``.
 
     Args:
@@ -74,10 +85,6 @@ class LinkedReceiver:
     """
 
     buffer_bytes = 0  # it reads the memory of its senders
-
-    def __init__(self, traffic: RankTraffic) -> None:
-        self.traffic = traffic
-        self.links: dict[int, Link] = {}
 
     def read(self, slices: PeerSlices, deadline: Deadline) -> Tensor:
         """Return the bytes of the slices, uint8 ``[bytes]``, after their message was received.
@@ -87,28 +94,11 @@ class LinkedReceiver:
         """
         raise NotImplementedError
 
-    def listen(self) -> None:
-        """Return nothing: receivers connect to senders."""
-
-    def connect(self, addresses: Mapping[int, ListenerAddress], deadline: Deadline) -> None:
-        """Connect to the senders."""
-        for peer in self.traffic.peers:
-            self.links[peer] = connected(addresses[peer], self.traffic.rank, peer, deadline)
-
-    def start(self) -> None:
-        """Do nothing: everything travels in buckets."""
-
     def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
         """Iterate over the slices of a bucket with their bytes; answer when each was read."""
         for slices in self.traffic.buckets[index]:
             yield slices, self.read(slices, deadline)
-            self.links[slices.peer].send(b"", deadline)
+            self.links[slices.peer].send(None)
 
     def flush(self, deadline: Deadline) -> None:
         """Do nothing: what was received is there."""
-
-    def close(self) -> None:
-        """Close the links, which the senders notice at once."""
-        for link in self.links.values():
-            link.close()
-        self.links = {}

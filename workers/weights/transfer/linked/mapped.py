@@ -7,13 +7,13 @@ handed to another process, is up to the subclasses: ``shared_memory`` on CPUs, `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcontroller.channel.address import Address
 from workers.weights.transfer.linked.ends import LinkedReceiver, LinkedSender
-from workers.weights.transfer.linked.links import Link, ListenerAddress
+from workers.weights.transfer.linked.links import Link
 from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Deadline, RankTraffic
 
@@ -30,7 +30,7 @@ class MappedSender(LinkedSender):
     """
 
     def __init__(self, traffic: RankTraffic) -> None:
-        super().__init__(traffic, host=None)
+        super().__init__(traffic)
         self.buffer_bytes = _IN_FLIGHT * traffic.bucket_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -38,8 +38,8 @@ class MappedSender(LinkedSender):
         """Allocate ``buffer_bytes``, let the receivers at these links map them, and return them, uint8 ``[bytes]``."""
         raise NotImplementedError
 
-    def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
-        """Wait for the receivers, and share the buckets with them."""
+    def connect(self, addresses: Mapping[int, Address], deadline: Deadline) -> None:
+        """Share the buckets with the receivers."""
         super().connect(addresses, deadline)
         self._memory = self.share(self.links, deadline)
 
@@ -51,7 +51,7 @@ class MappedSender(LinkedSender):
     def send(self, index: int, deadline: Deadline) -> None:
         """Send each receiver the position of its slices."""
         for slices in self.traffic.buckets[index]:
-            self.send_message(index, slices, (self._start(index) + slices.start).to_bytes(8), deadline)
+            self.send_message(index, slices, self._start(index) + slices.start)
 
     def close(self) -> None:
         """Close the links and drop the memory."""
@@ -77,14 +77,14 @@ class MappedReceiver(LinkedReceiver):
         """Return the memory that the sender at the link shares, uint8 ``[bytes]``; mapped as long as it lives."""
         raise NotImplementedError
 
-    def connect(self, addresses: Mapping[int, ListenerAddress], deadline: Deadline) -> None:
+    def connect(self, addresses: Mapping[int, Address], deadline: Deadline) -> None:
         """Connect to the senders, and map their buckets."""
         super().connect(addresses, deadline)
         self._memory = {peer: self.map_memory(link, deadline) for peer, link in self.links.items()}
 
     def read(self, slices: PeerSlices, deadline: Deadline) -> Tensor:
         """Return the part of the sender's bucket that its message names."""
-        start = int.from_bytes(self.links[slices.peer].receive(deadline)[0])
+        start: int = self.links[slices.peer].receive(deadline)
         return self._memory[slices.peer][start : start + slices.nbytes]
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ Ray is imported when it is used: workers also run without it.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ __all__ = ["TRANSPORT"]
 
 class _Sender(LinkedSender):
     def __init__(self, traffic: RankTraffic) -> None:
-        super().__init__(traffic, traffic.address)
+        super().__init__(traffic)
         self.buffer_bytes = 2 * traffic.bucket_bytes  # one to fill, and one in the store while the other is filled
         self._memory = torch.empty(traffic.bucket_bytes, dtype=torch.uint8)
         self._stored: dict[int, list[ray.ObjectRef[Any]]] = {}
@@ -46,8 +45,7 @@ class _Sender(LinkedSender):
         for slices in self.traffic.buckets[index]:
             reference = ray.put(self._memory[slices.start : slices.start + slices.nbytes].numpy())
             self._stored.setdefault(index, []).append(reference)
-            written = json.dumps([part.hex() for part in write_reference(reference)])
-            self.send_message(index, slices, written.encode(), deadline)
+            self.send_message(index, slices, write_reference(reference))
 
     def wait_until_read(self, index: int, deadline: Deadline) -> None:
         super().wait_until_read(index, deadline)
@@ -62,11 +60,10 @@ class _Receiver(LinkedReceiver):
     def read(self, slices: PeerSlices, deadline: Deadline) -> Tensor:
         import ray
 
-        from mcontroller.ray.values.references import WrittenReference, read_reference
+        from mcontroller.ray.values.references import read_reference
 
         link = self.links[slices.peer]
-        parts = json.loads(link.receive(deadline)[0])  # no pickle: on TCP, what follows a proof is not signed
-        reference = read_reference(WrittenReference(*map(bytes.fromhex, parts)))
+        reference = read_reference(link.receive(deadline))
         try:
             array: np.ndarray[Any, Any] = ray.get(reference, timeout=deadline.left(link.peer))
         except (ray.exceptions.RayError, TimeoutError) as error:

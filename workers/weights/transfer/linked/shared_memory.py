@@ -1,7 +1,7 @@
 """Weights between processes of one node on CPUs, through memory that both have mapped.
 
-The memory is an anonymous file, which has no name, which no other process can open, and which the kernel frees when the
-last process that has mapped it ends, however it ends.
+The memory is an anonymous file, which only processes of this user can open, and which the kernel frees when the last
+process that has mapped it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.linked.links import Link
 from workers.weights.transfer.linked.mapped import MappedReceiver, MappedSender
 from workers.weights.transfer.plan import RankWeights
@@ -27,7 +28,9 @@ class _Sender(MappedSender):
         try:
             os.ftruncate(descriptor, max(self.buffer_bytes, 1))
             for link in links.values():
-                link.send(self.buffer_bytes.to_bytes(8), deadline, descriptors=[descriptor])
+                link.send((f"/proc/{os.getpid()}/fd/{descriptor}", self.buffer_bytes))
+            for link in links.values():
+                link.receive(deadline)
             return _mapped(descriptor, self.buffer_bytes)
         finally:
             os.close(descriptor)
@@ -35,11 +38,18 @@ class _Sender(MappedSender):
 
 class _Receiver(MappedReceiver):
     def map_memory(self, link: Link, deadline: Deadline) -> Tensor:
-        size, (descriptor,) = link.receive(deadline, descriptors=1)
+        path, size = link.receive(deadline)
         try:
-            return _mapped(descriptor, int.from_bytes(size))
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError as error:
+            cause = f"its memory cannot be opened: {error}"
+            raise PeerLost(f"rank {link.peer} of the transfer: {cause}", peer=link.peer, cause=cause) from error
+        try:
+            memory = _mapped(descriptor, size)
         finally:
             os.close(descriptor)
+        link.send(None)
+        return memory
 
 
 def _mapped(descriptor: int, size: int) -> Tensor:

@@ -1,0 +1,208 @@
+"""QueryServer: the sockets that a process listens on, and the thread that answers queries.
+
+Each socket listens at two places: in a folder that only this user can enter, for processes of this user on the same
+machine, and on a TCP port, where CURVE proves that a client has the key of the group, and encrypts. Nothing that a
+stranger sends is read by this project.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.z85 import decode
+
+from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, machine, private_folder
+from mcontroller.channel.links import configure, monitor, send_frames
+from mcontroller.channel.messages import pack_reply, unpack_query
+from mcontroller.channel.ports import reserve_port
+from mcontroller.errors import DataError
+
+__all__ = ["CONNECTIONS", "QueryServer", "Reply"]
+
+_logger = logging.getLogger(__name__)
+
+CONNECTIONS = 4096
+"""Open TCP connections of one socket. More are closed at once, so that strangers cannot use up the descriptors."""
+
+HANDSHAKE_MS = 5_000
+"""Milliseconds in which a new connection must prove that it has the key."""
+
+FRAME_BYTES = 1 << 30
+"""Size of the largest frame that is accepted."""
+
+Reply = Callable[..., None]
+"""Answers a query: called once, on any thread, with the value and optionally frames to send with it."""
+
+
+class QueryServer:
+    """Answers queries on a thread, from ``start`` to ``close``, or until the process ends.
+
+    Args:
+        host: the address of this machine, as other machines know it.
+        keys: the keys of the group.
+        ports: the first and the last port to listen on; None for any.
+        folder: the folder for sockets, made if it does not exist; None for none. If others can enter it, it is not
+            used.
+
+    Attributes:
+        address: the address of this process, once ``start`` was called.
+        thread: the operating system's id of the thread.
+    """
+
+    def __init__(
+        self, host: str, keys: ChannelKeys, ports: tuple[int, int] | None = None, folder: str | None = None
+    ) -> None:
+        self._host, self._keys, self._ports = host, keys, ports
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                os.mkdir(folder, mode=0o700)
+        usable = None if folder is None or not machine() else private_folder(folder)
+        self._folder = folder if folder and usable else ""
+        self._path = f"{usable}/{secrets.token_hex(8)}" if usable else ""
+        self._allowed = decode(keys.client.public)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._context.max_sockets = 65_000
+        self._authenticator = self._context.socket(zmq.ROUTER)
+        self._authenticator.bind("inproc://zeromq.zap.01")
+        self._connections: dict[zmq.Socket[Any], set[int]] = {}
+        self._replies: SimpleQueue[tuple[bytes, bytes, Sequence[Any]]] = SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._closed = False
+        self.address: Address
+        self.thread = 0
+
+    def listen(self, kind: str) -> tuple[zmq.Socket[Any], int]:
+        """Return a socket that listens, and its port.
+
+        Raises:
+            OSError: no port is free.
+        """
+        sock = configure(self._context.socket(zmq.ROUTER))
+        sock.router_handover = True  # a controller that connects again replaces its lost connection
+        sock.handshake_ivl = HANDSHAKE_MS
+        sock.maxmsgsize = FRAME_BYTES
+        if self._path:  # before CURVE is set, which is for sockets that are bound later
+            try:
+                sock.bind(f"ipc://{self._path}.{kind}")
+            except zmq.ZMQError:
+                self._folder = self._path = ""
+        sock.zap_domain = b"mcontroller"
+        sock.curve_server, sock.curve_secretkey = True, self._keys.server.secret
+        self._connections[monitor(sock, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)] = set()
+        return sock, _bind_to_host(sock, self._host, self._ports)
+
+    def start(self, handlers: Mapping[str, Callable[..., None]], call_port: int = 0) -> None:
+        """Answer queries from now on.
+
+        Args:
+            handlers: a function for each query; it gets a ``Reply`` and the arguments of the query.
+            call_port: the port of the socket for calls, if there is one.
+        """
+        self._socket, query_port = self.listen("queries")
+        self._handlers = handlers
+        name, here = os.path.basename(self._path), machine() if self._path else ""
+        public = self._keys.server.public
+        self.address = Address(self._host, call_port, query_port, public, self._keys.client, self._folder, name, here)
+        thread = threading.Thread(target=self._serve, name="channel queries", daemon=True)
+        thread.start()
+        self.thread = thread.native_id or 0
+
+    def close(self) -> None:
+        """Stop listening, and close the connections; does not wait."""
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, self._authenticator, *self._connections, self._wake):
+            poller.register(each, zmq.POLLIN)
+        while not self._closed:
+            for ready, _ in poller.poll():
+                if ready is self._socket:
+                    client, *frames = self._socket.recv_multipart()
+                    self._handle(client, b"".join(frames))
+                elif ready is self._authenticator:
+                    self._authenticate()
+                elif ready == self._wake:
+                    self._send_replies()
+                elif ready in self._connections:
+                    _bound(self._connections[ready], recv_monitor_message(ready))
+        self._context.destroy(linger=0)
+
+    def _handle(self, client: bytes, query: bytes) -> None:
+        """Answer a query; a malformed one gets a `DataError`, or is dropped and logged if it has no number."""
+        try:
+            number, name, arguments = unpack_query(query)
+        except DataError as error:
+            _logger.warning("dropped a query of %r: %s", client, error)
+            return
+
+        def reply(value: Any, frames: Sequence[Any] = ()) -> None:
+            if number:
+                self._replies.put((client, pack_reply(number, value), frames))
+                os.eventfd_write(self._wake, 1)
+
+        try:
+            self._handlers[name](reply, *arguments)
+        except Exception as error:
+            failed = DataError(f"the query {name!r} with {arguments!r} failed: {type(error).__name__}: {error}")
+            _logger.warning("%s", failed)
+            reply(failed)
+
+    def _send_replies(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while not self._replies.empty():
+            client, head, frames = self._replies.get()
+            send_frames(self._socket, [client, head, *frames])
+
+    def _authenticate(self) -> None:
+        """Answer ZeroMQ's question whether a client has the key (ZAP, RFC 27)."""
+        sender, _, version, request, _, _, _, mechanism, *credentials = self._authenticator.recv_multipart()
+        known = mechanism == b"CURVE" and hmac.compare_digest(credentials[0], self._allowed)
+        verdict = (b"200", b"OK") if known else (b"400", b"not the key of the group")
+        self._authenticator.send_multipart([sender, b"", version, request, *verdict, b"", b""])
+
+
+def _bound(opened: set[int], event: Mapping[str, Any]) -> None:
+    """Note an event of a socket's monitor among its open TCP connections; shut down one that is too many."""
+    descriptor, endpoint = event["value"], event["endpoint"].decode()
+    if event["event"] == zmq.EVENT_DISCONNECTED:
+        opened.discard(descriptor)
+    elif endpoint.startswith("tcp:") and len(opened) < CONNECTIONS:
+        opened.add(descriptor)
+    elif endpoint.startswith("tcp:"):  # ZeroMQ then closes it; the descriptor may belong to another one by now
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if endpoint.endswith(f":{connection.getsockname()[1]}"):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _bind_to_host(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> int:
+    """Bind to the address that peers use; if none of the interfaces has it (behind a NAT), to all of them."""
+    sock.ipv6 = ":" in host
+    try:
+        return _bind(sock, host, host, ports)
+    except OSError as error:
+        if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
+            raise
+    return _bind(sock, "*", "", ports)
+
+
+def _bind(sock: zmq.Socket[Any], interface: str, host: str, ports: tuple[int, int] | None) -> int:
+    """Bind to a port of the range that no other process holds."""
+    with reserve_port(host, ports) as reserved:
+        port: int = reserved.getsockname()[1]
+        sock.bind(endpoint_url(interface, port))
+    return port

@@ -1,1 +1,0 @@
-"""Responses that are generated while the policy learns from earlier ones: one step off policy."""

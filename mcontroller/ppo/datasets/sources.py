@@ -1,0 +1,272 @@
+"""Problems from files and tasks, by the name of their source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcontroller.config.checks import close_names
+from mcontroller.config.imports import import_extra
+from mcontroller.config.registry import Registry
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.datasets.config import DatasetConfig
+from mcontroller.ppo.rewards.functions import import_reasoning_gym
+
+__all__ = [
+    "DATASET_SOURCES",
+    "Records",
+    "checked_record",
+    "load_records",
+    "read_hf",
+    "read_jsonl",
+    "read_parquet",
+    "read_reasoning_gym",
+    "source_of_path",
+]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Rows of a data set.
+
+    Attributes:
+        name: the file, directory or task, for error messages.
+        rows: the values by column.
+        locations: the position of each row in ``name``, such as ``line 3``.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    locations: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def location(self, index: int) -> str:
+        """Return the name and the position of a row."""
+        return f"{self.name}, {self.locations[index]}"
+
+    def selected(self, skip: int, size: int) -> Records:
+        """Return ``size`` rows after the first ``skip``; all of them for a ``size`` of 0.
+
+        Raises:
+            DataError: there are fewer.
+        """
+        end = skip + size if size else len(self)
+        if end > len(self) or skip >= len(self):
+            raise DataError(
+                f"{self.name} has {len(self)} rows; skip {skip} and size {size} need {max(end, skip + 1)}",
+                rows=len(self),
+            )
+        return Records(self.name, self.rows[skip:end], self.locations[skip:end])
+
+
+DATASET_SOURCES: Registry[Callable[[DatasetConfig], Records]] = Registry("source of problems", key="source")
+"""Readers of data sets by the name that a configuration uses. ``skip`` and ``size`` are applied to their result,
+except by a reader that makes as many problems as needed."""
+
+
+def checked_record(value: Any, location: str) -> Mapping[str, Any]:
+    """Return ``value`` if it is a mapping with column names.
+
+    Raises:
+        DataError: it is another object, such as a plain string.
+    """
+    if not isinstance(value, Mapping):
+        shown = repr(value)[:60]
+        raise DataError(
+            f"{location} is {shown} of type {type(value).__name__}; expected named columns, such as "
+            '{"prompt": "1 + 1 =", "answer": "2"}',
+            location=location,
+        )
+    return value
+
+
+SEED_DISTANCE = 10_000_019
+"""Distance of seeds: reasoning-gym draws problem i from ``seed + i``, so seeds this far apart share no draw."""
+
+
+@DATASET_SOURCES.register("reasoning_gym")
+def read_reasoning_gym(config: DatasetConfig) -> Records:
+    """Return ``skip + size`` different questions with their answers; ``entry`` is what the task's scorer reads.
+
+    Two data sets of the same task, options and seed that select different rows share no question.
+
+    Raises:
+        ConfigError: reasoning-gym does not have the task or an option, or the task has too few questions.
+    """
+    if config.size < 1:
+        raise ConfigError(f"source 'reasoning_gym' needs a size of at least 1; it is {config.size}", key="size")
+    wanted = config.skip + config.size
+    most_draws = 50 * wanted
+    dataset = _task(config, most_draws)
+    different: dict[str, Mapping[str, Any]] = {}
+    for draw in range(most_draws):
+        entry = dataset[draw]
+        different.setdefault(entry["question"], entry)
+        if len(different) == wanted:
+            break
+    if len(different) < wanted:
+        raise ConfigError(
+            f"{config.task} has {len(different)} different questions in {most_draws} draws; skip {config.skip} + size "
+            f"{config.size} = {wanted}: reduce the sizes, or change options",
+            key="size",
+            value=config.size,
+        )
+    rows = [{"prompt": entry["question"], "answer": entry["answer"], "entry": entry} for entry in different.values()]
+    return Records(f"reasoning-gym's {config.task}", rows, [f"problem {number}" for number in range(wanted)])
+
+
+def _task(config: DatasetConfig, size: int) -> Any:
+    gym = import_reasoning_gym()
+    tasks = gym.factory.DATASETS
+    if config.task not in tasks:
+        hint = close_names(str(config.task), tasks)
+        raise ConfigError(f"reasoning-gym has no task {config.task!r}{hint}", key="task", value=config.task)
+    possible = tasks[config.task][1].__dataclass_fields__
+    for name in config.options:
+        if name not in possible:
+            raise ConfigError(
+                f"{config.task} has no option {name!r}{close_names(name, possible)}; it has {', '.join(possible)}",
+                key=f"options.{name}",
+            )
+    return gym.create_dataset(config.task, seed=config.seed * SEED_DISTANCE, size=size, **config.options)
+
+
+SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
+
+
+def source_of_path(path: Path) -> str:
+    """Return the name of the reader of a path.
+
+    Raises:
+        ConfigError: the suffix is unknown, or there is no such file or directory.
+    """
+    _check_exists(path)
+    if path.is_dir():
+        return "hf"
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"{path} has the suffix {path.suffix!r}; readers are chosen for {', '.join(SUFFIXES)} and directories: "
+            "set source to the name of a reader",
+            key="source",
+            value=str(path),
+        )
+    return SUFFIXES[path.suffix]
+
+
+@DATASET_SOURCES.register("jsonl")
+def read_jsonl(config: DatasetConfig) -> Records:
+    """Return the lines of a file of JSON objects, one per line; empty lines are skipped.
+
+    Raises:
+        DataError: a line is not a JSON object, or the file is empty; with the file and the line.
+    """
+    path = _path(config)
+    rows, locations = [], []
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:  # the last from lists in lists, thousands of them
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            text = f"{path}, line {number} is not JSON: {reason}: {line.strip()[:60]!r}"
+            raise DataError(text, path=str(path), line=number) from error
+        rows.append(checked_record(value, f"{path}, line {number}"))
+        locations.append(f"line {number}")
+    return _not_empty(Records(str(path), rows, locations))
+
+
+@DATASET_SOURCES.register("parquet")
+def read_parquet(config: DatasetConfig) -> Records:
+    """Return the rows of a Parquet file. Needs the extra ``data``.
+
+    Raises:
+        DataError: the file is not Parquet, is damaged, or has no rows.
+    """
+    path = _path(config)
+    pyarrow, parquet = (import_extra(name, "data", "source") for name in ("pyarrow", "pyarrow.parquet"))
+    try:
+        rows = parquet.read_table(str(path)).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:  # OSError: what is compressed in it is damaged
+        raise DataError(f"{path} cannot be read as a Parquet file: {error}", path=str(path)) from error
+    return _not_empty(_numbered(str(path), rows))
+
+
+@DATASET_SOURCES.register("hf")
+def read_hf(config: DatasetConfig) -> Records:
+    """Return the rows of a directory of Hugging Face ``datasets``: of ``save_to_disk``, or of files that it can load.
+
+    Needs the extra ``data``.
+
+    Raises:
+        DataError: the directory is not a data set, or has no such split or no rows.
+    """
+    path = _path(config)
+    datasets = import_extra("datasets", "data", "source")
+    saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    try:
+        loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:400]
+        raise DataError(f"{path} cannot be read as a data set of Hugging Face: {reason}", path=str(path)) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if config.split not in loaded:
+            raise DataError(f"{path} has no split {config.split!r}; it has {', '.join(loaded)}", split=config.split)
+        loaded = loaded[config.split]
+    return _not_empty(_numbered(str(path), loaded.to_list()))
+
+
+def _numbered(name: str, rows: list[dict[str, Any]]) -> Records:
+    return Records(name, rows, [f"row {number}" for number in range(len(rows))])
+
+
+def _not_empty(records: Records) -> Records:
+    if not len(records):
+        raise DataError(f"{records.name} is empty: it has no rows", path=records.name)
+    return records
+
+
+def _path(config: DatasetConfig) -> Path:
+    if config.path is None:
+        raise ConfigError(f"source {config.source!r} needs a path", key="path")
+    path = Path(config.path)
+    _check_exists(path)
+    return path
+
+
+def _check_exists(path: Path) -> None:
+    if path.exists():
+        return
+    raise ConfigError(f"there is no file or directory {str(path)!r} (in {Path.cwd()})", key="path", value=str(path))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not text in UTF-8: byte {error.start}: {error.reason}", path=str(path)) from error
+
+
+def load_records(config: DatasetConfig, key: str) -> Records:
+    """Return the rows of a data set that ``skip`` and ``size`` select.
+
+    Args:
+        config: the data set.
+        key: its key in the configuration, for error messages.
+
+    Raises:
+        ConfigError: there is no such reader, file or task, or an extra is missing.
+        DataError: the content cannot be read, with the file and the line or row.
+    """
+    name = config.source
+    if name is None:
+        if config.path is None:
+            raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
+        name = source_of_path(Path(config.path))
+    records = DATASET_SOURCES.get_or_raise(name, key=f"{key}.source")(config)
+    return records.selected(config.skip, config.size)

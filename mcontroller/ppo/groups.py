@@ -1,0 +1,167 @@
+"""The groups of a run: started in their pools, found by what they do, and which rows each rank of them gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.group import GroupMethod, WorkerGroup
+from mcontroller.ppo.config import PPOConfig
+from mcontroller.ppo.data import MINI_BATCHES, PROMPTS, TOKENS, columns
+from mcontroller.ppo.display import Display
+from mcontroller.ppo.roles import Role, RoleWorker, reads_reference, role_workers
+from mcontroller.ppo.stages import Stages
+from mcontroller.ray.class_with_init import RayClassWithInitArgs
+from mcontroller.ray.resource_pool import ResourcePoolManager
+
+__all__ = ["RunGroups", "TokenBalance"]
+
+
+class RunGroups:
+    """The groups of a run.
+
+    Args:
+        config: the configuration of the run.
+        mapping: the worker class of every role.
+        pools: the pools, and the pool of each role.
+        group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
+        stages: the stage ``start`` gets the seconds; its devices get the groups.
+        display: shows what starts.
+
+    Attributes:
+        workers: the groups to start, the actor's first.
+        by_name: the groups that have started.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        mapping: Mapping[Role, Any],
+        pools: ResourcePoolManager,
+        group_cls: Callable[..., WorkerGroup],
+        stages: Stages,
+        display: Display,
+    ) -> None:
+        self.workers = role_workers(config, mapping)
+        self.by_name: dict[str, WorkerGroup] = {}
+        self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
+        self._axes = config.trainer.axes_across_nodes
+        self._reference_in_actor = Role.ActorRolloutRef in mapping and reads_reference(config, mapping)
+
+    def start(self) -> None:
+        """Start the group of every role in its pool, and build the models of all workers.
+
+        Raises:
+            ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
+        """
+        self._pools.create_resource_pool()
+        for worker in self.workers:
+            self._start_group(worker)
+        for group in self.by_name.values():
+            with self._stages("start", group.init_model):
+                group.init_model()
+        self._display.groups(self.by_name)
+
+    def restart(self, worker: RoleWorker) -> None:
+        """End a group, and start another one in its place."""
+        self.by_name[worker.name].shutdown()
+        group = self._start_group(worker)
+        with self._stages("start", group.init_model):
+            group.init_model()
+
+    def _start_group(self, worker: RoleWorker) -> WorkerGroup:
+        pool = self._pools.get_resource_pool(worker.role)
+        further: dict[str, Any] = {"axes_across_nodes": self._axes} if self._axes else {}  # a custom class needs none
+        with self._stages("start"):
+            self._display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
+            group = self._group_cls(pool, worker.init, name_prefix=worker.name, **further)
+            self._stages.devices.add(group, pool)
+        self.by_name[worker.name] = group
+        return group
+
+    @property
+    def actor(self) -> WorkerGroup:
+        """The group that is trained."""
+        return self.by_name["actor"]
+
+    @property
+    def rollout(self) -> WorkerGroup:
+        """The group that generates: the actor's, if no other does."""
+        return self.by_name.get("rollout", self.actor)
+
+    @property
+    def critic(self) -> WorkerGroup | None:
+        """The critic, if the run needs one."""
+        return self.by_name.get("critic")
+
+    @property
+    def reference(self) -> WorkerGroup | None:
+        """The group with the reference policy, if anything reads it."""
+        return self.actor if self._reference_in_actor else self.by_name.get("ref")
+
+    @property
+    def reward_model(self) -> WorkerGroup | None:
+        """The reward model, if there is one."""
+        return self.by_name.get("reward")
+
+    def trained(self) -> dict[str, WorkerGroup]:
+        """Return the groups that have weights to save, by name."""
+        return {name: group for name, group in self.by_name.items() if name in ("actor", "critic")}
+
+
+Method = GroupMethod[..., Any, Any]
+
+
+class TokenBalance:
+    """Makes calls split their rows by tokens. Results and mini-batches are the same as without, up to rounding.
+
+    A rank that has more tokens than the others makes them wait in every optimizer step, so the rows of each mini-batch
+    are balanced by themselves. Methods that are registered with a ``balance`` of their own keep it.
+
+    Args:
+        workers: the worker classes of the run's groups with their arguments, by role.
+        groups: the groups by role; those that start later may be added.
+        enabled: ``trainer.balance_tokens``.
+    """
+
+    def __init__(
+        self, workers: Mapping[str, RayClassWithInitArgs[Any]], groups: Mapping[str, WorkerGroup[Any]], enabled: bool
+    ) -> None:
+        self._workers, self._groups = workers, groups
+        self._enabled = enabled
+
+    def of(self, method: Method) -> Method:
+        """Return a method that splits its batch, which has the columns ``TOKENS`` and ``PROMPTS``, by tokens."""
+        if not self._enabled or method.registration.rows.balance is not None or method.plan().shard_count == 1:
+            return method
+        config: Any = self._worker(method).kwargs["config"]
+        shares = getattr(config, "share_prompts", False) and not getattr(config, "packed", False)
+        return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
+
+    def update(self, method: Method, batch: DataProto, update: int) -> tuple[Method, DataProto]:
+        """Return an update that splits each of its mini-batches by tokens, and the batch with these mini-batches.
+
+        Worker classes without a class method ``mini_batches`` have the tokens of the whole batch balanced.
+
+        Args:
+            method: of actor or critic.
+            batch: with ``TOKENS``, ``PROMPTS`` and ``response_mask``.
+            update: number of the update, which the draw of the mini-batches depends on.
+        """
+        balanced, worker = self.of(method), self._worker(method)
+        draw = getattr(worker.cls, "mini_batches", None)
+        (mask,) = columns(batch, "response_mask")
+        counted = mask.bool().any(1)
+        if balanced is method or draw is None or not bool(counted.any()):
+            return balanced, batch
+        drawn = draw(worker.kwargs["config"], int(counted.sum()), batch.meta_info.get("n", 1), update)
+        numbers = torch.full((len(batch), drawn.size(1)), -1)
+        numbers[counted] = drawn
+        return balanced.options(within=MINI_BATCHES), batch.with_tensors({MINI_BATCHES: numbers})
+
+    def _worker(self, method: Method) -> RayClassWithInitArgs[Any]:
+        (role,) = (role for role, group in self._groups.items() if group is method.group)
+        return self._workers[role]

@@ -1,1 +1,0 @@
-"""Reward functions of users in separate processes, with a deadline for every sample."""

@@ -1,0 +1,197 @@
+"""Which responses are trained on: those with a score, dynamic sampling, and responses that are too long."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcontroller.config.checks import check_at_least
+from mcontroller.config.fields import strict_fields
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from mcontroller.ppo.data import columns
+from mcontroller.ppo.estimators.built_in import groups_of
+from mcontroller.ppo.rewards.reward import Reward, joined, outcome_scores
+
+__all__ = ["FilterGroupsConfig", "GroupFilter", "OverlongConfig", "penalized", "trained_on", "truncated_rows"]
+
+
+def trained_on(batch: DataProto, kept: Tensor) -> DataProto:
+    """Return the batch with a ``response_mask`` of 0 in all rows but those that are kept.
+
+    A row without response tokens is in no loss, no average and no baseline.
+
+    Args:
+        batch: responses with ``response_mask`` ``[rows, response]``.
+        kept: bool ``[rows]``.
+    """
+    if bool(kept.all()):
+        return batch
+    (mask,) = columns(batch, "response_mask")
+    return batch.with_tensors({"response_mask": mask * kept[:, None]})
+
+
+SCORE = "score"
+"""The metric that stands for the scores to train on."""
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class FilterGroupsConfig:
+    """Dynamic sampling: draw further prompts in place of those whose responses all have the same score."""
+
+    enable: bool = False
+    """Draw again."""
+    metric: str = SCORE
+    """Values that must differ in a group: score (with length penalties), or a column of the reward such as accuracy."""
+    max_batches: int = 10
+    """[batches] Most batches of prompts that one step generates. Groups of equal scores then fill the rest of it."""
+
+    def __post_init__(self) -> None:
+        check_at_least("algorithm.filter_groups.max_batches", self.max_batches, 1)
+
+
+class GroupFilter:
+    """The responses of one step, collected from one or more batches of prompts.
+
+    Args:
+        config: whether to filter, by which values, and the most batches.
+        prompts: groups of a step.
+    """
+
+    def __init__(self, config: FilterGroupsConfig, prompts: int) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.rewards: list[Reward] = []
+        self._batches: list[DataProto] = []
+        self._kept: list[Tensor] = []
+
+    def add(self, batch: DataProto, reward: Reward) -> None:
+        """Add the responses to a batch of prompts.
+
+        Args:
+            batch: rows with the non-tensor column ``uid``; those of a group are neighbors.
+            reward: their reward.
+
+        Raises:
+            DataError: the reward has no column ``filter_groups.metric``.
+        """
+        self._batches.append(batch)
+        self.rewards.append(reward)
+        self._kept.append(~groups_of(batch).equal(self._values(reward)) if self.config.enable else _all(batch))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are enough groups, or as many batches as are allowed."""
+        rows = sum(map(len, self._batches)) // len(self._batches)
+        enough = sum(int(kept.sum()) for kept in self._kept) >= rows
+        return not self.config.enable or enough or len(self._batches) == self.config.max_batches
+
+    def batch(self) -> tuple[DataProto, dict[str, float]]:
+        """Return the responses to ``prompts`` prompts, and how many were drawn, dropped and filled up.
+
+        Groups with a signal come first, in the order in which they were drawn; groups without one fill the rest.
+        """
+        if not self.config.enable:
+            return self._batches[0], {}
+        rows = len(self._batches[0])
+        kept = torch.cat(self._kept)
+        chosen = torch.cat((kept.nonzero().flatten(), (~kept).nonzero().flatten()))[:rows]
+        size = rows // self.prompts
+        with_signal = int(kept.sum()) // size
+        metrics = {
+            "dynamic_sampling/batches": float(len(self._batches)),
+            "dynamic_sampling/prompts_drawn": float(len(kept) // size),
+            "dynamic_sampling/prompts_filled": float(max(self.prompts - with_signal, 0)),
+            "dynamic_sampling/prompts_dropped": float(max(with_signal - self.prompts, 0)),
+        }
+        return DataProto.concat(self._batches).select_idxs(chosen), metrics
+
+    def without_signal(self) -> Tensor:
+        """Return whether the responses to a prompt have equal scores, bool ``[prompts]``, of all that were drawn."""
+        parts = []
+        for batch, reward in zip(self._batches, self.rewards, strict=True):
+            equal = groups_of(batch).equal(reward.row_scores())
+            parts.append(equal[:: len(batch) // self.prompts])
+        return torch.cat(parts)
+
+    def reward(self) -> Reward:
+        """Return the reward of all responses that were drawn, dropped ones included."""
+        return self.rewards[0] if len(self.rewards) == 1 else joined(self.rewards)
+
+    def _values(self, reward: Reward) -> Tensor:
+        if self.config.metric == SCORE:
+            return reward.row_scores()
+        values: Sequence[float] | None = reward.columns.get(self.config.metric)
+        if values is None:
+            raise DataError(
+                f"algorithm.filter_groups.metric is {self.config.metric!r}; the reward has "
+                f"{', '.join((SCORE, *reward.columns))}",
+                key="algorithm.filter_groups.metric",
+                value=self.config.metric,
+            )
+        return torch.where(reward.row_scores().isnan(), torch.nan, torch.as_tensor(values, dtype=torch.float64))
+
+
+def _all(batch: DataProto) -> Tensor:
+    return torch.ones(len(batch), dtype=torch.bool)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class OverlongConfig:
+    """DAPO's soft penalty for responses that are almost, or exactly, as long as the longest possible one."""
+
+    buffer: int = 0
+    """[tokens] Tokens before ``rollout.response_length`` in which the penalty grows from 0. 0: no penalty."""
+    penalty: float = 1.0
+    """Penalty of a response of the full length, subtracted from its score."""
+
+    def __post_init__(self) -> None:
+        check_at_least("algorithm.overlong.buffer", self.buffer, 0)
+        check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
+
+
+def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig, limit: int) -> Reward:
+    """Return the reward with the length penalty on the last token of every response, and as a column.
+
+    With ``L`` the longest possible response and ``b`` the buffer, a response of ``l`` tokens loses
+    ``penalty * clip((l - (L - b)) / b, 0, 1)`` (Yu et al., 2025, arXiv:2503.14476, equation 13). The tokens of an
+    environment between those of the policy count, because they take room too.
+
+    Args:
+        reward: the reward of a batch.
+        response_mask: ``[rows, response]``, 1 for the tokens of the policy.
+        config: penalty, and a buffer of at least 1.
+        limit: [tokens] the longest possible response.
+    """
+    buffer = min(config.buffer, limit)
+    beyond = _lengths(response_mask) - (limit - buffer)
+    penalty = -config.penalty * (beyond / buffer).clamp(0.0, 1.0)
+    scores = reward.token_level_scores + outcome_scores(penalty, response_mask)
+    columns_of_rows = {**reward.columns, "overlong_penalty": penalty.tolist()}
+    return dataclasses.replace(reward, token_level_scores=scores, columns=columns_of_rows)
+
+
+def truncated_rows(batch: DataProto, eos_token_ids: Collection[int]) -> Tensor:
+    """Return which responses were cut off for lack of room or turns, bool ``[rows]``.
+
+    Args:
+        batch: ``truncated`` bool ``[rows]``, which ``MultiTurnRollout`` returns; without it, ``responses`` and
+            ``response_mask`` ``[rows, response]``: a response without a stop token at its end was cut off.
+        eos_token_ids: the stop tokens.
+    """
+    if "truncated" in batch.tensor_names:
+        return columns(batch, "truncated")[0]
+    responses, mask = columns(batch, "responses", "response_mask")
+    last = responses.gather(1, (_lengths(mask)[:, None] - 1).clamp(min=0)).squeeze(1)
+    return ~torch.isin(last, torch.tensor(list(eos_token_ids), dtype=responses.dtype))
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Return the tokens of responses up to the last one of the policy, int64 ``[rows]``; 0 if there is none."""
+    return (torch.arange(1, mask.shape[1] + 1) * (mask != 0)).amax(1)

@@ -1,1 +1,0 @@
-"""Responses of several turns: the policy writes tokens, an environment replies with tokens, such as a tool's output."""
