@@ -4,7 +4,7 @@
     make against-trl ARGS=--learning         # accuracy over 120 steps
     .venv-trl/bin/python benchmarks/against_trl.py [--learning [STEPS]] [--steps 4] [--rounds 6]
 
-A Llama model (hidden size 128, 4 layers, float32) continues 8 digits with 16 more, each that of 8 tokens before plus
+A Llama model (hidden size 128, 4 layers, float32) continues 8 digits with 16 more, each the digit 8 tokens before plus
 one; the reward is the share of right digits. 32 prompts with 8 samples each make one optimizer step. Both sides start
 from the same weights on disk, with the same tokenizer, sampling, learning rate, optimizer and clipping.
 

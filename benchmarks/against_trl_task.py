@@ -59,7 +59,7 @@ def random_prompt(numbers: random.Random) -> str:
 
 
 def answer(prompt: str) -> str:
-    """Return the right response: every digit is that of ``PROMPT`` tokens before, plus one (mod 10)."""
+    """Return the right response: every digit is the one ``PROMPT`` tokens before, plus one (mod 10)."""
     text = prompt
     while len(text) < PROMPT + RESPONSE:
         text += DIGITS[(int(text[-PROMPT]) + 1) % 10]

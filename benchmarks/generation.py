@@ -6,7 +6,7 @@ Both decode with a key-value cache and without a stop token: greedily, where the
 by sampling with top-k and top-p. Ours is all of ``ActorRolloutRefWorker.generate_sequences``, including
 log-probabilities. The two sides run alternately, so that other load on the machine slows both. The second table
 compares positions: the time of a token among the first ones and among the last ones of a longer generation. Its growth
-comes from attention, and should not be larger than that of transformers.
+comes from attention, and should not be larger than transformers'.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Timed:
 
 
 def both_sides(name: str, longest: int, directory: str) -> tuple[Timed, Timed]:
-    """Return ours and that of transformers, with one random model with few key-value heads."""
+    """Return ours and transformers', with one random model with few key-value heads."""
     family, sizes = MODELS[name]
     config_class = getattr(transformers, f"{family}Config")
     torch.manual_seed(0)

@@ -199,7 +199,7 @@ def peak_memory(run: Callable[[], Any]) -> int:
 
 
 class Nowhere:
-    """A transport that answers at once, without ranks: the time of a call is that of the controller alone."""
+    """A transport that answers at once, without ranks: a call takes the time of the controller alone."""
 
     transport = "nowhere"
     parts = lengths = ()

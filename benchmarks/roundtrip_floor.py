@@ -33,7 +33,7 @@ KINDS = {
     "pipes": "the same bytes over pipes",
     "pickled": "tensors, pickled and read, over pipes",
 }
-"""What travels, and how."""
+"""The payload of a message, and its serialization."""
 
 Exchange = Callable[[Any], None]
 """Sends a message to every process, and waits for their answers."""

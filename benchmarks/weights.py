@@ -191,7 +191,7 @@ def both(actor: Any, rollout: Any, method: str, *args: Any) -> float:
 
 
 def memory_of(actor: Any, rollout: Any, transport: str) -> tuple[float, float]:
-    """Return the most memory that a rank needs for a transfer, and that of it which is not shared, in buckets."""
+    """Return the most memory that a rank needs for a transfer, and how much of it is not shared, in buckets."""
     found = []
     for _ in range(3):
         for each in (actor, rollout):

@@ -33,7 +33,7 @@ LOCAL_AXES = ("tp", "cp", "ep", "etp")
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """What ``locality`` finds. False if it finds nothing.
+    """The result of ``locality``. False if it found nothing.
 
     Attributes:
         topology: the coordinates of the ranks, with their nodes.

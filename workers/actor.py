@@ -385,7 +385,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def update_sft(self, batch: DataProto) -> DataProto:
         """Make one optimizer step on the tokens with a ``loss_mask`` of 1.
 
-        The optimizer is that of ``sft_optim``. If it differs from ``optim``, ``update_actor`` begins with a new one
+        It uses the optimizer of ``sft_optim``. If that differs from ``optim``, ``update_actor`` begins with a new one
         afterwards, and no supervised step can follow: only one of them is kept.
 
         Args:

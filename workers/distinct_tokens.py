@@ -1,4 +1,4 @@
-"""Which tokens of padded rows a model has to compute, each once, and how they are copied back to the rows."""
+"""The distinct tokens of padded rows: a model computes each once, and the results are copied back to the rows."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ModelWorker(MegatronWorker):
     }
 
     schedule_unit: ClassVar[str] = "steps"
-    """What the schedule of ``build_optimizer`` counts: ``"steps"`` of the optimizer, or ``"samples"``, the rows of each
+    """The unit of the schedule of ``build_optimizer``: ``"steps"`` of the optimizer, or ``"samples"``, the rows of each
     step's mini-batch on all ranks, as in Megatron-LM's training loop."""
 
     config_class: ClassVar[type | None] = None
@@ -168,7 +168,7 @@ class ModelWorker(MegatronWorker):
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         """Return the optimizer of ``model`` (inside DistributedDataParallel) and its learning-rate schedule.
 
-        The schedule counts what ``schedule_unit`` names. An override that returns another schedule than that of
+        The schedule counts what ``schedule_unit`` names. An override that returns another schedule than the one of
         ``config`` sets it in its class.
         """
         optimizer = make_optimizer(model, config, self.context.pg, self.parameter_groups(model, config))

@@ -134,7 +134,7 @@ def _unknown(key: str, fields: Sequence[FieldDoc]) -> ConfigError:
 
 
 def _unique(fields: Iterable[FieldDoc]) -> list[FieldDoc]:
-    """Return the fields, one for each key: that of the last root that declares it."""
+    """Return the fields, one for each key, from the last root that declares it."""
     return list({field.key: field for field in fields}.values())
 
 

@@ -100,7 +100,7 @@ def entry_points(group: str, checkout: Path | None = None) -> dict[str, EntryPoi
 
     Args:
         group: the name of the group.
-        checkout: the directory that contains the package ``mcontroller``; by default that of the imported one.
+        checkout: the directory that contains the package ``mcontroller``; by default the directory of the imported one.
     """
     root = checkout or Path(mcontroller.__file__).resolve().parent.parent
     project = root / "pyproject.toml"
@@ -111,7 +111,7 @@ def entry_points(group: str, checkout: Path | None = None) -> dict[str, EntryPoi
 
 
 def _declared(project: Path, group: str) -> list[EntryPoint] | None:
-    """Return the entry points that ``pyproject.toml`` declares; None if it is that of another project."""
+    """Return the entry points that ``pyproject.toml`` declares; None if it belongs to another project."""
     declared = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
     if declared.get("name") != DISTRIBUTION:
         return None

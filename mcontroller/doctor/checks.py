@@ -282,7 +282,7 @@ def check_connection(source: str, target: str, port: int, error: str | None) -> 
 
 
 def check_clock(address: str, skew_s: float, uncertainty_s: float) -> Finding:
-    """Judge the difference between the clock of a node and that of this process.
+    """Judge the difference between the clocks of a node and of this process.
 
     Args:
         address: of the node.

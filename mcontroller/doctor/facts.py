@@ -146,7 +146,7 @@ def path_facts(purpose: str, path: str) -> PathFacts:
 
 
 def _version(distribution: str, module: str) -> str | None:
-    """Return the version of a package; that of a checkout on PYTHONPATH, which has no metadata, is its directory."""
+    """Return the version of a package; for a checkout on PYTHONPATH, which has no metadata, its directory."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -48,7 +48,8 @@ class NodeAgent:
         return time.time()
 
     def listen(self) -> tuple[list[str], int]:
-        """Listen on an ephemeral port, and return the addresses to reach it at: Ray's, and that of NCCL's interface.
+        """Listen on an ephemeral port, and return the addresses to reach it at: Ray's, and the address of NCCL's
+        interface.
 
         Every connection gets its bytes back, until the process ends.
         """

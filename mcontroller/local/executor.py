@@ -74,7 +74,7 @@ class LocalCall:
 
 @dataclass(frozen=True)
 class _Rejected:
-    """What a rank raised before it changed anything."""
+    """An error that a rank raised before it changed anything."""
 
     error: Exception
 

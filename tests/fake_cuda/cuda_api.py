@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` answers while the fake CUDA device is on: GPUs with a Hopper's properties."""
+"""The answers of ``torch.cuda`` while the fake CUDA device is on: GPUs with a Hopper's properties."""
 
 from __future__ import annotations
 

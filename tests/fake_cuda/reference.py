@@ -1,4 +1,4 @@
-"""What one process computes on the CPU, without the fake CUDA device: ``python -m tests.fake_cuda.reference FILE``."""
+"""Results of one process on the CPU, without the fake CUDA device: ``python -m tests.fake_cuda.reference FILE``."""
 
 from __future__ import annotations
 

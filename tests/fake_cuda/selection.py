@@ -1,4 +1,4 @@
-"""Which tests run on the fake CUDA device, each with the reason, and which of the others cannot run there."""
+"""The tests that run on the fake CUDA device, each with the reason, and the tests that cannot."""
 
 from __future__ import annotations
 

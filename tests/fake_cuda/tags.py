@@ -1,4 +1,4 @@
-"""Which storages are on a fake CUDA device, how many bytes they occupy, and what crosses between it and the host."""
+"""Storages on the fake CUDA devices: their bytes, and what is copied between them and the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen for the fake CUDA device, and what cannot run there, are tests that exist."""
+"""The tests selected for the fake CUDA device, and the tests that cannot run on it, exist."""
 
 from __future__ import annotations
 

@@ -357,6 +357,6 @@ def differing_models() -> list[str]:
 @pytest.mark.simulated
 def test_a_model_that_is_not_the_configurations_is_rejected_before_training() -> None:
     sizes, layout = run_ranks(differing_models, 2)[0]
-    assert sizes.startswith("the model that OfOtherSizes.build_model returned is not that of the configuration: ")
+    assert sizes.startswith("the model that OfOtherSizes.build_model returned differs from the configuration: ")
     assert "ffn_hidden_size is 96, not " in sizes and "rotary_base is 500, not 10000" in sizes
     assert "configuration: sequence_parallel is False, not True. Change one of the two" in layout

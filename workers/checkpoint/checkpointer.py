@@ -132,7 +132,7 @@ class Checkpointer:
     Args:
         state: what is saved.
         model: the configuration of the model.
-        trainer: changes the phase of training to that of a loaded checkpoint.
+        trainer: changes the phase of training to the phase of a loaded checkpoint.
         saves: the checkpoint that is being written.
     """
 

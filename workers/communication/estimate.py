@@ -57,7 +57,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What all ranks pass to one operation on one kind of group.
+    """The bytes that all ranks pass to one operation on one kind of group.
 
     Attributes:
         axis: the axes that the members of the group differ on, such as ``"tp"`` or ``"cp-dp"``.
@@ -152,7 +152,7 @@ class _Step:
         first, last = pp_rank == 0, pp_rank == self.parallel.pp - 1
         name = "TENSOR_MODEL_PARALLEL_GROUP"
         if self.parallel.sequence_parallel:
-            # forward: gather, scatter; backward: gather the gradient and, for that of the weights, the input; scatter
+            # forward: gather, scatter; backward: gather the gradient and, for the weights' gradient, the input; scatter
             self.add(["tp"], "all_gather_into_tensor", name, (3 * blocks + first + last) * self.part, passes)
             self.add(["tp"], "reduce_scatter_tensor", name, (2 * blocks + first) * self.whole, passes)
         else:

@@ -358,5 +358,5 @@ def _divides(key: str, value: int, by_key: str, by: int) -> None:
 
 
 def _wrong_key(key: str, by_key: str) -> str:
-    """Return the key to report: the axis if the layout is not that of training, which the model has already fit."""
+    """Return the key to report: the axis, unless the layout is training's, which the model has already fit."""
     return key if by_key.startswith(("model.", "parallel.")) else by_key

@@ -83,7 +83,7 @@ class ModelConfig:
     hf_path: str | None = None
     """Directory of a Hugging Face checkpoint with the initial weights. None: random weights from the seed."""
     family: str | None = None
-    """Model type that the model is exported as. None: that of the registered family that is built like it."""
+    """Model type that the model is exported as. None: the type of the registered family that is built like it."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """Other fields of Megatron's TransformerConfig, under Megatron's names."""
 

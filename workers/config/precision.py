@@ -13,7 +13,7 @@ __all__ = ["check_device", "check_precision", "token_block"]
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a recipe of Transformer Engine needs.
+    """Requirements of a recipe of Transformer Engine.
 
     Attributes:
         tokens: the tokens of a product are a multiple of this.

@@ -92,10 +92,10 @@ class ActorConfig:
     loss_agg_mode: str | None = None
     """Average of the loss: token-mean, seq-mean-token-mean, seq-mean-token-sum, or seq-mean-token-sum-norm.
 
-    None: that of the policy loss, which is seq-mean-token-mean for gspo and gmpo, and token-mean for the others.
+    None: the policy loss's own, which is seq-mean-token-mean for gspo and gmpo, and token-mean for the others.
     """
     clip_ratio: float | None = None
-    """Clip range of the probability ratio: 1 - clip_ratio to 1 + clip_ratio. None: that of the policy loss.
+    """Clip range of the probability ratio: 1 - clip_ratio to 1 + clip_ratio. None: the policy loss's own.
 
     ppo: 0.2. gspo: 3e-4 below 1, 4e-4 above. gmpo: 0.4, of the logarithm. cispo: no limit below 1, 0.2 above. gpg does
     not clip. One of ``register_policy_loss``: 0.2, or what it declares.
@@ -118,8 +118,8 @@ class ActorConfig:
     kl_loss_type: str = "k3"
     """Name of the KL estimator in the loss: k1+, k2, k3, k3+, abs, or one registered with ``register_kl_estimator``.
 
-    k1+ and k3+ have the values of k1 and k3 and the gradient of k2, which is that of the divergence. k1 is rejected:
-    its gradient is zero in expectation.
+    k1+ and k3+ have the values of k1 and k3 and the gradient of k2, which is the gradient of the divergence. k1 is
+    rejected: its gradient is zero in expectation.
     """
     log_prob_chunk_tokens: int = 4096
     """[tokens] Tokens whose logits exist at the same time."""
@@ -181,7 +181,7 @@ class ActorConfig:
         )
 
     def clip_limits(self) -> tuple[float, float]:
-        """Return the clip range below and above 1 in force: that of the configuration, or else of the policy loss."""
+        """Return the clip range below and above 1 in force: from the configuration, or else from the policy loss."""
         loss = POLICY_LOSSES[self.policy_loss]
         low, high = (loss.clip_low, loss.clip_high) if self.clip_ratio is None else (self.clip_ratio, self.clip_ratio)
         return (

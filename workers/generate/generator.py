@@ -151,7 +151,8 @@ class Generator:
     def sampling_state(self) -> dict[str, int]:
         """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.
 
-        The checkpoint of an actor that generates has it; the trainer saves that of a group that only generates.
+        The checkpoint of an actor that generates has it; the trainer saves the checkpoint of a group that only
+        generates.
         """
         return {"sampled_batches": self._state.counters["sampled_batches"]}
 

@@ -92,11 +92,11 @@ class MegatronRollout:
         return HeldWeights("megatron", shard_fingerprints(model_shards(self.chunks, self.context)))
 
     def sleep(self) -> int:
-        """Free nothing: the memory is that of the model."""
+        """Free nothing: the memory belongs to the model."""
         return 0
 
     def wake_up(self) -> None:
-        """Do nothing: the memory is that of the model."""
+        """Do nothing: the memory belongs to the model."""
 
     def responses(self, samples: Prompts, sampling: Sampling) -> Generated:
         """Generate one response for every row, in passes of as many rows as ``max_rows`` or the memory allows.

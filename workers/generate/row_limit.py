@@ -1,4 +1,4 @@
-"""How many rows fit into memory in one pass of generation."""
+"""The number of rows that fit into memory in one pass of generation."""
 
 from __future__ import annotations
 

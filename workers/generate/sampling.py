@@ -46,7 +46,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one batch is generated: the rollout's configuration, overridden by the batch's meta_info.
+    """Settings of generation for one batch: the rollout's configuration, overridden by the batch's meta_info.
 
     Attributes:
         response_length: the most tokens of a response.
@@ -283,7 +283,7 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    """A logical right shift; that of int64 is arithmetic and copies the sign."""
+    """A logical right shift; int64's own is arithmetic and copies the sign."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -35,7 +35,7 @@ def gpu_error() -> str | None:
         reason = str(error).strip().partition("\n")[0].partition(" Please ")[0].rstrip(".")
         return (
             f"the CUDA driver cannot be used: {reason}: run nvidia-smi, and compare the CUDA version that it prints "
-            f"with that of torch, {torch.version.cuda}"
+            f"with torch's, {torch.version.cuda}"
         )
     chosen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
     return f"torch {torch.__version__} with CUDA {torch.version.cuda} finds no GPU{chosen}: run nvidia-smi"

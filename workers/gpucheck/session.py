@@ -1,4 +1,4 @@
-"""What the checks share: the scale, the layers, a folder and a process on the CPU."""
+"""The state that the checks share: the scale, the layers, a folder and a process on the CPU."""
 
 from __future__ import annotations
 

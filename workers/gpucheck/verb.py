@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("--part", action="append", choices=_PARTS, help="run only this part; may be repeated")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the smallest sizes")
-    parser.add_argument("--folder", type=Path, help="where part c saves about 30 GB; default: that of temporary files")
+    parser.add_argument(
+        "--folder", type=Path, help="where part c saves about 30 GB; default: the directory of temporary files"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -120,7 +120,7 @@ class Offloader:
 
     @contextlib.contextmanager
     def during(self, method: str) -> Iterator[None]:
-        """Bring back the parts that a method needs, and measure the memory of the block as that of its call.
+        """Bring back the parts that a method needs, and measure the memory of the block as the memory of its call.
 
         Raises:
             ConfigError: the method needs parts, and no model has been built.
@@ -174,7 +174,7 @@ class MemoryUse:
         Returns:
             On a GPU ``allocated_gb`` and ``reserved_gb`` at the end of a call, and ``max_allocated_gb``, the peak
             during it; on a CPU ``resident_gb`` at the end of a call. The most over the calls of the method, in units of
-            2**30 bytes. Roles that are fused in one process share its memory, so each reports that of all.
+            2**30 bytes. Roles that are fused in one process share its memory, so each reports the sum.
         """
         taken, self._by_method = self._by_method, {}
         return taken

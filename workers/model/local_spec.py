@@ -39,7 +39,7 @@ def block_spec(
     """Return the spec of the decoder's layers on one stage of the pipeline, and of its final norm.
 
     Args:
-        config: that of the model.
+        config: the configuration of the model.
         implementation: as ``workers.model.gpu_defaults.chosen_implementation`` returns it.
         pp_rank: the stage.
         vp_stage: the virtual stage on it, or None.

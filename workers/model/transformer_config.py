@@ -182,7 +182,7 @@ def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelCo
     if differing:
         listed = ", ".join(f"{name} is {built!r}, not {wanted!r}" for name, (built, wanted) in differing.items())
         raise ConfigError(
-            f"the model that {owner} returned is not that of the configuration: {listed}. Change one of the two; "
+            f"the model that {owner} returned differs from the configuration: {listed}. Change one of the two; "
             "ParallelConfig.from_megatron_args and workers.model_config_from_megatron read both from Megatron's",
             key="model",
             differing=differing,

@@ -16,7 +16,7 @@ class ValueHead(torch.nn.Module):
     """A linear layer with one output and the interface of Megatron's output layer; the same on every tp rank.
 
     Args:
-        config: that of the model.
+        config: the configuration of the model.
         tp_group: the ranks that hidden states are divided over under sequence parallelism.
     """
 

@@ -1,4 +1,4 @@
-"""What ``router_replay`` of an actor records and replays in each of its calls."""
+"""The experts that ``router_replay`` of an actor records and replays in each of its calls."""
 
 from __future__ import annotations
 

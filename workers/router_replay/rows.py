@@ -183,7 +183,7 @@ class GeneratedExperts:
 
         Args:
             chunk: the chunk.
-            response_column: the column of the one new token of every row. None: the pass is that of the prompts
+            response_column: the column of the one new token of every row. None: it is the pass of the prompts
                 ``[rows, seq]``, each from its first token on.
         """
         with self._routers.recording(chunk) as found:

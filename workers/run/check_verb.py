@@ -103,7 +103,7 @@ def _nodes(config: Any, key: str, world_size: int) -> list[str]:
 
 
 def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
-    """Return the configuration in a file, None for that of a single role, and the roles by key."""
+    """Return the configuration in a file, None for a file of a single role, and the roles by key."""
     classes, registered = roots([arguments.config] if arguments.config else [])
     parts = {key: cls for key, cls in registered.items() if issubclass(cls, RoleConfig)}
     if arguments.role is not None:

@@ -34,7 +34,7 @@ __all__ = ["RunParts", "make_parts", "policy_loss_line", "roles_of"]
 
 @dataclass(frozen=True)
 class RunParts:
-    """What ``RayPPOTrainer`` is made from.
+    """The arguments of ``RayPPOTrainer``, built from a configuration.
 
     Attributes:
         tokenizer: the tokenizer.

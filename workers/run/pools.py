@@ -104,7 +104,7 @@ def check_layout(placed: PlacedLayout) -> None:
 
 
 def role_layouts(config: RunConfig) -> Iterator[PlacedLayout]:
-    """Yield the layout of every role, and that of generation if it has its own."""
+    """Yield the layout of every role, and of its generation if that has another."""
     names, nodes = pool_names(config), pool_nodes(config)
     for role in ROLES:
         section, pool = getattr(config, role), names[role]

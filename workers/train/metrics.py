@@ -30,7 +30,7 @@ LOSS_COUNT = "loss_count"
 
 
 class Rule(enum.Enum):
-    """How the reports of one metric are reduced to one number."""
+    """A rule that reduces the reports of one metric to one number."""
 
     TOKEN_MEAN = "token mean"
     LOSS_MEAN = "loss mean"

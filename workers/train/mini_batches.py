@@ -94,7 +94,7 @@ def mini_batches_of_batch(config: ActorConfig | CriticConfig, rows: int, n: int,
 
 
 class Division(NamedTuple):
-    """How the rows of an update are divided into mini-batches.
+    """The division of the rows of an update into mini-batches.
 
     Attributes:
         given: the mini-batch of each row of this rank's shard in each epoch, int64 ``[rows, epochs]``. None:

@@ -52,7 +52,8 @@ class GradientFinding(NamedTuple):
     Attributes:
         part: number of the part of the mini-batch that was computed.
         chunks_after: number of model chunks whose backward pass runs before.
-        point: number of gradients of outputs that this chunk had computed before that of the parameter's module.
+        point: number of gradients of outputs that this chunk had computed before the gradient of the module with the
+            parameter.
         inside: whether the gradient of the module's output was finite. A module that got another one comes first: the
             module may have communicated with it.
         finite: number of the module's parameters with a finite gradient.

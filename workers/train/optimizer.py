@@ -269,7 +269,7 @@ def gather_parameters(model: Sequence[DistributedDataParallel], config: OptimCon
 
 
 def check_not_ended(phase: str, ended: Collection[str]) -> None:
-    """Raise ConfigError if the optimizer of a phase of training was replaced by that of another phase."""
+    """Raise ConfigError if the optimizer of a phase of training was replaced by another phase's."""
     if phase not in ended:
         return
     with before_changes():
@@ -292,8 +292,8 @@ def check_schedule_unit(base: type, worker: Any, scheduler: OptimizerParamSchedu
         config: the configuration of the optimizer.
 
     Raises:
-        ConfigError: the unit is unknown; or the schedule is not that of ``config``, and neither the class that
-            overrides ``build_optimizer`` nor one below it declares a unit.
+        ConfigError: the unit is unknown; or the schedule differs from ``config``, and neither the class that overrides
+            ``build_optimizer`` nor one below it declares a unit.
     """
     name, unit = worker.__name__, worker.schedule_unit
     if unit not in ("steps", "samples"):
@@ -306,7 +306,7 @@ def check_schedule_unit(base: type, worker: Any, scheduler: OptimizerParamSchedu
         built = getattr(scheduler, field)
         if built != configured:
             raise ConfigError(
-                f"the schedule of {name}.build_optimizer has {field} {built!r}, that of optim has {configured!r}: "
+                f"the schedule of {name}.build_optimizer has {field} {built!r}, and optim has {configured!r}: "
                 f'declare what it counts in the class {name}: schedule_unit = "samples", as in Megatron-LM, or "steps"',
                 key="schedule_unit",
                 value=unit,

@@ -1,4 +1,4 @@
-"""Where rows and their targets are in the sequences of a micro-batch.
+"""Positions of rows and their targets in the sequences of a micro-batch.
 
 Packed rows of different lengths are one sequence, without padding between them (Megatron's THD format). They follow
 each other, each padded only to the multiple that the cp axis and sequence parallelism need. Under context parallelism

@@ -205,7 +205,7 @@ class Trainer:
             reset: build new ones also for the same settings, if the current ones have made a step.
 
         Raises:
-            ConfigError: the phase has ended: its optimizer was replaced by that of another.
+            ConfigError: the phase has ended: its optimizer was replaced by another phase's.
         """
         state, counters, optim = self._state, self._state.counters, self.phases[phase]
         current, ended = counters["phase"], set(filter(None, counters.get("ended_phases", "").split(",")))

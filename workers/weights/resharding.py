@@ -59,7 +59,7 @@ class InBuckets(Protocol):
 
 @dataclass(frozen=True)
 class ReshardingReport:
-    """What one resharding cost, the same on every rank.
+    """The cost of one resharding, the same on every rank.
 
     Attributes:
         bytes_sent: bytes sent from one rank to another, over all ranks, counted when they were sent.

@@ -70,7 +70,7 @@ class LocalTensor(NamedTuple):
     contiguous: bool = True
 
     def along(self, dim: int) -> tuple[Span, ...]:
-        """Return the parts of ``dim`` that the rank has; ``dim`` is its own, or that of ranks that have less."""
+        """Return the parts of ``dim`` that the rank has; ``dim`` is its own, or the dim of ranks that have less."""
         return (Span(0, self.shape[dim], 0),) if self.dim is None else self.spans
 
 

@@ -211,4 +211,4 @@ def test_a_schedule_is_stepped_in_the_unit_that_it_declares(world_size: int) -> 
     for steps, rate, text in run_ranks(rates_of_samples, world_size):
         assert steps == 40  # 2 epochs of 20 samples
         assert rate == pytest.approx(1e-3 * (64 - 40) / 64)
-        assert text.startswith("the schedule of Undeclared.build_optimizer has lr_decay_steps 64, that of optim has 3:")
+        assert text.startswith("the schedule of Undeclared.build_optimizer has lr_decay_steps 64, and optim has 3:")

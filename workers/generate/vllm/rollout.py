@@ -82,7 +82,7 @@ class VllmRollout:
     Args:
         config: of the actor and its rollout.
         context: the layout of the ranks.
-        engine: that of this rank; None on ranks without one.
+        engine: the engine of this rank; None on ranks without one.
         engines: the engines of all ranks.
     """
 
@@ -225,7 +225,7 @@ def _nbytes(tensors: Sequence[TensorInBucket]) -> int:
 
 
 class _Place(NamedTuple):
-    """Where a rank runs, and what its GPU has; ``device`` and ``memory`` are empty on a CPU."""
+    """The node of a rank and the state of its GPU; ``device`` and ``memory`` are empty on a CPU."""
 
     shard: int
     node: str

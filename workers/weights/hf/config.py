@@ -100,7 +100,7 @@ def _fields(model: ModelDescription) -> dict[str, Any]:
 
 
 def _config_at(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """As ``_read_config``; empty if the directory has no config.json."""
+    """Return what ``_read_config`` does; an empty mapping if the directory has no config.json."""
     return _read_config(path) if (Path(path) / "config.json").is_file() else {}
 
 

@@ -155,8 +155,8 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face directory, which becomes visible when it is complete (a collective).
 
-    Its ``model_type`` is ``model.family``, which is that of the checkpoint that the model was loaded from; without one,
-    the first registered family that is built like the model.
+    Its ``model_type`` is ``model.family``, from the checkpoint that the model was loaded from; without one, the first
+    registered family that is built like the model.
 
     The first rank that has a part of a tensor puts it together and writes it: one rank of each pipeline stage, and of
     each ep rank for its experts, all at the same time. Each keeps up to ``max_file_bytes`` in host memory.

@@ -23,7 +23,7 @@ __all__ = ["RankSchedule", "TransferEndpoint", "TransferOutcome"]
 
 
 class RankSchedule(NamedTuple):
-    """What a rank is called with to open its side of a transfer.
+    """The arguments with which a rank opens its side of a transfer.
 
     Attributes:
         transfer: the id of the transfer.

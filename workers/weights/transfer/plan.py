@@ -50,7 +50,7 @@ class ServedEngine(NamedTuple):
 
 
 class RankWeights(NamedTuple):
-    """What a rank has, and where it runs.
+    """The tensors that a rank has, and where it runs.
 
     Attributes:
         tensors: its tensors, in the order of their slots.
@@ -137,8 +137,8 @@ class TransferSchedule:
         buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
         least_bytes: over all ranks of the target, the bytes of what they have. No schedule sends less.
         targets: by rank of the target, the tensors that it gets.
-        direct: moves that travel from the memory of one rank's weights to that of the other's, whole and outside of
-            the buckets, in one order for all ranks, so that they do not wait for each other in a circle.
+        direct: moves that travel from the memory of one rank's weights to the other's, whole and outside of the
+            buckets, in one order for all ranks, so that they do not wait for each other in a circle.
     """
 
     source_size: int
@@ -201,7 +201,7 @@ def schedule_transfer(
         targets: by rank, what the group has that weights go to.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once.
         direct: whether large slices that are contiguous and of the same dtype on both sides travel without a bucket,
-            and then without its limit: they need no memory but that of the weights.
+            and then without its limit: they need no memory but the weights'.
 
     Raises:
         DataError: the two are not the same model, or the position of a weight in the whole model is unknown.

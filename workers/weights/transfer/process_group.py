@@ -130,7 +130,7 @@ class _End:
         return self._slot(index)[slices.start : slices.start + slices.nbytes]
 
     def _messages(self, index: int, slices: PeerSlices) -> list[Tensor]:
-        """Return the memory of each message of the slices: that of the weights, or a part of the bucket."""
+        """Return the memory of each message of the slices: the weights', or a part of the bucket."""
         part = self._part(index, slices)
         memory: list[Tensor] = []
         for message in slices.messages():

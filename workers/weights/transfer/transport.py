@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """What one rank sends or receives in a transfer, from which its end of the transport is made.
+    """The slices that one rank sends or receives in a transfer, and how; its end of the transport is made from it.
 
     Attributes:
         transfer: the id of the transfer.

@@ -31,7 +31,7 @@ TARGET_GRACE = 10.0
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one transfer cost.
+    """The cost of one transfer.
 
     Attributes:
         transport: the name of the transport.
