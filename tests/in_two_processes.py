@@ -20,7 +20,7 @@ TRANSFORMER_ENGINE = [*PYTEST, "-p", "tests.fake_cuda.with_transformer_engine", 
 
 
 def run_both(first: list[str], second: list[str]) -> int:
-    """Run two commands, print the output of the second after that of the first, and return a status that is not 0."""
+    """Run two commands, print the output of the second after the first's, and return a status that is not 0."""
     with tempfile.TemporaryFile() as output:
         with subprocess.Popen(second, stdout=output, stderr=subprocess.STDOUT) as other:
             status = subprocess.run(first).returncode

@@ -48,8 +48,7 @@ class NodeAgent:
         return time.time()
 
     def listen(self) -> tuple[list[str], int]:
-        """Listen on an ephemeral port, and return the addresses to reach it at: Ray's, and the address of NCCL's
-        interface.
+        """Listen on an ephemeral port, and return it with its addresses: Ray's, and the one of NCCL's interface.
 
         Every connection gets its bytes back, until the process ends.
         """

@@ -23,7 +23,7 @@ CLIP = 0.2
 
 
 def groups(ranks: int) -> Any:
-    """Makes the group of the actor with ``ranks`` simulated ranks, and that of the rollout with one."""
+    """Makes the group of the actor with ``ranks`` simulated ranks, and the rollout's with one."""
 
     def make(pool: Any, init: Any, name_prefix: str) -> Any:
         return simulated_worker_group(init, 1 if name_prefix == "rollout" else ranks, name=name_prefix)

@@ -46,7 +46,8 @@ BUFFER_BYTES = 256 << 20
 class Communicator:
     """The communicators of one group, with the methods of torch's NCCL backend that free and allocate their buffers.
 
-    There is one of all ranks, and one for each peer of a single send or receive; batches of them use that of all ranks.
+    There is one of all ranks, and one for each peer of a single send or receive; batches of them use the one of all
+    ranks.
 
     Attributes:
         carrier: the backend that carries its collectives, which has all other attributes.

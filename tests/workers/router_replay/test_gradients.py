@@ -1,4 +1,4 @@
-"""The gradient of an update with replayed experts equals that of Megatron's layers under a routing of the test."""
+"""The gradient of an update with replayed experts equals Megatron's layers' under a routing of the test."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_optimizers_that_cannot_be_built_are_rejected_with_the_reason() -> None:
 
 
 class ScheduleOfSamples(ActorRolloutRefWorker):
-    """Its schedule decays over 64 samples, as that of a training loop in Megatron-LM's style."""
+    """Its schedule decays over 64 samples, as in a training loop in Megatron-LM's style."""
 
     schedule_unit = "samples"
 

@@ -19,7 +19,7 @@ class Reporter(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start(self) -> tuple[int, int]:
-        """Return the process id, and that of the parent process."""
+        """Return the ids of this process and of its parent."""
         return os.getpid(), os.getppid()
 
 
