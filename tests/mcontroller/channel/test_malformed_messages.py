@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.links import Links
+from mcontroller.channel.links import Links, send_frames
 from mcontroller.channel.messages import (
     CallHeader,
     pack_answer,
@@ -66,8 +66,8 @@ def test_an_endpoint_answers_others_as_before(
     links: tuple[Links, Address], controller: Controller, frames: list[bytes], query: bytes
 ) -> None:
     connection, address = links
-    connection.send(b"calls", frames)
-    connection.send(b"queries", [query])
+    send_frames(connection.socket, [b"calls", *frames])
+    send_frames(connection.socket, [b"queries", query])
     assert controller.call(next(numbers_of_calls), b"work") == {0: [b"work"]}
     assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
 
