@@ -30,7 +30,7 @@ def scored_batch(rows: int, response: int) -> DataProto:
     tensors = {
         "response_mask": (torch.arange(response) < lengths[:, None]).long(),
         "token_level_rewards": rewards,
-        "token_level_scores": rewards.clone(),
+        "token_level_scores": rewards,
         "values": torch.randn(rows, response, generator=generator),
         "old_log_probs": torch.randn(rows, response, generator=generator),
         "ref_log_prob": torch.randn(rows, response, generator=generator),

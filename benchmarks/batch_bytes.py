@@ -33,7 +33,16 @@ import ray
 import torch
 
 from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
-from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
+from mcontroller.ppo import (
+    AlgorithmConfig,
+    DataConfig,
+    KLControlConfig,
+    PPOConfig,
+    RayPPOTrainer,
+    Role,
+    TrainerConfig,
+    UpdateRules,
+)
 from mcontroller.ray import ResourcePoolManager
 from mcontroller.ray.values import wire
 from mcontroller.transport import Future
@@ -56,7 +65,7 @@ class Written:
         return packed
 
 
-class Role_(Worker):
+class Role_(Worker, UpdateRules):
     """A role of a model that is not there."""
 
     def __init__(self, config: dict[str, int], **_: Any) -> None:

@@ -33,7 +33,7 @@ from workers.train.batches import TokenBatch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
 from workers.train.losses import MISMATCH, columns_of_update, policy_metrics, policy_objective, sft_loss, weights_of
 from workers.train.metrics import Rule, reported
-from workers.train.mini_batches import division_of, mini_batches_of_batch
+from workers.train.mini_batches import division_of, mini_batches_of_batch, shares_prompts
 from workers.train.trainer import Trainer
 from workers.weight_sender import WeightSender, check_same_policy
 from workers.weights.mixing import mix_weights
@@ -75,6 +75,7 @@ class ActorRolloutRefWorker(ModelWorker):
     transfer_weights = staticmethod(WeightTransfer)
     check_transfer = staticmethod(check_same_policy)
     mini_batches = staticmethod(mini_batches_of_batch)
+    shares_prompts = staticmethod(shares_prompts)
 
     config_class = ActorConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -188,6 +189,11 @@ class ActorRolloutRefWorker(ModelWorker):
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
         return policy_metrics(self.config)
+
+    @classmethod
+    def check_config(cls, config: ActorConfig) -> None:
+        """Raise ConfigError if a prompt and its response can be longer than the model's sequences."""
+        config.check_lengths()
 
     @classmethod
     def updates_once(cls, config: ActorConfig, rows: int, n: int) -> bool:

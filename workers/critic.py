@@ -17,7 +17,7 @@ from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values, takes_distinct_tokens
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
-from workers.train.mini_batches import division_of, mini_batches_of_batch
+from workers.train.mini_batches import division_of, mini_batches_of_batch, shares_prompts
 from workers.train.trainer import Trainer
 
 __all__ = ["CriticWorker"]
@@ -36,6 +36,7 @@ class CriticWorker(ModelWorker):
     components: ClassVar[Mapping[str, type]] = {**ModelWorker.components, "trainer": Trainer}
     trainer: Trainer
     mini_batches = staticmethod(mini_batches_of_batch)
+    shares_prompts = staticmethod(shares_prompts)
 
     config_class = CriticConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.config import ValidationConfig as ValidationConfig
     from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
     from mcontroller.ppo.data import BatchStream as BatchStream
+    from mcontroller.ppo.data import UpdateRules as UpdateRules
     from mcontroller.ppo.data import collate as collate
     from mcontroller.ppo.datasets.config import DatasetConfig as DatasetConfig
     from mcontroller.ppo.datasets.config import ProblemsConfig as ProblemsConfig

@@ -21,6 +21,7 @@ __all__ = [
     "BatchStream",
     "Dataset",
     "Tokenizer",
+    "UpdateRules",
     "check_rows",
     "collate",
     "columns",
@@ -55,6 +56,58 @@ PROMPTS = "prompt_numbers"
 
 MINI_BATCHES = "mini_batches"
 """Column of the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``."""
+
+
+class UpdateRules:
+    """What ``RayPPOTrainer`` asks a worker class about its updates; it assumes this of a class that does not derive.
+
+    The methods get the ``config`` of the workers.
+    """
+
+    @classmethod
+    def check_config(cls, config: Any) -> None:
+        """Raise ConfigError if a run cannot train with the actor's configuration; called before any process starts."""
+
+    @classmethod
+    def stage_columns_read(cls, config: Any) -> Collection[str] | None:
+        """Return which of ``STAGE_COLUMNS`` an update reads, so that the others are not sent; None: all."""
+        return None
+
+    @classmethod
+    def updates_once(cls, config: Any, rows: int, n: int) -> bool:
+        """Return whether an update makes one optimizer step, and can do without ``old_log_probs``.
+
+        Args:
+            config: the configuration of the workers.
+            rows: responses of the batch.
+            n: responses to each prompt.
+        """
+        return False
+
+    @classmethod
+    def mini_batches(cls, config: Any, rows: int, n: int, update: int) -> Tensor | None:
+        """Return the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``.
+
+        The trainer balances the tokens of each of them, and passes them as the column ``MINI_BATCHES``. None: it
+        balances those of the whole batch.
+
+        Args:
+            config: the configuration of the workers.
+            rows: rows of the batch that have a valid token.
+            n: responses to each prompt.
+            update: number of the update, from 0.
+        """
+        return None
+
+    @classmethod
+    def shares_prompts(cls, config: Any) -> bool:
+        """Return whether a pass computes a prompt once for the rows that begin with it, which then stay together."""
+        return False
+
+    @staticmethod
+    def of(worker_cls: type) -> type[UpdateRules]:
+        """Return the class that answers for a worker class: itself, or this one."""
+        return worker_cls if issubclass(worker_cls, UpdateRules) else UpdateRules
 
 
 class Tokenizer(Protocol):

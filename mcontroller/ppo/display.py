@@ -89,7 +89,7 @@ SHOWN_SAMPLES = 2
 SHOWN_CHARACTERS = 100
 """Longest part of a text that a line of a sample shows: its end."""
 SHOWN: Mapping[str, tuple[str, str]] = {
-    "warm_up/loss": ("loss", ".3f"),
+    "sft/loss": ("loss", ".3f"),
     "train/score": ("reward", ".3f"),
     "train/accuracy": ("accuracy", ".3f"),
     "actor/reward_kl_penalty": ("KL", ".4f"),

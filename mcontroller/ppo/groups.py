@@ -10,7 +10,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ppo.config import PPOConfig
-from mcontroller.ppo.data import MINI_BATCHES, PROMPTS, TOKENS, columns
+from mcontroller.ppo.data import MINI_BATCHES, PROMPTS, TOKENS, UpdateRules, columns
 from mcontroller.ppo.display import Display
 from mcontroller.ppo.roles import Role, RoleWorker, reads_reference, role_workers
 from mcontroller.ppo.stages import Stages
@@ -137,14 +137,12 @@ class TokenBalance:
         """Return a method that splits its batch, which has the columns ``TOKENS`` and ``PROMPTS``, by tokens."""
         if not self._enabled or method.registration.rows.balance is not None or method.plan().shard_count == 1:
             return method
-        config: Any = self._worker(method).kwargs["config"]
-        shares = getattr(config, "share_prompts", False) and not getattr(config, "packed", False)
+        worker = self._worker(method)
+        shares = UpdateRules.of(worker.cls).shares_prompts(worker.kwargs["config"])
         return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
 
     def update(self, method: Method, batch: DataProto, update: int) -> tuple[Method, DataProto]:
         """Return an update that splits each of its mini-batches by tokens, and the batch with these mini-batches.
-
-        Worker classes without a class method ``mini_batches`` have the tokens of the whole batch balanced.
 
         Args:
             method: of actor or critic.
@@ -152,12 +150,14 @@ class TokenBalance:
             update: number of the update, which the draw of the mini-batches depends on.
         """
         balanced, worker = self.of(method), self._worker(method)
-        draw = getattr(worker.cls, "mini_batches", None)
         (mask,) = columns(batch, "response_mask")
         counted = mask.bool().any(1)
-        if balanced is method or draw is None or not bool(counted.any()):
+        if balanced is method or not bool(counted.any()):
             return balanced, batch
-        drawn = draw(worker.kwargs["config"], int(counted.sum()), batch.meta_info.get("n", 1), update)
+        config, rows, n = worker.kwargs["config"], int(counted.sum()), batch.meta_info.get("n", 1)
+        drawn = UpdateRules.of(worker.cls).mini_batches(config, rows, n, update)
+        if drawn is None:
+            return balanced, batch
         numbers = torch.full((len(batch), drawn.size(1)), -1)
         numbers[counted] = drawn
         return balanced.options(within=MINI_BATCHES), batch.with_tensors({MINI_BATCHES: numbers})

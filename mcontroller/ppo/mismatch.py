@@ -16,10 +16,7 @@ from mcontroller.config.fields import strict_fields
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.data import columns
 
-__all__ = ["MISMATCH", "ImportanceConfig", "importance_weights", "mismatch_metrics"]
-
-MISMATCH = ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_kl")
-"""The metrics of an update that belong beside those of ``mismatch_metrics``: of the policy while it is updated."""
+__all__ = ["ImportanceConfig", "importance_weights", "mismatch_metrics"]
 
 LEVELS = ("none", "token", "sequence")
 MODES = ("truncate", "mask")

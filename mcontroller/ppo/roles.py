@@ -11,7 +11,7 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.config import PPOConfig
-from mcontroller.ppo.data import STAGE_COLUMNS
+from mcontroller.ppo.data import STAGE_COLUMNS, UpdateRules
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import ResourcePoolManager
@@ -103,7 +103,10 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWor
             raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
         if name == "actor":
             worker_config = _with_kl_loss(worker_config, config, mapping)
-        groups.append(RoleWorker(name, role, RayClassWithInitArgs(mapping[role], config=worker_config, **arguments)))
+        init = RayClassWithInitArgs(mapping[role], config=worker_config, **arguments)
+        if name == "actor":
+            UpdateRules.of(init.cls).check_config(worker_config)
+        groups.append(RoleWorker(name, role, init))
     return groups
 
 
@@ -128,8 +131,6 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
     _check_router_replay(config)
     if algorithm.overlong.buffer:
         response_limit(config)
-    if hasattr(config.actor_rollout_ref, "check_lengths"):
-        config.actor_rollout_ref.check_lengths()
     if config.warm_up.steps and Role.RefPolicy in mapping:
         raise _misfit(
             mapping,
@@ -197,21 +198,15 @@ def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> boo
         rows: responses of the batch.
         n: responses to each prompt.
     """
-    asks = getattr(actor.init.cls, "updates_once", None)
-    if asks is None or config.algorithm.kl_in_reward or config.algorithm.importance.level != "none":
+    if config.algorithm.kl_in_reward or config.algorithm.importance.level != "none":
         return False
-    return bool(asks(actor.init.kwargs["config"], rows, n))
+    return UpdateRules.of(actor.init.cls).updates_once(actor.init.kwargs["config"], rows, n)
 
 
 def unread_by_update(workers: Sequence[RoleWorker], group: str) -> frozenset[str]:
-    """Return the columns of ``STAGE_COLUMNS`` that the update of a group does not read, so that they are not sent.
-
-    A worker class lists those that it reads in a class method ``stage_columns_read(config)``; None, or no such method:
-    it reads all.
-    """
+    """Return the columns of ``STAGE_COLUMNS`` that the update of a group does not read, so that they are not sent."""
     (worker,) = (each for each in workers if each.name == group)
-    asks = getattr(worker.init.cls, "stage_columns_read", None)
-    read = None if asks is None else asks(worker.init.kwargs["config"])
+    read = UpdateRules.of(worker.init.cls).stage_columns_read(worker.init.kwargs["config"])
     return frozenset() if read is None else STAGE_COLUMNS - set(read)
 
 

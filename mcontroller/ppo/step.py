@@ -27,7 +27,7 @@ from mcontroller.ppo.generation import (
 )
 from mcontroller.ppo.groups import RunGroups, TokenBalance
 from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
-from mcontroller.ppo.mismatch import MISMATCH, importance_weights, mismatch_metrics
+from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
 from mcontroller.ppo.rewards.reward import Reward, RewardSources, Scores
 from mcontroller.ppo.roles import response_limit, unread_by_update, updates_once
 from mcontroller.ppo.selection import GroupFilter, penalized, trained_on, truncated_rows
@@ -175,9 +175,6 @@ class PPOStep:
                 self.weights.changed()
         for call in calls:
             metrics |= mean_of_parts(call.get())
-        for name in MISMATCH:
-            if f"actor/{name}" in metrics:
-                metrics[f"training/{name}"] = metrics.pop(f"actor/{name}")
         return metrics
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:

@@ -243,7 +243,6 @@ class RayPPOTrainer:
             with self.stages("warm-up", self.actor.update_sft):
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
             self.step.weights.changed()
-            metrics = {f"warm_up/{name.removeprefix('sft/')}": value for name, value in metrics.items()}
             self.display.step(metrics)
             self.log(metrics, step + 1)
         if self.reference is not None:

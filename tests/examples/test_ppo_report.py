@@ -10,7 +10,7 @@ from rich.console import Console
 from examples.ppo.report import accuracy_before_and_after, read_metrics, write_report
 
 LINES = [
-    {"step": 1, "warm_up/loss": 2.0},
+    {"step": 1, "sft/loss": 2.0},
     {"step": 0, "held_out/accuracy": 0.25, "held_out/score": 0.3},
     {"step": 1, "train/score": 0.3, "train/accuracy": 0.2, "actor/reward_kl_penalty": 0.0, "actor/entropy": 0.5},
     {"step": 2, "train/score": 0.6, "train/accuracy": 0.5, "actor/entropy": 0.4, "held_out/accuracy": 0.75},

@@ -62,7 +62,7 @@ def test_samples_are_a_table_in_the_run_directory_and_in_every_tracker(tmp_path,
 
 
 def test_a_resumed_run_has_no_step_twice(tmp_path):
-    lines = [{"step": 7, "warm_up/loss": 1.0}, {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}]
+    lines = [{"step": 7, "sft/loss": 1.0}, {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4, "trai')
     for tracker in make_trackers(["jsonl"], Run(tmp_path, resumed_at=1)):

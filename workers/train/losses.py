@@ -82,11 +82,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 
 MISMATCH: Mapping[str, Rule] = {
-    "rollout_probs_diff_mean": Rule.TOKEN_MEAN,
-    "rollout_probs_diff_max": Rule.MAX,
-    "rollout_kl": Rule.TOKEN_MEAN,
+    "training/rollout_probs_diff_mean": Rule.TOKEN_MEAN,
+    "training/rollout_probs_diff_max": Rule.MAX,
+    "training/rollout_kl": Rule.TOKEN_MEAN,
 }
-"""Differences between rollout and policy, which are reported if the batch has ``rollout_log_probs``."""
+"""Differences between rollout and policy, as in ``mismatch_metrics``, if the batch has ``rollout_log_probs``."""
 
 
 def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
@@ -146,13 +146,14 @@ def policy_objective(
         token_means["kl_loss"] = kl
     if "rollout_log_probs" in columns:
         rollout = columns["rollout_log_probs"]
-        token_means |= {"rollout_probs_diff_mean": (rollout.exp() - log_probs.exp()).abs()}
-        token_means |= {"rollout_kl": rollout - log_probs}
+        difference = (rollout.exp() - log_probs.exp()).abs()
+        token_means["training/rollout_probs_diff_mean"] = difference
+        token_means["training/rollout_kl"] = rollout - log_probs
     report = {name: masked_sum(values.detach(), rows.mask) for name, values in token_means.items()}
     report["pg_loss"] = pg_loss
     report["ratio_max"] = (policy.ratio.detach() * rows.mask).max()
     if "rollout_log_probs" in columns:
-        report["rollout_probs_diff_max"] = (token_means["rollout_probs_diff_mean"].detach() * rows.mask).max()
+        report["training/rollout_probs_diff_max"] = (difference.detach() * rows.mask).max()
     return total + masked_sum(extra, weights.tokens), weights.count, report | {TOKENS: rows.mask.sum()}
 
 

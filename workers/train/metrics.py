@@ -82,5 +82,9 @@ def reduce_reports(
 
 
 def reported(prefix: str, metrics: Mapping[str, float]) -> DataProto:
-    """Return a DataProto without rows, with each metric under ``prefix/name`` in ``meta_info["metrics"]``."""
-    return DataProto(meta_info={"metrics": {f"{prefix}/{name}": value for name, value in metrics.items()}})
+    """Return a DataProto without rows, with each metric in ``meta_info["metrics"]``.
+
+    It is under ``prefix/name``; a name with a slash has its prefix already.
+    """
+    prefixed = {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}
+    return DataProto(meta_info={"metrics": prefixed})

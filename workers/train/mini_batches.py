@@ -26,6 +26,7 @@ __all__ = [
     "mini_batches_of_batch",
     "mini_batches_of_update",
     "of_every_shard",
+    "shares_prompts",
     "shuffle_generator",
 ]
 
@@ -91,6 +92,11 @@ def mini_batches_of_batch(config: ActorConfig | CriticConfig, rows: int, n: int,
     return draw_mini_batches(
         rows, size, config.ppo_epochs, shuffle_generator(config.seed if config.shuffle else None, update)
     )
+
+
+def shares_prompts(config: ActorConfig | CriticConfig) -> bool:
+    """Return whether a pass computes a prompt once for the rows that begin with it."""
+    return config.share_prompts and not config.packed
 
 
 class Division(NamedTuple):

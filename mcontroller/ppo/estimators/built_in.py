@@ -83,14 +83,14 @@ def discounted_sums(values: Tensor, decay: float) -> Tensor:
         decay: 0 to 1.
     """
     rows, width = values.shape
-    padded = torch.nn.functional.pad(values, (0, -width % BLOCK)).view(rows, -1, BLOCK)
+    padded = torch.nn.functional.pad(values, (0, -width % BLOCK)).view(rows, -(-width // BLOCK), BLOCK)
     distance = torch.arange(BLOCK)[:, None] - torch.arange(BLOCK)[None, :]
     powers = torch.full((BLOCK, BLOCK), decay, dtype=values.dtype) ** distance.clamp(min=0)
     sums = padded @ torch.where(distance >= 0, powers, 0.0).to(values.dtype)
     to_next_block = torch.full((BLOCK,), decay, dtype=values.dtype) ** torch.arange(BLOCK, 0, -1)
     for block in reversed(range(sums.size(1) - 1)):
         sums[:, block] += sums[:, block + 1, :1] * to_next_block
-    return sums.reshape(rows, -1)[:, :width]
+    return sums.flatten(1)[:, :width]
 
 
 def packed_left(values: Tensor, mask: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def outcomes(data: DataProto, gamma: float) -> Outcomes:
     rewards, mask = columns(data, "token_level_rewards", "response_mask")
     scores = columns(data, "token_level_scores")[0] if "token_level_scores" in data.tensor_names else rewards
     penalty = None
-    if scores is not rewards and not torch.equal(scores, rewards):
+    if scores is not rewards:
         later = packed_left(inside(rewards.float() - scores.float(), mask), mask)
         penalty = unpacked(discounted_sums(later, gamma), mask)
     return Outcomes(inside(scores, mask).sum(1, dtype=torch.float64), penalty, mask.bool())

@@ -69,7 +69,7 @@ def test_without_a_terminal_a_phase_prints_few_lines_and_its_last_step():
     shown, out = display()
     shown.phase("warm-up", 100)
     for step in range(100):
-        shown.step({"warm_up/loss": 1.0 / (step + 1)})
+        shown.step({"sft/loss": 1.0 / (step + 1)})
     shown.close()
     lines = out.getvalue().splitlines()
     assert len(lines) <= 10 and lines[-1] == "warm-up 100/100  loss 0.010"

@@ -12,7 +12,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
-from mcontroller.ppo import AlgorithmConfig, Callback, Role
+from mcontroller.ppo import AlgorithmConfig, Callback, Role, UpdateRules
 from mcontroller.ppo.data import ROUTED_EXPERTS, columns
 from mcontroller.ppo.estimators.registry import register_advantage_estimator
 from tests.mcontroller.ppo.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
@@ -74,7 +74,7 @@ def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
 
 
 def test_an_update_gets_no_column_that_its_worker_class_does_not_read():
-    class Reading(Actor):
+    class Reading(Actor, UpdateRules):
         @classmethod
         def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
             return "advantages", "old_log_probs"
@@ -95,7 +95,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     """The largest column of a mixture of experts is sent to the calls that replay them, and not to the controller."""
     seen: dict[str, set[str]] = {}
 
-    class Routed(Actor):
+    class Routed(Actor, UpdateRules):
         @classmethod
         def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
             return "advantages", "old_log_probs", ROUTED_EXPERTS
@@ -116,7 +116,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
             seen["reference"] = set(data.tensors())
             return super().compute_ref_log_prob(data)
 
-    class ReadingCritic(Critic):
+    class ReadingCritic(Critic, UpdateRules):
         @classmethod
         def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
             return "values", "returns"

@@ -20,6 +20,7 @@ from mcontroller.ppo import (
     KLControlConfig,
     PPOConfig,
     Role,
+    UpdateRules,
     ValidationConfig,
     WarmUpConfig,
     rule_only,
@@ -102,7 +103,7 @@ def test_the_reference_is_the_policy_after_the_warm_up():
     after_seven = torch.zeros(6, 6)
     after_seven[torch.arange(6), (torch.arange(6) + 1) % 6] = 7 * 2 * 0.1
     torch.testing.assert_close(reference, after_seven)
-    assert [step for step, _ in records.of("warm_up/loss")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, _ in records.of("sft/loss")] == [1, 2, 3, 4, 5, 6, 7]
     assert records.of("held_out/accuracy")[0] == (0, 1.0)
 
 
@@ -350,12 +351,13 @@ def test_a_reference_that_nothing_reads_is_not_built():
 
 
 def test_the_lengths_of_an_actor_are_checked_before_any_process_starts():
-    class TooLong(GroupConfig):
-        def check_lengths(self) -> None:
+    class TooLong(Group, UpdateRules):
+        @classmethod
+        def check_config(cls, config: Any) -> None:
             raise ConfigError("prompts and responses are too long", key="rollout.response_length")
 
     with pytest.raises(ConfigError, match="too long"):
-        toy_trainer(group_config("grpo", TooLong()), {Role.ActorRolloutRef: Group})
+        toy_trainer(group_config("grpo"), {Role.ActorRolloutRef: TooLong})
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
@@ -429,7 +431,7 @@ def test_a_critic_of_constant_returns_has_no_explained_variance():
     assert records.of("advantages/abs_mean")
 
 
-class Grouped(ToyActor):
+class Grouped(ToyActor, UpdateRules):
     """A policy that answers twice, with the log-probabilities of its samples, and that can be updated in one step."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)

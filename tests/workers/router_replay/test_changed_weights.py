@@ -85,4 +85,4 @@ def test_update_without_replay_chooses_other_experts() -> None:
         tokens_of_all += int(known.sum()) * len(layers)
     assert 0.02 < differing / tokens_of_all < 0.5
     for name in ("rollout_probs_diff_mean", "rollout_probs_diff_max"):
-        assert found["metrics"][f"actor/{name}"] > 1.5 * recorded_by["metrics"][f"actor/{name}"]
+        assert found["metrics"][f"training/{name}"] > 1.5 * recorded_by["metrics"][f"training/{name}"]

@@ -11,8 +11,8 @@ a bucket is full, and the receiver its own before it answers that it has read it
 torch frees exported memory when all receivers have dropped it, and a process that was killed never does. So the sender
 drops the memory on behalf of its receivers when the transfer is closed: nothing reads it from then on.
 
-This has not run on a GPU. Under the fake CUDA device of the tests, the whole protocol runs between processes, with memory
-of the host in place of torch's export and import of CUDA memory.
+This has not run on a GPU. Under the fake CUDA device of the tests, the whole protocol runs between processes, with
+memory of the host in place of torch's export and import of CUDA memory.
 """
 
 from __future__ import annotations
