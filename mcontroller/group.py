@@ -15,7 +15,7 @@ from mcontroller.dispatch.call import PreparedCall, dispatch
 from mcontroller.dispatch.explain import Explanation, explain
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan
 from mcontroller.dispatch.registration import Registration, registrations
-from mcontroller.errors import DispatchError, TopologyError
+from mcontroller.errors import DispatchError, MControllerError, TopologyError
 from mcontroller.partition import Padding
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
@@ -306,6 +306,41 @@ class WorkerGroup(Generic[W_co]):
         self._topology = topology
         self.executor.set_coordinates([topology.coordinates(rank) for rank in range(topology.world_size)])
         return topology
+
+    @property
+    def broken(self) -> MControllerError | None:
+        """The failure that broke the group: every call raises GroupBroken until ``restart``. None if it is usable."""
+        return self.executor.broken
+
+    def restart(self, timeout: float | None = 600.0) -> None:
+        """Start the ranks again, with workers constructed from the same arguments, in slots of the same pool.
+
+        The group is the same object with the same options, and so are those of other roles of its processes. What the
+        workers had is lost: build and load their models again. Futures and batches that were not read before raise
+        GroupBroken. A group that works is ended first, as by a failure.
+
+        Args:
+            timeout: deadline of the start in seconds; None for no deadline.
+
+        Raises:
+            ResourceError: the pool has no free slot, or another driver has started the group.
+            TopologyError: the ranks report other coordinates than before.
+            GroupError: the start failed; the group stays broken.
+        """
+        before = self._topology
+        self.executor.restart(timeout)
+        self._flat = Topology.flat(self.world_size, nodes=self.executor.nodes)
+        if before is None or not hasattr(self.worker_cls, "get_megatron_rank_info"):
+            return
+        coordinates = [before.coordinates(rank) for rank in range(self.world_size)]
+        found = [self.collect_topology().coordinates(rank) for rank in range(self.world_size)]
+        for rank, (expected, now) in enumerate(zip(coordinates, found, strict=True)):
+            if expected != now:
+                raise TopologyError(
+                    f"group {self.name} was restarted, and rank {rank} reports {now}; before it was {expected}",
+                    role=self.name,
+                    rank=rank,
+                )
 
     @overload
     def get_megatron_rank_info(self, rank: int) -> DistRankInfo: ...

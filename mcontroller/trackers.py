@@ -9,7 +9,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
@@ -19,6 +19,7 @@ __all__ = [
     "ConsoleTracker",
     "JsonlTracker",
     "MlflowTracker",
+    "Rewinds",
     "Run",
     "Samples",
     "TensorBoardTracker",
@@ -69,6 +70,14 @@ class Tracker(Protocol):
         """Flush and release resources."""
 
 
+@runtime_checkable
+class Rewinds(Protocol):
+    """A tracker that can remove what a run repeats after a failure; others get the repeated steps twice."""
+
+    def rewind(self, step: int) -> None:
+        """Remove what was recorded of the steps after this one; -1: everything."""
+
+
 _PRINTED_SAMPLES = 2
 
 TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")
@@ -83,14 +92,20 @@ class JsonlTracker:
     """
 
     def __init__(self, run: Run) -> None:
-        path = run.directory / "metrics.jsonl"
-        if run.resumed_at is not None and path.is_file():
-            _remove_later_steps(path, run.resumed_at)
-        samples = run.directory / "samples.jsonl"
-        if run.resumed_at is not None and samples.is_file():
-            _remove_later_steps(samples, run.resumed_at)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        self._samples = samples.open("a", encoding="utf-8", buffering=1)
+        self._paths = [run.directory / "metrics.jsonl", run.directory / "samples.jsonl"]
+        self._open(run.resumed_at)
+
+    def _open(self, last: int | None) -> None:
+        """Open the files, without the steps after ``last``; None: they keep all."""
+        for path in self._paths:
+            if last is not None and path.is_file():
+                _remove_later_steps(path, last)
+        self._file, self._samples = (path.open("a", encoding="utf-8", buffering=1) for path in self._paths)
+
+    def rewind(self, step: int) -> None:
+        """Remove the steps after this one."""
+        self.close()
+        self._open(step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of a step."""

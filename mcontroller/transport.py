@@ -27,7 +27,7 @@ from typing import Any, Generic, NoReturn, Protocol
 
 from typing_extensions import TypeVar
 
-from mcontroller.errors import CallRejected, DispatchError, WorkerError
+from mcontroller.errors import CallRejected, DispatchError, MControllerError, WorkerError
 from parallel_state.axes import DENSE_AXES
 
 __all__ = [
@@ -283,6 +283,17 @@ class Executor(Protocol):
 
         Raises:
             CallTimeout: one has not arrived in ``timeout`` seconds.
+        """
+
+    @property
+    def broken(self) -> MControllerError | None:
+        """The failure because of which calls raise GroupBroken; None if there is none."""
+
+    def restart(self, timeout: float | None = None) -> None:
+        """End all ranks, and construct the workers again from their init arguments, in other processes.
+
+        Args:
+            timeout: deadline in seconds, for ranks that are processes of their own; None for none.
         """
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -92,6 +92,7 @@ class LocalExecutor:
         threads: None for every rank: they compute on the threads of this process.
         coordinates: index on each axis, by rank; empty until ``set_coordinates``.
         workers: the worker objects, by rank.
+        broken: the failure because of which calls raise GroupBroken; None if there is none.
     """
 
     transport = "local"
@@ -102,17 +103,30 @@ class LocalExecutor:
         self.nodes: Sequence[str] = (socket.gethostname(),) * world_size
         self.threads: Sequence[int | None] = (None,) * world_size
         self.coordinates: Sequence[Mapping[str, int]] = ()
-        self._broken: MControllerError | None = None
-        self._closed = False
+        self.broken: MControllerError | None = None
         self.workers: list[Any] = []
+        self._init = cls_with_init
+        self._construct()
+
+    def restart(self, timeout: float | None = None) -> None:
+        """Construct the workers again, in place of the present ones.
+
+        Raises:
+            WorkerError: a worker's constructor raised.
+        """
+        self._construct()
+
+    def _construct(self) -> None:
+        made: dict[int, Any] = {}
 
         def construct(rank: int) -> None:
-            args, kwargs = private_copy(cls_with_init.args), private_copy(cls_with_init.kwargs)
-            made[rank] = cls_with_init.cls(*args, **kwargs)
+            args, kwargs = private_copy(self._init.args), private_copy(self._init.kwargs)
+            made[rank] = self._init.cls(*args, **kwargs)
 
-        made: dict[int, Any] = {}
-        self.on_ranks("__init__", {rank: functools.partial(construct, rank) for rank in range(world_size)})
-        self.workers = [made[rank] for rank in range(world_size)]
+        self.workers = []
+        self.on_ranks("__init__", {rank: functools.partial(construct, rank) for rank in range(self.world_size)})
+        self.workers = [made[rank] for rank in range(self.world_size)]
+        self.broken, self._closed = None, False
 
     def on_ranks(self, method: str, functions: Mapping[int, Callable[[], T]]) -> dict[int, T]:
         """Run a function on each rank, one after another, and return the values by rank.
@@ -195,7 +209,7 @@ class LocalExecutor:
 
     def fail(self, error: MControllerError) -> LocalCall:
         """Break the group with ``error``, and return the call that raises it."""
-        self._broken = error
+        self.broken = error
         return LocalCall((), error=error)
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -204,7 +218,7 @@ class LocalExecutor:
         Raises:
             WorkerError: a worker's ``before_shutdown`` raised; the ranks after it are not called.
         """
-        workers = [] if self._broken is not None else self.workers
+        workers = [] if self.broken is not None else self.workers
         self._closed = True
         self.workers = []
         if workers:
@@ -215,12 +229,12 @@ class LocalExecutor:
         """Raise GroupBroken if an earlier call has failed or the group was shut down."""
         if self._closed:
             raise GroupBroken(f"{self.role}.{method}: the group was shut down", role=self.role, first_cause=None)
-        if self._broken is not None:
-            cause = str(self._broken).partition("\n")[0]
+        if self.broken is not None:
+            cause = str(self.broken).partition("\n")[0]
             raise GroupBroken(
-                f"{self.role}.{method}: the group was broken by an earlier failure: {cause}; make a new group",
+                f"{self.role}.{method}: the group was broken by an earlier failure: {cause}; restart it",
                 role=self.role,
-                first_cause=self._broken,
+                first_cause=self.broken,
             )
 
     def error_of(self, rank: int, method: str, error: BaseException) -> WorkerError:

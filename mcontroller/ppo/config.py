@@ -263,6 +263,11 @@ class TrainerConfig:
     object_store."""
     weight_timeout: float = 600.0
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
+    max_restarts: int = 3
+    """[restarts in an hour] Go on after a process died, hung or was lost: restart the groups that broke, and load the
+    last checkpoint; without one, begin again. Counted for each cause. 0: end the run at the first failure."""
+    restart_on: tuple[str, ...] = ()
+    """Types of exceptions of the workers' own code after which the run goes on too, such as OutOfMemoryError."""
     max_staleness: int = 0
     """[batches] 1: generate the next batch while the policy learns from this one; see docs/training.md. 0: do not."""
     balance_tokens: bool = True
@@ -290,6 +295,7 @@ class TrainerConfig:
         check_at_least("trainer.save_freq", self.save_freq, -1)
         check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
         check_at_least("trainer.max_seconds", self.max_seconds, 0.0)
+        check_at_least("trainer.max_restarts", self.max_restarts, 0)
         check_at_least("trainer.ref_sync_steps", self.ref_sync_steps, 0)
         check_above("trainer.ref_sync_mix", self.ref_sync_mix, 0.0)
         check_between("trainer.ref_sync_mix", self.ref_sync_mix, 0.0, 1.0)

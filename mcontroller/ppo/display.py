@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.group import WorkerGroup
+from mcontroller.ppo.recovery import Failure
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
 
@@ -71,6 +72,9 @@ class Callback:
 
     def validated(self, trainer: RunningTrainer, metrics: dict[str, float]) -> None:
         """Run after validation; additions to ``metrics`` are logged."""
+
+    def restarted(self, trainer: RunningTrainer, failure: Failure) -> None:
+        """Run after a failure, when the groups have the state of ``trainer.global_steps`` and the run goes on."""
 
     def saved(self, trainer: RunningTrainer, directory: str) -> None:
         """Run after a save under ``directory`` has started, which the groups may complete in the background."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError, DataError, GroupError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
@@ -211,8 +210,6 @@ DRAWN = "drawn_batch"
 VERSION = "policy_version"
 """Column of the version of the policy that generated each row, int64 ``[rows]``."""
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class _Generation:
@@ -319,16 +316,11 @@ class Generations:
     def state(self) -> tuple[tuple[BatchInFlight, ...], Mapping[str, Any]]:
         """Wait for the batches in flight; return them with all their columns, and the state of the group's sampling.
 
-        If the group failed, both are empty: the run that resumes generates the batches again.
-
         Raises:
+            GroupError: the group failed.
             DataError: a batch was not drawn from the data set of the run, which has to draw its problems again.
         """
-        try:
-            return self._generated(), self._sampling_state()
-        except GroupError as error:
-            _logger.warning("the checkpoint is saved without the responses in flight: %s", error)
-            return (), {}
+        return self._generated(), self._sampling_state()
 
     def _sampling_state(self) -> Mapping[str, Any]:
         if not self._saves_sampling():

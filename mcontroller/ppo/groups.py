@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,12 +65,20 @@ class RunGroups:
                 group.init_model()
         self._display.groups(self.by_name)
 
-    def restart(self, worker: RoleWorker) -> None:
-        """End a group, and start another one in its place."""
-        self.by_name[worker.name].shutdown()
-        group = self._start_group(worker)
-        with self._stages("start", group.init_model):
-            group.init_model()
+    def restart(self, names: Iterable[str]) -> None:
+        """Restart groups, and build their models; they have no weights of the run yet.
+
+        Args:
+            names: of the groups that are broken, or are to begin again.
+        """
+        groups = [self.by_name[name] for name in names]
+        with self._stages("start"):
+            for group in groups:
+                self._display.starting(f"restarting {group.name}")
+                group.restart()
+        for group in groups:
+            with self._stages("start", group.init_model):
+                group.init_model()
 
     def _start_group(self, worker: RoleWorker) -> WorkerGroup:
         pool = self._pools.get_resource_pool(worker.role)

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError, close_all
+from mcontroller.errors import ConfigError, GroupError, close_all
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, Tokenizer, check_rows, stop_tokens, tokens_of
 from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.generation import DRAWN, RolloutFunction
 from mcontroller.ppo.groups import RunGroups
+from mcontroller.ppo.recovery import Recovery
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
-from mcontroller.ppo.saving.run_record import read_record
+from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import experience_metrics, mean_of_parts
 from mcontroller.ppo.validation import validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
-from mcontroller.trackers import Tracker
+from mcontroller.trackers import Rewinds, Tracker
 
 __all__ = ["RayPPOTrainer", "restart_rollout"]
+
+_logger = logging.getLogger(__name__)
 
 SAMPLES_PER_STEP = 16
 """Rows of the table of samples that trackers log at every step."""
@@ -123,8 +128,9 @@ class RayPPOTrainer:
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
         self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
         self.preemption = Preemption(config.trainer.max_seconds)
+        self.recovery = Recovery(config.trainer)
         self.global_steps = self.drawn_batches = self.num_tokens = 0
-        self._stopping = False
+        self._stopping = self._preempted = False
         self._saved_at = time.monotonic()
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -146,9 +152,12 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Run the warm-up and then PPO, with validation and checkpoints as configured.
 
-        With ``trainer.resume``, continue from the last checkpoint instead.
+        With ``trainer.resume``, continue from the last checkpoint instead. After the failure of a process, the groups
+        that broke are restarted, all roles get the state of the last checkpoint, and the run goes on: see
+        ``trainer.max_restarts``.
 
         Raises:
+            GroupError: a failure after which the run does not go on; a note of the error says why.
             Preempted: SIGTERM, SIGINT, or the end of ``trainer.max_seconds`` stopped the run after a step, and it saved
                 a checkpoint. It is a SystemExit with the code 75.
         """
@@ -156,15 +165,67 @@ class RayPPOTrainer:
             self._fit()
 
     def _fit(self) -> None:
-        total = self.config.trainer.total_training_steps
         if self.config.trainer.resume:
             self.load_checkpoint()
-        if self.global_steps == 0:
-            self.warm_up()
-            if self.config.trainer.val_before_train:
-                self.log(self.validate())
+        begin, started = self._state_with((), {}), False
+        while True:
+            try:
+                if self.global_steps == 0:
+                    self.warm_up()
+                    if self.config.trainer.val_before_train:
+                        self.log(self.validate())
+                if not started:
+                    started = True
+                    for callback in self.callbacks:
+                        callback.started(self)
+                self._train()
+                break
+            except GroupError as error:
+                self._recover(error, begin)
         for callback in self.callbacks:
-            callback.started(self)
+            callback.ended(self)
+
+    def _recover(self, error: GroupError, begin: RunState) -> None:
+        """Restart the groups that broke and go back to the last checkpoint; raise the error if the run is to end.
+
+        Args:
+            error: what ended the step.
+            begin: the state to go back to if nothing has been saved.
+        """
+        while (failure := self.recovery.admit(error, self.global_steps + 1)) is not None:
+            self.display.starting(f"step {failure.step} failed: {failure.message}")
+            try:
+                self._restore(begin)
+            except GroupError as another:
+                error = another
+                continue
+            for tracker in self.trackers:
+                if isinstance(tracker, Rewinds):
+                    tracker.rewind(self.global_steps or -1)  # a warm-up has steps too, before step 0
+            for callback in self.callbacks:
+                callback.restarted(self, failure)
+            return
+        raise error
+
+    def _restore(self, begin: RunState) -> None:
+        """Give every group and this trainer the state of the last checkpoint, or that of the beginning."""
+        groups = self.run_groups
+        broken = [name for name, group in self.groups.items() if group.broken is not None]
+        self.checkpoints.abandon(broken)
+        saved = self.checkpoints.saved_step is not None or self.config.trainer.resume
+        if groups.rollout is not groups.actor and {"actor", "rollout"} & {*(broken if saved else self.groups)}:
+            with contextlib.suppress(GroupError):  # of connections that have ended with their processes
+                self.step.weights.close()
+            self.step.weights.connect(groups.actor, groups.rollout)
+        groups.restart(broken if saved else self.groups)
+        if saved:
+            self.load_checkpoint()
+        else:
+            self._continue_from(begin)
+
+    def _train(self) -> None:
+        """Run the steps of PPO, and export the policy."""
+        total = self.config.trainer.total_training_steps
         self.display.phase("PPO", total, done=self.global_steps)
         while self.global_steps < total and not self._stopping:
             self._stop_if_preempted()
@@ -187,8 +248,6 @@ class RayPPOTrainer:
         if self.config.trainer.export_hf is not None:
             with self.stages("export", self.actor.export_hf):
                 self.actor.export_hf(self.config.trainer.export_hf)
-        for callback in self.callbacks:
-            callback.ended(self)
 
     def stop(self) -> None:
         """End training after the current step, which is then validated and saved as the last one."""
@@ -206,6 +265,7 @@ class RayPPOTrainer:
         reason = self.preemption.reason(saving=self.checkpoints.longest)
         if reason is None:
             return
+        self._preempted = True
         self.checkpoints.finish()
         if self.global_steps and self.checkpoints.saved_step != self.global_steps:
             self.save_checkpoint(reshardable=False)
@@ -292,12 +352,22 @@ class RayPPOTrainer:
             callback.saved(self, self.config.trainer.default_local_dir)
 
     def _state(self) -> RunState:
+        in_flight: Sequence[BatchInFlight] = ()
+        rollout: Mapping[str, Any] = {}
+        try:
+            in_flight, rollout = self.step.generations.state()
+        except GroupError as error:
+            if not self._preempted and self.recovery.is_admitted(error, self.global_steps + 1):
+                raise  # the run goes back to a checkpoint that has everything
+            _logger.warning("the checkpoint is saved without the responses in flight: %s", error)
+        return self._state_with(in_flight, rollout)
+
+    def _state_with(self, in_flight: Sequence[BatchInFlight], rollout: Mapping[str, Any]) -> RunState:
         program = {name: each.state_dict() for name, each in self.stateful.items()}
-        in_flight, rollout = self.step.generations.state()
         drawn = self.drawn_batches - len(self.step.generations) + len(in_flight)
         counts = self.global_steps, self.step.kl_ctrl.value, drawn, self.num_tokens
         position = self.train_batches.position(drawn - len(in_flight)), self.train_batches.batch_size
-        return RunState(*counts, program, rollout, in_flight, *position)
+        return RunState(*counts, program, rollout, tuple(in_flight), *position)
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -305,8 +375,11 @@ class RayPPOTrainer:
         Raises:
             DataError: there is none, or it is of other roles.
         """
-        groups = self.run_groups.trained()
-        state = self.checkpoints.load(groups)
+        self._continue_from(self.checkpoints.load(self.run_groups.trained()))
+        return self.global_steps
+
+    def _continue_from(self, state: RunState) -> None:
+        """Set this trainer to a state, which the groups have already."""
         self.step.weights.changed()
         self.global_steps = state.global_steps
         in_flight = state.resume_batches(self.train_batches)
@@ -316,7 +389,6 @@ class RayPPOTrainer:
         for name, each in self.stateful.items():
             if name in state.program:
                 each.load_state_dict(state.program[name])
-        return self.global_steps
 
     def _is_due(self, every: int) -> bool:
         last = self._stopping or self.global_steps == self.config.trainer.total_training_steps
@@ -340,6 +412,7 @@ class RayPPOTrainer:
             "train/n": len(batch) / prompts,
             "train/num_tokens": float(self.num_tokens),
             "train/epoch": self.train_batches.passes(self.drawn_batches - len(self.step.generations)),
+            "train/restarts": float(len(self.recovery.failures)),
         }
 
     # ---- end -------------------------------------------------------------------------------------------------------
@@ -370,11 +443,11 @@ class RayPPOTrainer:
 
 
 def restart_rollout(trainer: RayPPOTrainer) -> None:
-    """Replace the group of ``Role.Rollout`` by a new one in its pool, with the weights of the actor.
+    """Restart the group of ``Role.Rollout``, with the weights of the actor.
 
     Call it after a step has raised an error of that group, such as an engine that died; the groups of the other roles
     go on as they are. Batches in flight are generated again with the newest weights. The batch that the step has failed
-    on is not: pass its problems to ``train_step`` again, or go on with ``fit``, which draws the next. The new group
+    on is not: pass its problems to ``train_step`` again, or go on with ``fit``, which draws the next. The group
     draws samples with the seeds of a new run.
 
     Args:
@@ -394,7 +467,6 @@ def restart_rollout(trainer: RayPPOTrainer) -> None:
         )
     step, groups = trainer.step, trainer.run_groups
     step.weights.close()
-    groups.restart(worker)
-    trainer.rollout = groups.rollout
+    groups.restart([worker.name])
     step.weights.connect(groups.actor, groups.rollout)
     step.generations.restart(groups.rollout)

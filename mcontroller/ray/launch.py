@@ -93,6 +93,9 @@ def launch(
         processes.change(GroupState.READY)
         if recorded is not None:
             recorded.complete(handles)
+        processes.launch_again = lambda limit: launch(
+            pool, name, roles, options=options, detached=detached, timeout=limit
+        )
     except BaseException:
         handles.end()
         raise

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.options import ChannelOptions
+from mcontroller.errors import ResourceError
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, wait_for_ends
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.reservation import session
@@ -166,6 +167,16 @@ class ProcessHandles:
                     self._freed = True
             if self.hub is not None:
                 self.hub.close()
+
+    def check_ended(self, name: str) -> None:
+        """Raise ResourceError if the last ``end`` could not end a process of the group ``name``."""
+        if self.remaining:
+            raise ResourceError(
+                f"group {name} has processes that could not be ended, and that keep their slots: "
+                f"{'; '.join(self.remaining)}. End them on their nodes, then call shutdown again",
+                name=name,
+                processes=self.remaining,
+            )
 
     def _kill(self) -> list[str]:
         """Kill the processes and wait for their end on every node; return those that remain."""

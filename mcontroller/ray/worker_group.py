@@ -47,6 +47,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         CallTimeout: the start took longer than ``start_timeout``.
     """
 
+    executor: RayExecutor
     resource_pool: RayResourcePool | None
     axes_across_nodes: Collection[str] = ()
 
@@ -94,7 +95,6 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
-        self._processes = processes
         self._role_classes = role_classes
         self.resource_pool = None
         super().__init__(worker_cls, RayExecutor(processes, name), name, timeout=timeout, topology=topology)
@@ -132,6 +132,10 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         worker_cls = next(iter(classes.values())) if len(classes) == 1 else Roles
         group._join(processes, processes.name, worker_cls, classes, timeout)
         return group
+
+    @property
+    def _processes(self) -> GroupProcesses:
+        return self.executor.processes
 
     @property
     def worker_names(self) -> list[str]:

@@ -35,13 +35,19 @@ class SimulatedExecutor(LocalExecutor):
 
     Args:
         cls_with_init: the worker class with its arguments.
-        simulation: runs the ranks.
+        simulate: returns a new simulation of the ranks.
         role: name of the role in error messages.
     """
 
-    def __init__(self, cls_with_init: ClassWithInitArgs[Any], simulation: Simulation, role: str) -> None:
-        self._simulation = simulation
-        super().__init__(cls_with_init, simulation.world_size, role)
+    def __init__(self, cls_with_init: ClassWithInitArgs[Any], simulate: Callable[[], Simulation], role: str) -> None:
+        self._simulate, self._simulation = simulate, simulate()
+        super().__init__(cls_with_init, self._simulation.world_size, role)
+
+    def restart(self, timeout: float | None = None) -> None:
+        """Construct the workers on ranks of another simulation; see ``LocalExecutor.restart``."""
+        self._simulation.close()
+        self._simulation = self._simulate()
+        super().restart(timeout)
 
     def on_ranks(self, method: str, functions: Mapping[int, Callable[[], T]]) -> dict[int, T]:
         """Run a function on each rank, and return the values by rank.
@@ -121,18 +127,21 @@ def simulated_worker_group(
     init = worker if isinstance(worker, ClassWithInitArgs) else ClassWithInitArgs(worker, *args, **kwargs)
     topology = as_topology(layout)
     size = topology.world_size
-    simulation = Simulation(
-        topology,
-        schedule=schedule,
-        seed=seed,
-        check_async=check_async,
-        trace=trace,
-        modules=("mcontroller.transport", *modules),  # which has the event loop of async methods
-        variables=lambda rank: RankEnvironment(rank, size, rank, size, master_port=1).variables(),
-    )
+
+    def simulate() -> Simulation:
+        return Simulation(
+            topology,
+            schedule=schedule,
+            seed=seed,
+            check_async=check_async,
+            trace=trace,
+            modules=("mcontroller.transport", *modules),  # which has the event loop of async methods
+            variables=lambda rank: RankEnvironment(rank, size, rank, size, master_port=1).variables(),
+        )
+
     reports = hasattr(init.cls, "get_megatron_rank_info")
     declared = layout if isinstance(layout, ParallelLayout) else None
-    executor = SimulatedExecutor(init, simulation, name)
+    executor = SimulatedExecutor(init, simulate, name)
     return SimulatedWorkerGroup(
         init.cls, executor, name, timeout=timeout, topology=None if reports else topology, declared=declared
     )

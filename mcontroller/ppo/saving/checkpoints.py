@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -269,6 +269,25 @@ class RunCheckpoints:
         self._complete(record)
         self.saved_step = writing.state.global_steps
         self.longest = max(self.longest, time.monotonic() - self._began)
+
+    def abandon(self, broken: Collection[str]) -> None:
+        """Finish the save in flight, or give it up if one of its groups broke before it had written its part.
+
+        Args:
+            broken: names of the groups that are broken.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        for name, group in writing.groups.items():
+            if name not in broken and group.offers("wait_for_checkpoint"):
+                group.wait_for_checkpoint()
+        if not {*broken} & writing.groups.keys():
+            self.finish()
+            return
+        self._writing = None
+        for directory in writing.staged.values():
+            shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
         """Finish the save in flight, if its groups can still write it, and let other runs use the directory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,14 +12,15 @@ from ray.exceptions import GetTimeoutError
 from typing_extensions import Buffer
 
 from mcontroller.channel.queries import notify_from_finalizer
-from mcontroller.errors import GroupError
+from mcontroller.errors import GroupBroken, GroupError
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.shutdown import shutdown
 from mcontroller.ray.calls.states import CallState
-from mcontroller.ray.calls.supervision import GroupProcesses
+from mcontroller.ray.calls.supervision import GroupProcesses, error_of_process
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import (
     ArgumentFailed,
+    ArgumentLost,
     KeptValues,
     RemoteValue,
     Source,
@@ -40,6 +42,7 @@ class RayExecutor:
     def __init__(self, processes: GroupProcesses, role: str) -> None:
         self.processes = processes
         self.role = role
+        processes.executors.add(self)
 
     @property
     def world_size(self) -> int:
@@ -106,13 +109,31 @@ class RayExecutor:
 
         Raises:
             CallTimeout: a value has not arrived in ``timeout`` seconds.
+            GroupBroken: the processes that had a value have ended.
         """
         try:
             return fetch(handles, timeout)
         except ArgumentFailed as failed:
             raise failed.error from None
+        except ArgumentLost as lost:
+            cause = error_of_process(lost.actor)
+            if cause is None:
+                raise
+            text = f"values of {self.role} were in processes that have ended; first cause: {cause}"
+            raise GroupBroken(text, role=self.role, first_cause=cause) from cause
         except ValuesLate as late:
             raise self.processes.values_late(late, timeout or 0.0) from None
+
+    @property
+    def broken(self) -> GroupError | None:
+        """The failure that broke the group."""
+        with contextlib.suppress(GroupError):
+            self.processes.check(self.role)
+        return self.processes.cause
+
+    def restart(self, timeout: float | None = None) -> None:
+        """Replace the processes, with every role that they run; see ``GroupProcesses.restart``."""
+        self.processes.restart(timeout)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut down the processes, and with them every role that they run; see ``shutdown``."""

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from mcontroller.errors import ResourceError, WorkerDied
+from mcontroller.errors import WorkerDied
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.hangs import stopped_ranks
 from mcontroller.ray.calls.supervision import GroupProcesses
@@ -48,14 +48,7 @@ def shutdown(processes: GroupProcesses, timeout: float | None = None) -> None:
             _await_end(processes, call)
     finally:
         processes.handles.end()
-        if processes.handles.remaining:
-            left = "; ".join(processes.handles.remaining)
-            raise ResourceError(
-                f"group {processes.name} has processes that could not be ended, and that keep their slots: {left}. End "
-                "them on their nodes, then call shutdown again",
-                name=processes.name,
-                processes=processes.handles.remaining,
-            )
+        processes.handles.check_ended(processes.name)
 
 
 def _read_before_end(processes: GroupProcesses, keeping: GroupCall, last: GroupCall) -> None:

@@ -41,9 +41,7 @@ class GroupState(enum.Enum):
     BUSY = "busy"
     """Calls of this controller are in flight."""
     BROKEN = "broken"
-    """A call failed, and its processes were ended; the group knows the first cause."""
-    RESTARTING = "restarting"
-    """Processes are being started in place of those that failed."""
+    """A call failed, and its processes were ended; the group knows the first cause. A restart starts others."""
     ENDED = "ended"
     """The processes were ended on purpose, or the Ray cluster is gone."""
 
@@ -52,7 +50,6 @@ GROUP_TRANSITIONS = {
     GroupState.STARTING: {GroupState.READY, GroupState.BROKEN, GroupState.ENDED},
     GroupState.READY: {GroupState.BUSY, GroupState.BROKEN, GroupState.ENDED},
     GroupState.BUSY: {GroupState.READY, GroupState.BROKEN, GroupState.ENDED},
-    GroupState.BROKEN: {GroupState.RESTARTING, GroupState.ENDED},
-    GroupState.RESTARTING: {GroupState.READY, GroupState.BROKEN, GroupState.ENDED},
+    GroupState.BROKEN: {GroupState.ENDED},
     GroupState.ENDED: set[GroupState](),
 }

@@ -31,6 +31,7 @@ from mcontroller.errors import (
     DataError,
     GroupBroken,
     GroupError,
+    ResourceError,
 )
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
@@ -75,6 +76,8 @@ class GroupProcesses:
         caller: identifies this controller in the calls that it sends.
         cause: the first cause, if it is broken.
         keeping: calls whose values its processes keep, as long as the calls exist.
+        executors: the executors of its roles, which send their calls to it.
+        launch_again: starts such processes once more; None if another driver has started them.
         numbers: the numbers of the calls to come.
         sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
     """
@@ -94,6 +97,9 @@ class GroupProcesses:
         self._lost: dict[int, float] = {}
         self._restored: set[int] = set()
         self.cause: GroupError | None = None
+        self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.launch_again: Callable[[float | None], GroupProcesses] | None = None
+        self._earlier: dict[str, GroupError] = {}
         self._state = state
         self._lock = threading.RLock()
         self.numbers = itertools.count()
@@ -110,6 +116,28 @@ class GroupProcesses:
         if not detached:
             weakref.finalize(self, handles.end)
         _living.add(self)
+
+    def restart(self, timeout: float | None) -> None:
+        """End these processes, and have others of the same roles run the calls from now on.
+
+        Raises:
+            ResourceError: another driver has started these processes, they cannot be ended, or there is no slot.
+        """
+        if self.launch_again is None:
+            raise ResourceError(
+                f"group {self.name} was started by another driver, which alone can restart it: restart it there, or "
+                "shut it down and start another one",
+                name=self.name,
+            )
+        self.handles.end()
+        self.handles.check_ended(self.name)
+        after = self.launch_again(timeout)
+        ended = self.cause or GroupError(f"group {self.name} was restarted", role=self.name)
+        after._earlier = {**self._earlier, **dict.fromkeys(self.handles.actor_ids, ended)}
+        after.coordinates = self.coordinates
+        for executor in list(self.executors):
+            executor.processes = after
+            after.executors.add(executor)
 
     @property
     def world_size(self) -> int:
@@ -484,12 +512,12 @@ class GroupProcesses:
     def _cause_of(self, failures: Sequence[RankFailure]) -> GroupError:
         """Return the first cause; for a lost argument, the error of the group whose process should have produced it."""
         cause = first_cause(failures)
-        if not isinstance(cause, ArgumentLost):
-            return cause
-        return next(filter(None, (group.error_for(cause.actor) for group in list(_living))), cause)
+        return (error_of_process(cause.actor) or cause) if isinstance(cause, ArgumentLost) else cause
 
     def error_for(self, actor: str) -> GroupError | None:
         """Return the error that ended the process with Ray's id ``actor``; None for a process of another group."""
+        if actor in self._earlier:
+            return self._earlier[actor]
         if actor not in self.handles.actor_ids or not self.handles.reachable:
             return None
         if self.cause is None and not self.handles.ended:
@@ -547,6 +575,11 @@ class _Failed(Exception):
 
 
 _living: weakref.WeakSet[GroupProcesses] = weakref.WeakSet()
+
+
+def error_of_process(actor: str) -> GroupError | None:
+    """Return the error that ended the process with Ray's id ``actor``; None if no group of this driver knows it."""
+    return next(filter(None, (group.error_for(actor) for group in list(_living))), None)
 
 
 def living_groups() -> list[GroupProcesses]:

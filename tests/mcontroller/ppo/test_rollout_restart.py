@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_a_new_group_and_generates_batches_in_flight_again(st
         actor, rollout, before = trainer.actor, trainer.rollout, len(versions.seen)
         CALLS.clear()
         restart_rollout(trainer)
-        assert trainer.rollout is trainer.groups["rollout"] is not rollout and trainer.actor is actor
+        assert trainer.rollout is trainer.groups["rollout"] is rollout and trainer.actor is actor
         assert CALLS.count("transfer") == CALLS.count("generate_sequences") == staleness
         metrics = trainer.train_step(trainer.draw())
         assert metrics["weights/seconds"] == 0.5

@@ -1,0 +1,123 @@
+"""Recovery of a run: which failures it goes on after, and the groups and the state that it goes on with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcontroller.errors import CallRejected, CallTimeout, ConnectionLost, GroupBroken, WorkerDied, WorkerError
+from mcontroller.ppo.config import TrainerConfig
+
+__all__ = ["FAILURES", "Failure", "Recovery", "first_cause"]
+
+FAILURES = "failures.jsonl"
+"""The file of the failures of a run, beside its checkpoints: a JSON object in each line."""
+
+HOUR_S = 3600.0
+
+SAME_FAILURE = 3
+"""The run ends when a step has failed so often for the same cause: it would fail again."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure of a run.
+
+    Attributes:
+        time: when the controller knew it, in seconds since the epoch.
+        step: number of the step that failed.
+        kind: the type of the error; of a worker's own exception that of the exception.
+        role: the group that failed first.
+        message: the first line of the error.
+        details: the fields of the error, such as the rank, its coordinates, stacks and the end of its log.
+    """
+
+    time: float
+    step: int
+    kind: str
+    role: str
+    message: str
+    details: dict[str, Any]
+
+    @property
+    def cause(self) -> tuple[Any, ...]:
+        """What failures with the same cause have in common."""
+        return self.kind, self.role, self.details.get("rank"), self.details.get("method")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the failure that broke the group, for a call that came after it; any other error unchanged."""
+    while isinstance(error, GroupBroken) and error.first_cause is not None:
+        error = error.first_cause
+    return error
+
+
+class Recovery:
+    """Decides after which failures a run goes on, and records all of them.
+
+    A process that died or cannot be reached, and a call that was late, may not happen again. A worker's own exception
+    most likely does, so it ends the run unless ``trainer.restart_on`` has its type.
+
+    Args:
+        config: has the number of restarts, the types, and the directory of the record.
+        now: the clock, in seconds.
+
+    Attributes:
+        failures: the failures after which this process went on.
+    """
+
+    def __init__(self, config: TrainerConfig, now: Callable[[], float] = time.time) -> None:
+        self._config, self._now = config, now
+        self.failures: list[Failure] = []
+
+    def admit(self, error: BaseException, step: int) -> Failure | None:
+        """Record a failure; return it if the run goes on after it, else None, with the reason as a note of the error.
+
+        Args:
+            error: what the step raised.
+            step: number of the step.
+        """
+        failure = self._failure(error, step)
+        reason = self._why_it_ends(first_cause(error), failure)
+        self._record(failure, reason)
+        if reason is not None:
+            error.add_note(f"The run was not restarted: {reason}.")
+            return None
+        self.failures.append(failure)
+        return failure
+
+    def is_admitted(self, error: BaseException, step: int) -> bool:
+        """Return whether ``admit`` would return a failure; nothing is recorded."""
+        return self._why_it_ends(first_cause(error), self._failure(error, step)) is None
+
+    def _failure(self, error: BaseException, step: int) -> Failure:
+        cause = first_cause(error)
+        fields = getattr(cause, "fields", {})
+        kind = cause.cause.partition(":")[0] if isinstance(cause, WorkerError) else type(cause).__name__
+        line = str(cause).partition("\n")[0]
+        return Failure(self._now(), step, kind, str(fields.get("role", "")), line, dict(fields))
+
+    def _why_it_ends(self, cause: BaseException, failure: Failure) -> str | None:
+        own = isinstance(cause, WorkerError)
+        if own and (isinstance(cause, CallRejected) or failure.kind not in self._config.restart_on):
+            return f"{failure.kind} is an exception of the worker's own code, and trainer.restart_on does not have it"
+        if not own and not isinstance(cause, WorkerDied | ConnectionLost | CallTimeout):
+            return f"{failure.kind} is not the failure of a process"
+        same = [each for each in self.failures if each.cause == failure.cause]
+        if sum(each.step == failure.step for each in same) >= SAME_FAILURE - 1:
+            return f"step {failure.step} has failed {SAME_FAILURE} times with the same cause"
+        limit, lately = self._config.max_restarts, [each for each in same if failure.time - each.time < HOUR_S]
+        if len(lately) >= limit:
+            return f"trainer.max_restarts={limit}, and {len(lately)} restarts in an hour had this cause"
+        return None
+
+    def _record(self, failure: Failure, reason: str | None) -> None:
+        directory = Path(self._config.default_local_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        content = {**asdict(failure), "restarted": reason is None, "reason": reason}
+        with open(directory / FAILURES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(content, default=str) + "\n")
