@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.recovery import Failure
+from mcontroller.ppo.saving.recovery import Failure
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
 

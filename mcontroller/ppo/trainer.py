@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError, GroupError, close_all
+from mcontroller.errors import ConfigError, GroupError, MControllerError, close_all
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, Tokenizer, check_rows, stop_tokens, tokens_of
 from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.generation import DRAWN, RolloutFunction
 from mcontroller.ppo.groups import RunGroups
-from mcontroller.ppo.recovery import Recovery
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
+from mcontroller.ppo.saving.recovery import Recovery
 from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
@@ -180,12 +180,12 @@ class RayPPOTrainer:
                         callback.started(self)
                 self._train()
                 break
-            except GroupError as error:
+            except MControllerError as error:
                 self._recover(error, begin)
         for callback in self.callbacks:
             callback.ended(self)
 
-    def _recover(self, error: GroupError, begin: RunState) -> None:
+    def _recover(self, error: MControllerError, begin: RunState) -> None:
         """Restart the groups that broke and go back to the last checkpoint; raise the error if the run is to end.
 
         Args:
@@ -196,7 +196,7 @@ class RayPPOTrainer:
             self.display.starting(f"step {failure.step} failed: {failure.message}")
             try:
                 self._restore(begin)
-            except GroupError as another:
+            except MControllerError as another:
                 error = another
                 continue
             for tracker in self.trackers:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.errors import CallTimeout, GroupBroken, GroupError, WorkerDied, WorkerError
+from mcontroller.errors import CallTimeout, GroupBroken, GroupError, MControllerError, WorkerDied, WorkerError
 from mcontroller.local.executor import LocalExecutor
 from mcontroller.ppo import AlgorithmConfig, Callback, ImportanceConfig, PPOConfig, RayPPOTrainer, Role, WarmUpConfig
-from mcontroller.ppo.recovery import FAILURES, Recovery
+from mcontroller.ppo.saving.recovery import FAILURES, Recovery, root_error
 from tests.mcontroller.ppo.separate import SEPARATE
 from tests.mcontroller.ppo.toy import ToyActor, demonstrations, toy_config, toy_trainer
 
@@ -172,6 +172,18 @@ def test_restarts_are_counted_for_each_cause_and_hour(tmp_path: Path) -> None:
     late = CallTimeout("late", role="actor", method="update", timeout=1.0, ranks=(0,), stacks={}, cause="", report="")
     assert recovery.admit(GroupBroken("broken", role="actor", first_cause=late), 4) is not None
     assert recovery.admit(died(0), 5) is not None  # the first was more than an hour ago
+
+
+def test_the_cause_of_an_error_is_the_first_failure_of_a_group() -> None:
+    first = died(0)
+    after = GroupBroken("broken", role="actor", first_cause=first)
+    transfer = MControllerError("weights did not arrive")
+    transfer.__cause__ = after
+    assert root_error(transfer) is root_error(after) is root_error(first) is first
+    lost = GroupError("lost")
+    first.__cause__ = OSError()
+    lost.__cause__ = first  # an error of a group is the failure itself
+    assert root_error(lost) is lost
 
 
 def test_other_errors_of_a_group_end_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run on Ray that gets SIGTERM saves, exits with its code, and goes on to the same weights; its files are private."""
+"""A run on Ray goes on to the same weights after SIGTERM, and after the death of a rank; its files are private."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mcontroller.ppo.saving.recovery import FAILURES
 from tests.workers.run.test_verbs import ROOT, folder  # noqa: F401 - a fixture
 
 pytest.importorskip("transformers", reason="the extra hf: no transformers")
@@ -36,7 +37,15 @@ def signalled(self, *args, **kwargs):
 RayPPOTrainer.train_step = signalled
 stopped = main(["train", "run.yaml", "run_dir=out", *small])
 RayPPOTrainer.train_step = step
-print("codes", whole, stopped, main(["resume", "out"]))
+resumed = main(["resume", "out"])
+
+def killed(self, *args, **kwargs):
+    if self.global_steps == 1 and not self.recovery.failures:
+        os.kill(self.actor.executor.processes.handles.infos[-1].pid, signal.SIGKILL)
+    return step(self, *args, **kwargs)
+
+RayPPOTrainer.train_step = killed
+print("codes", whole, stopped, resumed, main(["train", "run.yaml", "run_dir=healed", "trainer.save_freq=1", *small]))
 """
 
 
@@ -52,20 +61,25 @@ def shards(run: Path, step: int = 2) -> dict[str, str]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
-def test_stopped_by_sigterm_a_run_goes_on_to_the_same_weights_with_its_secrets(
+@pytest.mark.timeout(400)
+def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     folder: Path,  # noqa: F811
 ) -> None:
     before = names_in_shared_folders()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict.fromkeys(SECRETS, SECRET)
     command = [sys.executable, "-c", VERBS]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert "codes 0 75 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "codes 0 75 0 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert "SIGTERM: step 1 is saved" in done.stdout
     assert shards(folder / "out") == shards(folder / "whole") != {}
+    assert shards(folder / "healed") == shards(folder / "whole")
+    [failure] = map(json.loads, (folder / "healed" / "checkpoints" / FAILURES).read_text().splitlines())
+    assert (failure["kind"], failure["step"], failure["restarted"]) == ("WorkerDied", 2, True)
+    metrics = [json.loads(line) for line in (folder / "healed" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "train/restarts" in line] == [1, 2]
 
     assert SECRET not in done.stdout + done.stderr
-    written = [path for run in ("out", "whole") for path in (folder / run).rglob("*")]
+    written = [path for run in ("out", "whole", "healed") for path in (folder / run).rglob("*")]
     assert [str(path) for path in written if path.is_file() and SECRET.encode() in path.read_bytes()] == []
     links = [path for path in written if path.is_symlink()]
     assert links and [str(link) for link in links if link.readlink().is_absolute()] == []

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcontroller.errors import CallRejected, CallTimeout, ConnectionLost, GroupBroken, WorkerDied, WorkerError
+from mcontroller.errors import (
+    CallRejected,
+    CallTimeout,
+    ConnectionLost,
+    GroupBroken,
+    GroupError,
+    WorkerDied,
+    WorkerError,
+)
 from mcontroller.ppo.config import TrainerConfig
 
-__all__ = ["FAILURES", "Failure", "Recovery", "first_cause"]
+__all__ = ["FAILURES", "Failure", "Recovery", "root_error"]
+
+_logger = logging.getLogger(__name__)
 
 FAILURES = "failures.jsonl"
 """The file of the failures of a run, beside its checkpoints: a JSON object in each line."""
@@ -49,11 +60,13 @@ class Failure:
         return self.kind, self.role, self.details.get("rank"), self.details.get("method")
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """Return the failure that broke the group, for a call that came after it; any other error unchanged."""
-    while isinstance(error, GroupBroken) and error.first_cause is not None:
-        error = error.first_cause
-    return error
+def root_error(error: BaseException) -> BaseException:
+    """Return the failure of a group that an error follows from: a later call's, or a transfer's; else the error."""
+    while True:
+        cause = error.first_cause if isinstance(error, GroupBroken) else error.__cause__
+        if not isinstance(cause, GroupError) or (isinstance(error, GroupError) and not isinstance(error, GroupBroken)):
+            return error
+        error = cause
 
 
 class Recovery:
@@ -81,8 +94,10 @@ class Recovery:
             error: what the step raised.
             step: number of the step.
         """
-        failure = self._failure(error, step)
-        reason = self._why_it_ends(first_cause(error), failure)
+        cause, failure = root_error(error), self._failure(error, step)
+        if not isinstance(cause, GroupError):  # of the program or its files: no group has failed
+            return None
+        reason = self._why_it_ends(cause, failure)
         self._record(failure, reason)
         if reason is not None:
             error.add_note(f"The run was not restarted: {reason}.")
@@ -92,10 +107,10 @@ class Recovery:
 
     def is_admitted(self, error: BaseException, step: int) -> bool:
         """Return whether ``admit`` would return a failure; nothing is recorded."""
-        return self._why_it_ends(first_cause(error), self._failure(error, step)) is None
+        return self._why_it_ends(root_error(error), self._failure(error, step)) is None
 
     def _failure(self, error: BaseException, step: int) -> Failure:
-        cause = first_cause(error)
+        cause = root_error(error)
         fields = getattr(cause, "fields", {})
         kind = cause.cause.partition(":")[0] if isinstance(cause, WorkerError) else type(cause).__name__
         line = str(cause).partition("\n")[0]
@@ -117,7 +132,10 @@ class Recovery:
 
     def _record(self, failure: Failure, reason: str | None) -> None:
         directory = Path(self._config.default_local_dir)
-        directory.mkdir(parents=True, exist_ok=True)
         content = {**asdict(failure), "restarted": reason is None, "reason": reason}
-        with open(directory / FAILURES, "a", encoding="utf-8") as file:
-            file.write(json.dumps(content, default=str) + "\n")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with open(directory / FAILURES, "a", encoding="utf-8") as file:
+                file.write(json.dumps(content, default=str) + "\n")
+        except OSError as error:  # must not replace the failure
+            _logger.warning("cannot record a failure: %s", error)

@@ -1,0 +1,92 @@
+"""A broken group restarts as the same object; what was computed before raises GroupBroken."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mcontroller import DataProto
+from mcontroller.errors import GroupBroken, ResourceError, WorkerDied
+from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+from tests.mcontroller.ray.batch_roles import Chained
+from tests.mcontroller.ray.roles import Plain
+
+Start = Callable[..., RayWorkerGroup]
+
+
+def rows() -> DataProto:
+    return DataProto.from_dict({"ids": torch.arange(8).view(8, 1)})
+
+
+def killed(group: RayWorkerGroup, rank: int = 1) -> None:
+    os.kill(group.pid()[rank], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+        group.pid()
+
+
+def test_a_broken_group_restarts_and_values_from_before_raise(pool: RayResourcePool, start: Start) -> None:
+    group = start("rows", Chained)
+    kept = group.passed.options(blocking=False)(rows())
+    assert kept.wait(60)
+    before, holders, method = group.pid(), pool.holders, group.passed
+    killed(group)
+    assert group.broken is not None and pool.holders == []
+    group.restart()
+    assert group.broken is None and pool.holders == holders
+    assert set(group.pid()).isdisjoint(before)
+    assert method(rows()).get() == rows()  # a method that was read before the restart
+    for read in (kept.get, lambda: group.passed(kept)):
+        with pytest.raises(GroupBroken, match="killed by SIGKILL"):
+            read()
+    assert group.passed(rows()) == rows()  # the old batch did not break the new processes
+
+
+def test_a_restart_of_one_role_restarts_those_of_its_processes(pool: RayResourcePool) -> None:
+    classes = {"left": RayClassWithInitArgs(Plain), "right": RayClassWithInitArgs(Plain)}
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), name_prefix="both")
+    left, right = group.spawn(["left", "right"]).values()
+    killed(left)
+    right.restart()
+    assert left.pid() == right.pid() and left.broken is None
+    group.shutdown()
+
+
+def test_a_group_restarts_again_and_again_and_a_working_one_too(start: Start) -> None:
+    group = start()
+    seen = set(group.pid())
+    for _ in range(2):
+        killed(group, 0)
+        group.restart()
+        assert seen.isdisjoint(group.pid())
+        seen.update(group.pid())
+    group.restart()
+    assert seen.isdisjoint(group.pid())
+
+
+def test_a_restart_without_a_slot_names_who_has_it_and_can_be_repeated(start: Start, ray_cluster: None) -> None:
+    with RayResourcePool([1], use_gpu=False, name_prefix="single") as single:
+        group = RayWorkerGroup(single, RayClassWithInitArgs(Plain), name_prefix="first")
+        killed(group, 0)
+        with RayWorkerGroup(single, RayClassWithInitArgs(Plain), name_prefix="second"):
+            with pytest.raises(ResourceError, match="second"):
+                group.restart()
+            with pytest.raises(GroupBroken, match="killed by SIGKILL"):
+                group.pid()
+        group.restart()
+        assert len(group.pid()) == 1
+        group.shutdown()
+
+
+def test_a_group_of_another_driver_is_not_restarted(ray_cluster: None) -> None:
+    with RayResourcePool([1], use_gpu=False, name_prefix="lasting", detached=True) as pool:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="lasting", detached=True)
+        attached = RayWorkerGroup.from_detached("lasting")
+        with pytest.raises(ResourceError, match="started by another driver"):
+            attached.restart()
+        group.restart()
+        assert len(group.pid()) == 1
+        group.shutdown()
