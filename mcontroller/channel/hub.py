@@ -50,6 +50,7 @@ class Hub:
         self._sleeping: set[threading.Lock] = set()
         self._poller: int | None = None  # the thread that polls
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._woken = False  # whether it was written to: reading it in vain costs more
         self._poll = self._poll_for(self._links)
         self._closed = False
 
@@ -169,9 +170,10 @@ class Hub:
             changed = True
         if changed:
             self._wake_others()
-        if self._poller is None:  # else the news is for the thread that polls
+        if self._woken and self._poller is None:  # else the news is for the thread that polls
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
+            self._woken = False
 
     def _receive_messages(self) -> None:
         """Deliver the messages that have arrived; the lock is held.
@@ -190,6 +192,7 @@ class Hub:
         """Wake up the threads that sleep, and the one that polls; the lock is held."""
         self._wake_sleeping()
         if self._poller is not None:
+            self._woken = True
             os.eventfd_write(self._wake, 1)
 
     def _wake_sleeping(self) -> None:
