@@ -65,7 +65,11 @@ class Written:
         return packed
 
 
-class Role_(Worker, UpdateRules):
+def reads(*names: str) -> type[UpdateRules]:
+    return type("Reads", (UpdateRules,), {"columns_read": lambda self: names})
+
+
+class Role_(Worker):
     """A role of a model that is not there."""
 
     def __init__(self, config: dict[str, int], **_: Any) -> None:
@@ -92,9 +96,7 @@ class Role_(Worker, UpdateRules):
 
 
 class Actor(Role_):
-    @classmethod
-    def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
-        return "advantages", "old_log_probs"
+    update_rules = reads("advantages", "old_log_probs")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -129,9 +131,7 @@ class Reference(Role_):
 
 
 class Critic(Role_):
-    @classmethod
-    def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
-        return "values", "returns"
+    update_rules = reads("values", "returns")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
-from mcontroller.ppo.data import ROUTED_EXPERTS
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
@@ -33,8 +32,9 @@ from workers.train.batches import TokenBatch, tensor_columns
 from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
 from workers.train.losses import MISMATCH, columns_of_update, policy_metrics, policy_objective, sft_loss, weights_of
 from workers.train.metrics import Rule, reported
-from workers.train.mini_batches import division_of, mini_batches_of_batch, shares_prompts
+from workers.train.mini_batches import division_of
 from workers.train.trainer import Trainer
+from workers.update_rules import ActorUpdateRules
 from workers.weight_sender import WeightSender, check_same_policy
 from workers.weights.mixing import mix_weights
 from workers.weights.transfer.weight_transfer import WeightTransfer
@@ -74,8 +74,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     transfer_weights = staticmethod(WeightTransfer)
     check_transfer = staticmethod(check_same_policy)
-    mini_batches = staticmethod(mini_batches_of_batch)
-    shares_prompts = staticmethod(shares_prompts)
+    update_rules = ActorUpdateRules
 
     config_class = ActorConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -189,34 +188,6 @@ class ActorRolloutRefWorker(ModelWorker):
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
         return policy_metrics(self.config)
-
-    @classmethod
-    def check_config(cls, config: ActorConfig) -> None:
-        """Raise ConfigError if a prompt and its response can be longer than the model's sequences."""
-        config.check_lengths()
-
-    @classmethod
-    def updates_once(cls, config: ActorConfig, rows: int, n: int) -> bool:
-        """Return whether ``update_actor`` can do without ``old_log_probs``: it makes one optimizer step of a batch.
-
-        The log-probabilities before such a step are computed in the step. A class with a custom loss always needs them.
-
-        Args:
-            config: the configuration of the worker.
-            rows: responses of the batch.
-            n: responses to each prompt.
-        """
-        mini_batch = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
-        own_loss = cls.loss is not ActorRolloutRefWorker.loss
-        return not own_loss and config.ppo_epochs == 1 and rows <= mini_batch
-
-    @classmethod
-    def stage_columns_read(cls, config: ActorConfig) -> Collection[str] | None:
-        """Return which columns that the stages of a step add ``update_actor`` reads; None if it is overridden."""
-        if cls.update_actor is not ActorRolloutRefWorker.update_actor:
-            return None
-        read = columns_of_update(config, {"old_log_probs", "importance_weights", "rollout_log_probs"})
-        return read + [ROUTED_EXPERTS] * (config.router_replay != "none")
 
     # ---- called through the group ------------------------------------------------------------------------------------
 
@@ -467,7 +438,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if "old_log_probs" not in tensors:
             counted = int((tensors["response_mask"] != 0).any(1).sum()) if "response_mask" in tensors else len(data)
             rows_of_all = sum(self.batcher.of_every_shard(counted))
-            if not self.updates_once(self.config, rows_of_all, data.meta_info.get("n", 1)):
+            if not self.update_rules(type(self), self.config).updates_once(rows_of_all, data.meta_info.get("n", 1)):
                 columns = [*columns, "old_log_probs"]
         rows = self._rows(data, method, columns, replay=True)
         mismatch = "rollout_log_probs" in rows.columns and type(self).loss is ActorRolloutRefWorker.loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values, takes_distinct_tokens
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
-from workers.train.mini_batches import division_of, mini_batches_of_batch, shares_prompts
+from workers.train.mini_batches import division_of
 from workers.train.trainer import Trainer
+from workers.update_rules import CriticUpdateRules
 
 __all__ = ["CriticWorker"]
 
@@ -35,8 +36,7 @@ class CriticWorker(ModelWorker):
 
     components: ClassVar[Mapping[str, type]] = {**ModelWorker.components, "trainer": Trainer}
     trainer: Trainer
-    mini_batches = staticmethod(mini_batches_of_batch)
-    shares_prompts = staticmethod(shares_prompts)
+    update_rules = CriticUpdateRules
 
     config_class = CriticConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -78,11 +78,6 @@ class CriticWorker(ModelWorker):
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
         return dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), Rule.TOKEN_MEAN)
-
-    @classmethod
-    def stage_columns_read(cls, config: CriticConfig) -> Collection[str] | None:
-        """Return which columns that the stages of a step add ``update_critic`` reads; None if it is overridden."""
-        return ("values", "returns") if cls.update_critic is CriticWorker.update_critic else None
 
     # ---- called through the group ------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.data import UpdateRules
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import BackgroundSaves
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
@@ -43,7 +42,7 @@ from workers.train.trainer import Trainer
 __all__ = ["ModelWorker"]
 
 
-class ModelWorker(MegatronWorker, UpdateRules):
+class ModelWorker(MegatronWorker):
     """A worker with one model, or several, on this rank.
 
     Args:

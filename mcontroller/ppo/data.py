@@ -59,55 +59,56 @@ MINI_BATCHES = "mini_batches"
 
 
 class UpdateRules:
-    """What ``RayPPOTrainer`` asks a worker class about its updates; it assumes this of a class that does not derive.
+    """What ``RayPPOTrainer`` asks about the updates of a worker class; these answers fit every class.
 
-    The methods get the ``config`` of the workers.
+    A worker class declares others with the attribute ``update_rules``, a class that derives from this one.
+
+    Args:
+        worker_cls: the worker class.
+        config: its configuration.
     """
 
-    @classmethod
-    def check_config(cls, config: Any) -> None:
-        """Raise ConfigError if a run cannot train with the actor's configuration; called before any process starts."""
+    def __init__(self, worker_cls: type, config: Any) -> None:
+        self.worker_cls, self.config = worker_cls, config
 
-    @classmethod
-    def stage_columns_read(cls, config: Any) -> Collection[str] | None:
+    @staticmethod
+    def of(worker_cls: type, config: Any) -> UpdateRules:
+        """Return the rules that a worker class declares."""
+        rules: type[UpdateRules] = getattr(worker_cls, "update_rules", UpdateRules)
+        return rules(worker_cls, config)
+
+    def check(self) -> None:
+        """Raise ConfigError if a run cannot train with the configuration; called before any process starts."""
+
+    def columns_read(self) -> Collection[str] | None:
         """Return which of ``STAGE_COLUMNS`` an update reads, so that the others are not sent; None: all."""
         return None
 
-    @classmethod
-    def updates_once(cls, config: Any, rows: int, n: int) -> bool:
+    def updates_once(self, rows: int, n: int) -> bool:
         """Return whether an update makes one optimizer step, and can do without ``old_log_probs``.
 
         Args:
-            config: the configuration of the workers.
             rows: responses of the batch.
             n: responses to each prompt.
         """
         return False
 
-    @classmethod
-    def mini_batches(cls, config: Any, rows: int, n: int, update: int) -> Tensor | None:
+    def mini_batches(self, rows: int, n: int, update: int) -> Tensor | None:
         """Return the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``.
 
         The trainer balances the tokens of each of them, and passes them as the column ``MINI_BATCHES``. None: it
         balances those of the whole batch.
 
         Args:
-            config: the configuration of the workers.
             rows: rows of the batch that have a valid token.
             n: responses to each prompt.
             update: number of the update, from 0.
         """
         return None
 
-    @classmethod
-    def shares_prompts(cls, config: Any) -> bool:
+    def shares_prompts(self) -> bool:
         """Return whether a pass computes a prompt once for the rows that begin with it, which then stay together."""
         return False
-
-    @staticmethod
-    def of(worker_cls: type) -> type[UpdateRules]:
-        """Return the class that answers for a worker class: itself, or this one."""
-        return worker_cls if issubclass(worker_cls, UpdateRules) else UpdateRules
 
 
 class Tokenizer(Protocol):

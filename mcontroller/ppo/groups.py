@@ -146,7 +146,7 @@ class TokenBalance:
         if not self._enabled or method.registration.rows.balance is not None or method.plan().shard_count == 1:
             return method
         worker = self._worker(method)
-        shares = UpdateRules.of(worker.cls).shares_prompts(worker.kwargs["config"])
+        shares = UpdateRules.of(worker.cls, worker.kwargs["config"]).shares_prompts()
         return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
 
     def update(self, method: Method, batch: DataProto, update: int) -> tuple[Method, DataProto]:
@@ -163,7 +163,7 @@ class TokenBalance:
         if balanced is method or not bool(counted.any()):
             return balanced, batch
         config, rows, n = worker.kwargs["config"], int(counted.sum()), batch.meta_info.get("n", 1)
-        drawn = UpdateRules.of(worker.cls).mini_batches(config, rows, n, update)
+        drawn = UpdateRules.of(worker.cls, config).mini_batches(rows, n, update)
         if drawn is None:
             return balanced, batch
         numbers = torch.full((len(batch), drawn.size(1)), -1)

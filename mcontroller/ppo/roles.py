@@ -105,7 +105,7 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWor
             worker_config = _with_kl_loss(worker_config, config, mapping)
         init = RayClassWithInitArgs(mapping[role], config=worker_config, **arguments)
         if name == "actor":
-            UpdateRules.of(init.cls).check_config(worker_config)
+            UpdateRules.of(init.cls, worker_config).check()
         groups.append(RoleWorker(name, role, init))
     return groups
 
@@ -200,13 +200,13 @@ def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> boo
     """
     if config.algorithm.kl_in_reward or config.algorithm.importance.level != "none":
         return False
-    return UpdateRules.of(actor.init.cls).updates_once(actor.init.kwargs["config"], rows, n)
+    return UpdateRules.of(actor.init.cls, actor.init.kwargs["config"]).updates_once(rows, n)
 
 
 def unread_by_update(workers: Sequence[RoleWorker], group: str) -> frozenset[str]:
     """Return the columns of ``STAGE_COLUMNS`` that the update of a group does not read, so that they are not sent."""
     (worker,) = (each for each in workers if each.name == group)
-    read = UpdateRules.of(worker.init.cls).stage_columns_read(worker.init.kwargs["config"])
+    read = UpdateRules.of(worker.init.cls, worker.init.kwargs["config"]).columns_read()
     return frozenset() if read is None else STAGE_COLUMNS - set(read)
 
 

@@ -23,10 +23,8 @@ __all__ = [
     "division_of",
     "draw_mini_batches",
     "mini_batch_rows",
-    "mini_batches_of_batch",
     "mini_batches_of_update",
     "of_every_shard",
-    "shares_prompts",
     "shuffle_generator",
 ]
 
@@ -74,29 +72,6 @@ def draw_mini_batches(
 def shuffle_generator(seed: int | None, update: int) -> torch.Generator | None:
     """Return the generator of the mini-batches of an update, by its number; None without a seed."""
     return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + update)
-
-
-def mini_batches_of_batch(config: ActorConfig | CriticConfig, rows: int, n: int, update: int) -> Tensor:
-    """Return the mini-batch of each row of a batch in each epoch of an update, int64 ``[rows, epochs]``.
-
-    A program that passes them as the column ``mini_batches`` of the update can order the rows as it likes, such as
-    ``RayPPOTrainer``, which balances the tokens of every mini-batch over the data-parallel ranks.
-
-    Args:
-        config: the configuration of the worker.
-        rows: rows of the batch that have a valid token.
-        n: responses to each prompt.
-        update: number of the update, from 0.
-    """
-    size = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
-    return draw_mini_batches(
-        rows, size, config.ppo_epochs, shuffle_generator(config.seed if config.shuffle else None, update)
-    )
-
-
-def shares_prompts(config: ActorConfig | CriticConfig) -> bool:
-    """Return whether a pass computes a prompt once for the rows that begin with it."""
-    return config.share_prompts and not config.packed
 
 
 class Division(NamedTuple):

@@ -73,11 +73,14 @@ def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 
 
+def reads(*names: str) -> type[UpdateRules]:
+    """Return the rules of a worker class whose update reads these columns of the stages."""
+    return type("Reads", (UpdateRules,), {"columns_read": lambda self: names})
+
+
 def test_an_update_gets_no_column_that_its_worker_class_does_not_read():
-    class Reading(Actor, UpdateRules):
-        @classmethod
-        def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
-            return "advantages", "old_log_probs"
+    class Reading(Actor):
+        update_rules = reads("advantages", "old_log_probs")
 
     roles = {Role.ActorRolloutRef: Reading, Role.Critic: Critic}
     config = dataclasses.replace(toy_config(1), algorithm=AlgorithmConfig(use_kl_in_reward=False))
@@ -95,10 +98,8 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     """The largest column of a mixture of experts is sent to the calls that replay them, and not to the controller."""
     seen: dict[str, set[str]] = {}
 
-    class Routed(Actor, UpdateRules):
-        @classmethod
-        def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
-            return "advantages", "old_log_probs", ROUTED_EXPERTS
+    class Routed(Actor):
+        update_rules = reads("advantages", "old_log_probs", ROUTED_EXPERTS)
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
         def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -116,10 +117,8 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
             seen["reference"] = set(data.tensors())
             return super().compute_ref_log_prob(data)
 
-    class ReadingCritic(Critic, UpdateRules):
-        @classmethod
-        def stage_columns_read(cls, config: Any) -> tuple[str, ...]:
-            return "values", "returns"
+    class ReadingCritic(Critic):
+        update_rules = reads("values", "returns")
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def compute_values(self, data: DataProto) -> DataProto:

@@ -351,10 +351,12 @@ def test_a_reference_that_nothing_reads_is_not_built():
 
 
 def test_the_lengths_of_an_actor_are_checked_before_any_process_starts():
-    class TooLong(Group, UpdateRules):
-        @classmethod
-        def check_config(cls, config: Any) -> None:
+    class Lengths(UpdateRules):
+        def check(self) -> None:
             raise ConfigError("prompts and responses are too long", key="rollout.response_length")
+
+    class TooLong(Group):
+        update_rules = Lengths
 
     with pytest.raises(ConfigError, match="too long"):
         toy_trainer(group_config("grpo"), {Role.ActorRolloutRef: TooLong})
@@ -431,18 +433,21 @@ def test_a_critic_of_constant_returns_has_no_explained_variance():
     assert records.of("advantages/abs_mean")
 
 
-class Grouped(ToyActor, UpdateRules):
+class AtOnce(UpdateRules):
+    def updates_once(self, rows, n):
+        return (self.config, rows, n) == (0.5, 96, 2)
+
+
+class Grouped(ToyActor):
     """A policy that answers twice, with the log-probabilities of its samples, and that can be updated in one step."""
+
+    update_rules = AtOnce
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts):
         prompts.meta_info.setdefault("n", 2)
         batch = super().generate_sequences(prompts)
         return batch.union(DataProto.from_dict({"rollout_log_probs": self._log_probs(self.table, batch)}))
-
-    @classmethod
-    def updates_once(cls, config, rows, n):
-        return (config, rows, n) == (0.5, 96, 2)
 
 
 def filtered(steps: int, tmp_path: Any, **trainer: Any) -> Any:
