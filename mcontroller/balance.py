@@ -37,9 +37,9 @@ def balance(weights: Sequence[int], bins: int, equal_count: bool = False) -> Bin
     Deterministic. If consecutive items are balanced already, they stay together.
 
     Args:
-        weights: Weight of every item, each at least 0.
-        bins: Number of bins, at least 1.
-        equal_count: Whether the numbers of items of two bins may differ by at most one.
+        weights: weight of every item, each at least 0.
+        bins: number of bins, at least 1.
+        equal_count: whether the numbers of items of two bins may differ by at most one.
 
     Returns:
         The indices of the items in every bin.

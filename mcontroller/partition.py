@@ -29,8 +29,8 @@ class Restoration(NamedTuple):
     """How to restore the caller's rows from the results of the shards.
 
     Attributes:
-        keep: Number of leading rows to keep of every shard's result; the rest is padding.
-        order: Rows of the joined result in the caller's order; None if they are in that order already.
+        keep: number of leading rows to keep of every shard's result; the rest is padding.
+        order: rows of the joined result in the caller's order; None if they are in that order already.
     """
 
     keep: tuple[int, ...]
@@ -42,11 +42,11 @@ class Partition:
     """Assignment of the caller's rows to shards.
 
     Attributes:
-        size: Number of the caller's rows.
-        shards: Row numbers of every shard, a ``range`` if they are consecutive.
-        pads: How many rows at the end of every shard are padding: repeats of rows that are in some shard already,
+        size: number of the caller's rows.
+        shards: row numbers of every shard, a ``range`` if they are consecutive.
+        pads: how many rows at the end of every shard are padding: repeats of rows that are in some shard already,
             whose results are dropped.
-        zero_loss: Whether padding rows must not count in a loss.
+        zero_loss: whether padding rows must not count in a loss.
     """
 
     size: int
@@ -100,10 +100,10 @@ class Partition:
         accepted.
 
         Args:
-            lengths: Number of rows of every shard's result.
+            lengths: number of rows of every shard's result.
 
         Raises:
-            DataError: If there is not one length per shard, or padding or order cannot be undone; names the shard.
+            DataError: if there is not one length per shard, or padding or order cannot be undone; names the shard.
         """
         if len(lengths) != len(self.shards):
             raise DataError(
@@ -150,11 +150,11 @@ def contiguous(n: int, k: int) -> Partition:
     """Return consecutive shards that differ by at most one row; some are empty if n < k.
 
     Args:
-        n: Number of rows.
-        k: Number of shards.
+        n: number of rows.
+        k: number of shards.
 
     Raises:
-        DataError: If ``n`` is negative, or ``k`` less than 1.
+        DataError: if ``n`` is negative, or ``k`` less than 1.
     """
     return _ranges(n, k, 0)
 
@@ -163,12 +163,12 @@ def padded(n: int, k: int, *, zero_loss: bool = False) -> Partition:
     """Return consecutive shards of ``ceil(n / k)`` rows each, at most one of them padding; all empty if n == 0.
 
     Args:
-        n: Number of rows.
-        k: Number of shards.
-        zero_loss: Whether padding rows must not count in a loss.
+        n: number of rows.
+        k: number of shards.
+        zero_loss: whether padding rows must not count in a loss.
 
     Raises:
-        DataError: If ``n`` is negative, or ``k`` less than 1.
+        DataError: if ``n`` is negative, or ``k`` less than 1.
     """
     return _ranges(n, k, -(-n // max(k, 1)), zero_loss)
 
@@ -195,17 +195,17 @@ def balanced(
     """Return shards whose sums of ``lengths`` are nearly equal, each with its rows in the caller's order.
 
     Args:
-        lengths: Length of every row, such as its number of tokens.
-        k: Number of shards.
-        groups: A label per row, such as the id of its prompt. Rows with the same label stay in one shard.
-        equal_size: Whether the numbers of rows of two shards may differ by at most one row; with ``groups``, which
+        lengths: length of every row, such as its number of tokens.
+        k: number of shards.
+        groups: a label per row, such as the id of its prompt. Rows with the same label stay in one shard.
+        equal_size: whether the numbers of rows of two shards may differ by at most one row; with ``groups``, which
             must then be of equal size, by at most one group.
-        within: A label per row, such as its mini-batch: rows with the same label are balanced by themselves, at equal
+        within: a label per row, such as its mini-batch: rows with the same label are balanced by themselves, at equal
             numbers of rows or groups.
-        padding: As in ``split_rows``; padding rows repeat the shortest row.
+        padding: as in ``split_rows``; padding rows repeat the shortest row.
 
     Raises:
-        DataError: If ``k`` is less than 1, a length is negative, the numbers of lengths and labels differ, or groups
+        DataError: if ``k`` is less than 1, a length is negative, the numbers of lengths and labels differ, or groups
             differ in size with ``equal_size``.
     """
     n, lengths = len(lengths), list(map(int, lengths))
@@ -284,19 +284,19 @@ def split_rows(
     """Partition n rows over k shards as a call requests it.
 
     Args:
-        n: Number of rows. With 0, every shard is empty, whatever the padding.
-        k: Number of shards.
+        n: number of rows. With 0, every shard is empty, whatever the padding.
+        k: number of shards.
         padding: "spread" (same as None) adds one row to each shard that would be empty, so that no rank is missing
             from a collective, and nothing else. "repeat" repeats rows until all shards have the same length.
             "zero_loss" does the same and marks the padding rows as not counting in a loss. "none" leaves shards empty
             if n < k.
-        lengths: Length of every row, such as its number of tokens; balances their sums.
-        groups: A label per row; rows with the same label stay in one shard.
-        equal_size: Whether to balance at equal numbers of rows.
-        within: A label per row; rows with the same label are balanced by themselves.
+        lengths: length of every row, such as its number of tokens; balances their sums.
+        groups: a label per row; rows with the same label stay in one shard.
+        equal_size: whether to balance at equal numbers of rows.
+        within: a label per row; rows with the same label are balanced by themselves.
 
     Raises:
-        DataError: If ``padding`` is unknown, ``n`` or ``k`` is out of range, or the numbers of rows, lengths and
+        DataError: if ``padding`` is unknown, ``n`` or ``k`` is out of range, or the numbers of rows, lengths and
             labels differ.
     """
     padding = "spread" if padding is None else padding

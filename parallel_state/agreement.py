@@ -23,8 +23,8 @@ def all_gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[
     """Gather a picklable value from every rank of a group (a collective).
 
     Args:
-        value: This rank's value.
-        group: The process group; None for all ranks.
+        value: this rank's value.
+        group: the process group; None for all ranks.
 
     Returns:
         The values of all ranks, by rank within ``group``. Without a second rank, nothing is pickled.
@@ -41,14 +41,14 @@ def raise_on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | No
     An exception that is not an MControllerError is a bug rather than bad input: it is raised on its own rank only.
 
     Args:
-        function: Called without arguments.
-        group: The process group; None for all ranks.
+        function: called without arguments.
+        group: the process group; None for all ranks.
 
     Returns:
         The result of ``function`` on this rank.
 
     Raises:
-        MControllerError: The error of the first rank of ``group`` on which ``function`` raised one.
+        MControllerError: the error of the first rank of ``group`` on which ``function`` raised one.
     """
     results: list[T] = []
     error: MControllerError | None = None
@@ -69,7 +69,7 @@ def wait_for_every_rank(name: str) -> None:
     the others past the timeout of its group.
 
     Args:
-        name: What the ranks wait for, the same on all of them. It can be used again.
+        name: what the ranks wait for, the same on all of them. It can be used again.
     """
     world_size = dist.get_world_size()
     if world_size == 1:

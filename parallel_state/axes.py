@@ -22,7 +22,7 @@ class FrozenMap(Mapping[str, V]):
     """An immutable mapping from names to values; picklable, and hashable if its values are.
 
     Args:
-        items: A mapping, or (name, value) pairs.
+        items: a mapping, or (name, value) pairs.
     """
 
     __slots__ = ("_data",)

@@ -30,16 +30,16 @@ def topology_text(
     """Return the coordinates of all ranks as text; see ``Topology.describe``.
 
     Args:
-        sizes: Axis -> size.
-        columns: Axis -> the index of every rank, by rank.
-        vpp: The number of virtual stages on each pipeline stage.
-        nodes: The node of every rank, by rank.
-        names: The name of every rank, by rank.
+        sizes: axis -> size.
+        columns: axis -> the index of every rank, by rank.
+        vpp: the number of virtual stages on each pipeline stage.
+        nodes: the node of every rank, by rank.
+        names: the name of every rank, by rank.
         by: ``"stage"``, ``"node"`` or ``"rank"``; None for the stages, and the nodes if they are known.
-        max_rows: The largest number of rows of a table; rows in the middle of a longer one are left out.
+        max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
     Raises:
-        TopologyError: Another value of ``by``, or ``"node"`` without nodes.
+        TopologyError: another value of ``by``, or ``"node"`` without nodes.
     """
     if by not in (None, "stage", "node", "rank"):
         raise TopologyError(f"describe(by={by!r}): expected 'stage', 'node' or 'rank'", by=by)
@@ -171,9 +171,9 @@ def table_text(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int
     Rows past ``max_rows`` and columns past the width are replaced by dots; the last rows and the last column remain.
 
     Args:
-        head: The title of each column.
-        body: The cells of each row.
-        max_rows: The largest number of rows below the head.
+        head: the title of each column.
+        body: the cells of each row.
+        max_rows: the largest number of rows below the head.
     """
     rows = [list(head), *map(list, body)]
     if len(body) > max_rows:

@@ -21,12 +21,12 @@ class MControllerError(Exception):
     the fields survive pickling.
 
     Args:
-        message: The text that ``str(error)`` returns.
-        fields: The facts behind the message, by name.
+        message: the text that ``str(error)`` returns.
+        fields: the facts behind the message, by name.
 
     Attributes:
-        message: As passed.
-        fields: As passed; each is an attribute as well.
+        message: as passed.
+        fields: as passed; each is an attribute as well.
     """
 
     def __init__(self, message: str, **fields: Any) -> None:

@@ -21,16 +21,16 @@ class DistRankInfo:
     """The index of one rank on each axis, as its Megatron groups report it.
 
     Attributes:
-        tp_rank: Tensor-parallel index.
-        dp_rank: Data-parallel index.
-        pp_rank: Pipeline stage.
-        cp_rank: Context-parallel index.
-        ep_rank: Expert-parallel index.
-        etp_rank: Tensor-parallel index in the expert grid.
-        edp_rank: Data-parallel index in the expert grid.
-        vpp_rank: The virtual stage that is current on the rank; None without virtual stages. It is not a
+        tp_rank: tensor-parallel index.
+        dp_rank: data-parallel index.
+        pp_rank: pipeline stage.
+        cp_rank: context-parallel index.
+        ep_rank: expert-parallel index.
+        etp_rank: tensor-parallel index in the expert grid.
+        edp_rank: data-parallel index in the expert grid.
+        vpp_rank: the virtual stage that is current on the rank; None without virtual stages. It is not a
             coordinate: a rank runs all of its virtual stages.
-        extra: The index on each user-defined axis.
+        extra: the index on each user-defined axis.
     """
 
     tp_rank: int
@@ -53,15 +53,15 @@ class DistGlobalInfo:
     """The size of each axis, as one rank reports it.
 
     Attributes:
-        tp_size: Tensor-parallel size.
-        dp_size: Data-parallel size.
-        pp_size: Number of pipeline stages.
-        cp_size: Context-parallel size.
-        ep_size: Expert-parallel size; 1 if the rank reports no expert grid.
-        etp_size: Tensor-parallel size of the expert grid; None if the rank reports no expert grid.
-        edp_size: Data-parallel size of the expert grid; None if the rank reports no expert grid.
-        vpp_size: Number of virtual stages on each pipeline stage; None without virtual stages.
-        extra: The size of each user-defined axis.
+        tp_size: tensor-parallel size.
+        dp_size: data-parallel size.
+        pp_size: number of pipeline stages.
+        cp_size: context-parallel size.
+        ep_size: expert-parallel size; 1 if the rank reports no expert grid.
+        etp_size: tensor-parallel size of the expert grid; None if the rank reports no expert grid.
+        edp_size: data-parallel size of the expert grid; None if the rank reports no expert grid.
+        vpp_size: number of virtual stages on each pipeline stage; None without virtual stages.
+        extra: the size of each user-defined axis.
     """
 
     tp_size: int
@@ -88,11 +88,11 @@ def agreed_sizes(infos: Sequence[DistGlobalInfo], label: Label) -> DistGlobalInf
     """Return the sizes that all ranks report.
 
     Args:
-        infos: One report per rank, by rank.
-        label: The text with which messages name a rank.
+        infos: one report per rank, by rank.
+        label: the text with which messages name a rank.
 
     Raises:
-        TopologyError: The ranks report different sizes (the message names the ranks that differ from the majority),
+        TopologyError: the ranks report different sizes (the message names the ranks that differ from the majority),
             part of the expert grid, or an axis name that is not allowed.
     """
     _check_types(infos, DistGlobalInfo, label)
@@ -127,12 +127,12 @@ def columns_of(infos: Sequence[DistRankInfo], sizes: DistGlobalInfo, label: Labe
     """Return axis -> the index of every rank, by rank, for the axes that ``sizes`` reports.
 
     Args:
-        infos: One report per rank, by rank.
-        sizes: The sizes that all ranks report.
-        label: The text with which messages name a rank.
+        infos: one report per rank, by rank.
+        sizes: the sizes that all ranks report.
+        label: the text with which messages name a rank.
 
     Raises:
-        TopologyError: A rank reports indices on other user-defined axes than those in ``sizes``.
+        TopologyError: a rank reports indices on other user-defined axes than those in ``sizes``.
     """
     _check_types(infos, DistRankInfo, label)
     axes = (*DENSE_AXES, *(EXPERT_AXES if sizes.has_experts else ()))
@@ -152,12 +152,12 @@ def check_virtual_stages(infos: Sequence[DistRankInfo], sizes: DistGlobalInfo, l
     """Check the number of virtual stages, and the current virtual stage of every rank.
 
     Args:
-        infos: One report per rank, by rank.
-        sizes: The sizes that all ranks report.
-        label: The text with which messages name a rank.
+        infos: one report per rank, by rank.
+        sizes: the sizes that all ranks report.
+        label: the text with which messages name a rank.
 
     Raises:
-        TopologyError: Virtual stages are reported without a pipeline, or a rank is at one that does not exist.
+        TopologyError: virtual stages are reported without a pipeline, or a rank is at one that does not exist.
     """
     size = sizes.vpp_size
     if size is not None and (type(size) is not int or size < 1 or sizes.pp_size == 1):

@@ -41,21 +41,21 @@ class ParallelLayout:
     The sizes of dp and edp follow from the others.
 
     Attributes:
-        world_size: The number of ranks.
-        tp: Tensor-parallel size.
-        pp: Number of pipeline stages.
-        cp: Context-parallel size.
-        ep: Expert-parallel size.
-        etp: Tensor-parallel size of the experts; None for ``tp``.
-        vpp: Number of virtual stages on each pipeline stage; None without virtual stages.
-        order: The axes from the fastest to the slowest, joined by ``-``; an axis of size 1 may be left out.
-        extra: The sizes of user-defined axes, which ``order`` names too.
-        sizes: Axis -> size: the dense axes, the user-defined axes, then the expert axes. Derived.
-        dense_axes: The axes of the dense grid, the fastest first. Derived.
-        expert_axes: The axes of the expert grid, the fastest first. Derived.
+        world_size: the number of ranks.
+        tp: tensor-parallel size.
+        pp: number of pipeline stages.
+        cp: context-parallel size.
+        ep: expert-parallel size.
+        etp: tensor-parallel size of the experts; None for ``tp``.
+        vpp: number of virtual stages on each pipeline stage; None without virtual stages.
+        order: the axes from the fastest to the slowest, joined by ``-``; an axis of size 1 may be left out.
+        extra: the sizes of user-defined axes, which ``order`` names too.
+        sizes: axis -> size: the dense axes, the user-defined axes, then the expert axes. Derived.
+        dense_axes: the axes of the dense grid, the fastest first. Derived.
+        expert_axes: the axes of the expert grid, the fastest first. Derived.
 
     Raises:
-        LayoutError: Sizes that do not divide the world, an order that leaves out an axis in use, or dense and expert
+        LayoutError: sizes that do not divide the world, an order that leaves out an axis in use, or dense and expert
             grids that do not share their pipeline stages: all that Megatron rejects, with the arithmetic.
 
     Example:
@@ -116,7 +116,7 @@ class ParallelLayout:
         """Return the index of ``rank`` on every axis, dense and expert.
 
         Raises:
-            LayoutError: There is no such rank.
+            LayoutError: there is no such rank.
         """
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise LayoutError(
@@ -128,11 +128,11 @@ class ParallelLayout:
         """Return the rank with these coordinates.
 
         Args:
-            coordinates: An index on every axis of the dense grid or of the expert grid. An axis of size 1 may be left
+            coordinates: an index on every axis of the dense grid or of the expert grid. An axis of size 1 may be left
                 out; a negative index counts from the end of its axis.
 
         Raises:
-            LayoutError: An unknown axis, an index outside its axis, a missing axis, or dense and expert coordinates
+            LayoutError: an unknown axis, an index outside its axis, a missing axis, or dense and expert coordinates
                 that belong to different ranks.
         """
         indices = {axis: self._index(axis, index) for axis, index in coordinates.items()}
@@ -159,7 +159,7 @@ class ParallelLayout:
         """Return the index of every rank on ``axis``, by rank.
 
         Raises:
-            LayoutError: The layout has no such axis.
+            LayoutError: the layout has no such axis.
         """
         self._check_axes((axis,))
         size, stride = self.sizes[axis], self._strides[axis]
@@ -173,10 +173,10 @@ class ParallelLayout:
         ``megatron.core.parallel_state.RankGenerator.get_ranks``.
 
         Args:
-            axes: Axes of one grid, as in ``groups("dp", "cp")`` or ``groups("etp", "ep", "pp")``.
+            axes: axes of one grid, as in ``groups("dp", "cp")`` or ``groups("etp", "ep", "pp")``.
 
         Raises:
-            LayoutError: An unknown axis, or axes of different grids.
+            LayoutError: an unknown axis, or axes of different grids.
         """
         self._check_axes(axes)
         grid = next((grid for grid in self._grids if set(axes) <= set(grid)), None)

@@ -31,7 +31,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     module named there when it is first used.
 
     Args:
-        package: The package's ``__name__``.
+        package: the package's ``__name__``.
     """
     sources = _type_checking_imports(package)
 

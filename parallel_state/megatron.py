@@ -50,11 +50,11 @@ def initialize_distributed(
     With NCCL, set the process's current CUDA device first.
 
     Args:
-        backend: The torch.distributed backend; None for ``"nccl"`` if CUDA is available and ``"gloo"`` otherwise.
-        timeout_s: Seconds after which the rendezvous, or a collective on the default group, fails.
-        rank: This process's rank; None for the environment variable RANK.
-        world_size: The number of ranks; None for the environment variable WORLD_SIZE.
-        init_method: The URL of the rendezvous; None for the environment variables MASTER_ADDR and MASTER_PORT.
+        backend: the torch.distributed backend; None for ``"nccl"`` if CUDA is available and ``"gloo"`` otherwise.
+        timeout_s: seconds after which the rendezvous, or a collective on the default group, fails.
+        rank: this process's rank; None for the environment variable RANK.
+        world_size: the number of ranks; None for the environment variable WORLD_SIZE.
+        init_method: the URL of the rendezvous; None for the environment variables MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ParallelStateError: torch.distributed already runs in this process with another rank or world size.
@@ -84,18 +84,18 @@ class MegatronContext:
     The constructor is a collective: every rank of torch.distributed creates the same contexts in the same order.
 
     Args:
-        layout: The sizes and order of the axes; its world size is torch.distributed's.
-        seed: The seed of Megatron's random-number tracker and of the device's generator. Each context has its own
+        layout: the sizes and order of the axes; its world size is torch.distributed's.
+        seed: the seed of Megatron's random-number tracker and of the device's generator. Each context has its own
             state of both, so that the random numbers of one role do not depend on the other roles of the process.
-        timeout_s: Seconds after which a collective on one of the groups fails.
+        timeout_s: seconds after which a collective on one of the groups fails.
 
     Attributes:
-        layout: As passed.
+        layout: as passed.
         pg: Megatron's process groups for the layout.
 
     Raises:
         ParallelStateError: torch.distributed is not initialized.
-        LayoutError: The layout's world size is not torch.distributed's, or it has axes that Megatron does not have.
+        LayoutError: the layout's world size is not torch.distributed's, or it has axes that Megatron does not have.
     """
 
     def __init__(self, layout: ParallelLayout, seed: int = 1234, *, timeout_s: float = 600) -> None:

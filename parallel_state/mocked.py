@@ -75,13 +75,13 @@ class MockedGroup:
     """One rank's process group, which knows its ranks and cannot communicate.
 
     Args:
-        name: The axes that the group spans.
-        group_ranks: Global rank -> rank within the group.
-        rank: The global rank whose group this is.
+        name: the axes that the group spans.
+        group_ranks: global rank -> rank within the group.
+        rank: the global rank whose group this is.
 
     Attributes:
-        group_name: As passed.
-        group_ranks: As passed.
+        group_name: as passed.
+        group_ranks: as passed.
     """
 
     def __init__(self, name: str, group_ranks: Mapping[int, int], rank: int) -> None:
@@ -131,7 +131,7 @@ class _Groups:
     it. For ranks in Megatron's order, the two orders are the same.
 
     Attributes:
-        of_rank: The group of every rank, by rank: global rank -> rank within the group.
+        of_rank: the group of every rank, by rank: global rank -> rank within the group.
     """
 
     of_rank: Sequence[Mapping[int, int]]
@@ -158,10 +158,10 @@ class MockedRanks:
     torch.distributed is always mocked, Megatron's getters if Megatron is installed and the topology has its axes.
 
     Args:
-        topology: The coordinates of the ranks.
+        topology: the coordinates of the ranks.
 
     Attributes:
-        topology: As passed.
+        topology: as passed.
     """
 
     def __init__(self, topology: Topology) -> None:

@@ -37,9 +37,9 @@ class Attributes:
     """Attributes of a module, a class or another object; values are dicts by name.
 
     Args:
-        owner: The object.
-        names: The attributes; those that the object does not have are left out.
-        fresh: Returns the value of a new rank from the value that the process has when the rank is made.
+        owner: the object.
+        names: the attributes; those that the object does not have are left out.
+        fresh: returns the value of a new rank from the value that the process has when the rank is made.
     """
 
     def __init__(self, owner: Any, names: Iterable[str], fresh: Callable[[Any], Any]) -> None:
@@ -69,8 +69,8 @@ class StateValue:
     """A value behind two functions, such as a random state; a new rank starts with the process's.
 
     Args:
-        read: Returns the value.
-        write: Sets it.
+        read: returns the value.
+        write: sets it.
     """
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
@@ -84,7 +84,7 @@ class RankState:
     The values are those of a new rank until the first ``save``.
 
     Args:
-        parts: The parts, in the order in which they are written. A part that is appended to them later has the value
+        parts: the parts, in the order in which they are written. A part that is appended to them later has the value
             of a new rank.
     """
 
@@ -107,10 +107,10 @@ class StateSwitch:
     """The set of values that the process has now, of several of the same parts.
 
     Args:
-        parts: The parts.
+        parts: the parts.
 
     Attributes:
-        active: The set that the process has now; at first, of code outside all blocks.
+        active: the set that the process has now; at first, of code outside all blocks.
     """
 
     def __init__(self, parts: Sequence[StatePart]) -> None:

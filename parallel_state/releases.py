@@ -42,13 +42,13 @@ def build_optimizer(config: Any, chunks: list[Any], pg: Any, overrides: dict[Any
     From 0.17 on, one function builds every optimizer; in 0.16 another one builds muon.
 
     Args:
-        config: An OptimizerConfig.
-        chunks: Model chunks inside DistributedDataParallel.
-        pg: The groups of the layout.
+        config: an OptimizerConfig.
+        chunks: model chunks inside DistributedDataParallel.
+        pg: the groups of the layout.
         overrides: ParamKey -> ParamGroupOverride, for single parameters.
 
     Raises:
-        ParallelStateError: The installed release has no such optimizer.
+        ParallelStateError: the installed release has no such optimizer.
     """
     optimizers = importlib.import_module("megatron.core.optimizer")
     arguments = {"config_overrides": overrides, "pg_collection": pg, "use_gloo_process_groups": False}
@@ -69,7 +69,7 @@ def experts_builder(linears: dict[str, Any], submodules_class: type) -> Any:
     From 0.17 on that is a function that builds them, before it the class and its submodules.
 
     Args:
-        linears: The classes of ``linear_fc1`` and ``linear_fc2``.
+        linears: the classes of ``linear_fc1`` and ``linear_fc2``.
         submodules_class: Megatron's MLPSubmodules.
     """
     experts = importlib.import_module("megatron.core.transformer.moe.experts")

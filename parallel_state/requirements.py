@@ -22,10 +22,10 @@ def require(*modules: str) -> None:
     """Raise an error that names the first of these modules that cannot be found; import none of them.
 
     Args:
-        modules: Dotted module names, such as ``"torch"`` or ``"megatron.core"``.
+        modules: dotted module names, such as ``"torch"`` or ``"megatron.core"``.
 
     Raises:
-        MissingPackageError: A module is not installed and not on PYTHONPATH.
+        MissingPackageError: a module is not installed and not on PYTHONPATH.
     """
     for module in modules:
         try:
@@ -43,10 +43,10 @@ def require_importable(module: str) -> None:
     the traceback of any other error.
 
     Args:
-        module: The name of a top-level module, such as ``"transformer_engine"``.
+        module: the name of a top-level module, such as ``"transformer_engine"``.
 
     Raises:
-        BrokenPackageError: The module is installed, and its import raises.
+        BrokenPackageError: the module is installed, and its import raises.
     """
     if sys.modules.get(module, module) is None or importlib.util.find_spec(module) is None:
         return  # hidden, or not installed
@@ -65,7 +65,7 @@ def missing_package(module: str) -> MissingPackageError:
     """Return the error for a module that cannot be found.
 
     Args:
-        module: The dotted name of the module; its top-level module is a key of ``EXTRAS``.
+        module: the dotted name of the module; its top-level module is a key of ``EXTRAS``.
     """
     extra = EXTRAS[module.partition(".")[0]]
     return MissingPackageError(

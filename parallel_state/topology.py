@@ -51,15 +51,15 @@ class Topology:
     method that takes an axis also takes the pseudo-axis ``"rank"``, on which each rank has its own index.
 
     Attributes:
-        world_size: The number of ranks.
-        sizes: Axis -> size.
-        columns: Axis -> the index of every rank, by rank.
-        vpp: The number of virtual stages on each pipeline stage; None without virtual stages.
-        nodes: The node of every rank, by rank; None if not known.
-        names: The name of every rank, by rank; None if not known.
+        world_size: the number of ranks.
+        sizes: axis -> size.
+        columns: axis -> the index of every rank, by rank.
+        vpp: the number of virtual stages on each pipeline stage; None without virtual stages.
+        nodes: the node of every rank, by rank; None if not known.
+        names: the name of every rank, by rank; None if not known.
 
     Raises:
-        TopologyError: The ranks do not form a full grid. The message names the ranks that are wrong.
+        TopologyError: the ranks do not form a full grid. The message names the ranks that are wrong.
 
     Example:
         >>> topology = Topology.from_layout(ParallelLayout(world_size=8, tp=2, pp=2))
@@ -96,9 +96,9 @@ class Topology:
         """Return the topology of ranks in the layout's own order.
 
         Args:
-            layout: The declared sizes and order of the axes.
-            nodes: The node of every rank, by rank.
-            names: The name of every rank, by rank.
+            layout: the declared sizes and order of the axes.
+            nodes: the node of every rank, by rank.
+            names: the name of every rank, by rank.
         """
         columns = {axis: layout.column(axis) for axis in layout.sizes}
         return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes, names=names)
@@ -115,14 +115,14 @@ class Topology:
         """Return the topology that the ranks report.
 
         Args:
-            rank_infos: The coordinates that each rank reports, by rank.
-            global_infos: The sizes that each rank reports, by rank.
-            nodes: The node of every rank, by rank.
-            names: The name of every rank, by rank.
-            declared: The layout whose sizes the ranks must report.
+            rank_infos: the coordinates that each rank reports, by rank.
+            global_infos: the sizes that each rank reports, by rank.
+            nodes: the node of every rank, by rank.
+            names: the name of every rank, by rank.
+            declared: the layout whose sizes the ranks must report.
 
         Raises:
-            TopologyError: The ranks disagree on a size, a coordinate or a virtual stage is outside its axis, two ranks
+            TopologyError: the ranks disagree on a size, a coordinate or a virtual stage is outside its axis, two ranks
                 report the same coordinates, or the sizes are not those of ``declared``. The message names the ranks.
         """
         world_size = len(rank_infos)
@@ -150,9 +150,9 @@ class Topology:
         """Return the topology of ranks without axes: ``"rank"`` is the only axis.
 
         Args:
-            world_size: The number of ranks.
-            nodes: The node of every rank, by rank.
-            names: The name of every rank, by rank.
+            world_size: the number of ranks.
+            nodes: the node of every rank, by rank.
+            names: the name of every rank, by rank.
         """
         if not is_count(world_size):
             raise TopologyError(f"world_size is {world_size!r}; expected an int of at least 1", world_size=world_size)
@@ -175,7 +175,7 @@ class Topology:
         """Return the size of ``axis``.
 
         Raises:
-            TopologyError: The topology has no such axis; the message lists those that it has.
+            TopologyError: the topology has no such axis; the message lists those that it has.
         """
         if axis == RANK_AXIS:
             return self.world_size
@@ -191,7 +191,7 @@ class Topology:
         """Return the index of every rank on ``axis``, by rank.
 
         Raises:
-            TopologyError: The topology has no such axis.
+            TopologyError: the topology has no such axis.
         """
         self.size(axis)
         return range(self.world_size) if axis == RANK_AXIS else self.columns[axis]
@@ -200,7 +200,7 @@ class Topology:
         """Return the index of ``rank`` on every axis, dense and expert.
 
         Raises:
-            TopologyError: There is no such rank.
+            TopologyError: there is no such rank.
         """
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise TopologyError(
@@ -212,7 +212,7 @@ class Topology:
         """Return the coordinates of ``rank`` as a Megatron worker reports them.
 
         Raises:
-            TopologyError: There is no such rank.
+            TopologyError: there is no such rank.
         """
         indices = self.coordinates(rank)
         known = {f"{axis}_rank": index for axis, index in indices.items() if axis in _MEGATRON_AXES}
@@ -227,10 +227,10 @@ class Topology:
         """Return the ranks with these coordinates, in rank order.
 
         Args:
-            coordinates: An index on each axis to select on; a negative one counts from the end of its axis.
+            coordinates: an index on each axis to select on; a negative one counts from the end of its axis.
 
         Raises:
-            TopologyError: An unknown axis, an index outside its axis, or a combination of dense and expert
+            TopologyError: an unknown axis, an index outside its axis, or a combination of dense and expert
                 coordinates that no rank has.
         """
         ranks: Iterable[int] = range(self.world_size)
@@ -257,7 +257,7 @@ class Topology:
         """Return the number of shards of a batch that is split over ``axes``; 1 without axes.
 
         Raises:
-            TopologyError: An unknown axis, or an axis that is named twice.
+            TopologyError: an unknown axis, or an axis that is named twice.
         """
         axes = self._split_axes(axes)
         return grid_size(axes, {axis: self.size(axis) for axis in axes})
@@ -266,11 +266,11 @@ class Topology:
         """Return the index of every rank's shard, by rank, when a batch is split over ``axes``.
 
         Args:
-            axes: The axes, the first one slowest. Dense and expert axes may be mixed if every combination of their
+            axes: the axes, the first one slowest. Dense and expert axes may be mixed if every combination of their
                 indices has a rank.
 
         Raises:
-            TopologyError: An unknown axis, an axis that is named twice, or a shard that would have no rank.
+            TopologyError: an unknown axis, an axis that is named twice, or a shard that would have no rank.
         """
         axes = self._split_axes(axes)
         if not axes:
@@ -287,10 +287,10 @@ class Topology:
         Args:
             by: ``"stage"`` for replicas by pipeline stage, ``"node"`` for a row per node, ``"rank"`` for a row per
                 rank; None for the stages, and the nodes if they are known.
-            max_rows: The largest number of rows of a table; rows in the middle of a longer one are left out.
+            max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
         Raises:
-            TopologyError: Another value of ``by``, or ``"node"`` if the nodes are not known.
+            TopologyError: another value of ``by``, or ``"node"`` if the nodes are not known.
         """
         return topology_text(
             self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, names=self.names, by=by, max_rows=max_rows

@@ -38,7 +38,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: floa
     their tensors arrive on the CPU.
 
     Raises:
-        RankFailure: The traceback of the first rank that failed; all other ranks are killed first.
+        RankFailure: the traceback of the first rank that failed; all other ranks are killed first.
     """
     assert not dist.is_initialized(), "a process that has initialized torch.distributed cannot be forked into ranks"
     ray = sys.modules.get("ray")

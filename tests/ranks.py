@@ -28,7 +28,7 @@ else:
         """Run ``fn(*args)`` on ``world_size`` simulated ranks, and return their results by rank.
 
         Raises:
-            BaseException: What the first rank that failed raised, with the positions of the others in a note.
+            BaseException: what the first rank that failed raised, with the positions of the others in a note.
         """
         sys.audit("tests.ranks.run_ranks")  # for tests/process_guard.py
         return simulated.run_ranks(world_size, fn, *args)

@@ -31,8 +31,8 @@ def main(checkout: str, arguments: list[str]) -> None:
     """Run ``pretrain_gpt.py`` as ``python pretrain_gpt.py ARGUMENTS``.
 
     Args:
-        checkout: A directory with Megatron-LM's sources.
-        arguments: Arguments of Megatron-LM that are added to ``TINY``.
+        checkout: a directory with Megatron-LM's sources.
+        arguments: arguments of Megatron-LM that are added to ``TINY``.
     """
     script = Path(checkout).resolve() / "pretrain_gpt.py"
     if not script.is_file():

@@ -60,7 +60,7 @@ def unpack_call(frame: Buffer) -> tuple[CallHeader, memoryview]:
     """Return the header of a call, and the pickle of its arguments.
 
     Raises:
-        DataError: If the frame is not that of a call.
+        DataError: if the frame is not that of a call.
     """
     header, data = _split(frame, "call")
     match header:
@@ -94,7 +94,7 @@ def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryvi
     """Return what ``pack_answer`` was called with.
 
     Raises:
-        DataError: If the frame is not that of an answer.
+        DataError: if the frame is not that of an answer.
     """
     header, data = _split(frame, "answer")
     match header:
@@ -129,7 +129,7 @@ def unpack_query(message: Any) -> tuple[int, str, tuple[Any, ...]]:
     """Return the number, the name and the arguments of a query.
 
     Raises:
-        DataError: If the message is not a query.
+        DataError: if the message is not a query.
     """
     query = _load(message, "query")
     match query:
@@ -147,7 +147,7 @@ def unpack_reply(frame: Buffer) -> tuple[int, Any]:
     """Return the number of the query, and the value of the reply.
 
     Raises:
-        DataError: If the frame is not a reply.
+        DataError: if the frame is not a reply.
     """
     reply = _load(frame, "reply")
     match reply:
@@ -160,11 +160,11 @@ def _load(message: Any, kind: str) -> Any:
     """Return the pickled value of a message.
 
     Args:
-        message: Buffer that contains a pickle.
-        kind: Kind of the message in the error's text.
+        message: buffer that contains a pickle.
+        kind: kind of the message in the error's text.
 
     Raises:
-        DataError: If it cannot be read.
+        DataError: if it cannot be read.
     """
     try:
         return pickle.loads(message)

@@ -30,7 +30,7 @@ def ask(
     None for an unknown address, a process that has ended or cannot be reached, or no answer in ``timeout`` seconds.
 
     Raises:
-        DataError: If a process does not know the query, or cannot answer it with these arguments.
+        DataError: if a process does not know the query, or cannot answer it with these arguments.
     """
     return _client().ask(addresses, [(name, arguments)] * len(addresses), timeout)[0]
 
@@ -45,7 +45,7 @@ def ask_each(
         processes that are not known to be gone.
 
     Raises:
-        DataError: As ``ask``.
+        DataError: as ``ask``.
     """
     return _client().ask(addresses, queries, timeout)
 

@@ -51,8 +51,8 @@ class DataProtoConfig:
     """Process-wide defaults of `DataProto`.
 
     Attributes:
-        auto_padding: Whether every batch may be padded if the number of shards does not divide its rows.
-        auto_padding_key: The key of ``meta_info`` that allows padding for one batch.
+        auto_padding: whether every batch may be padded if the number of shards does not divide its rows.
+        auto_padding_key: the key of ``meta_info`` that allows padding for one batch.
     """
 
     auto_padding: bool = False
@@ -66,20 +66,20 @@ class BatchData(OutOfBand):
     for has no fields yet: the first access to one waits for the call.
 
     Args:
-        batch: Tensors, as a TensorDict whose dim 0 counts rows.
+        batch: tensors, as a TensorDict whose dim 0 counts rows.
         non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
-        meta_info: Values for the whole batch by name.
+        meta_info: values for the whole batch by name.
 
     Attributes:
-        stored_batch: Low level: the tensors that are here as they are stored, for code that moves rows. A TensorDict,
+        stored_batch: low level: the tensors that are here as they are stored, for code that moves rows. A TensorDict,
             or ``Columns``, which are cheaper and become a TensorDict at the first access to ``batch``; None if there
             are no tensors.
         non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
-        meta_info: Values for the whole batch by name.
-        remote: Low level: the tensors that are kept on workers. One that is in ``stored_batch`` too is a copy.
+        meta_info: values for the whole batch by name.
+        remote: low level: the tensors that are kept on workers. One that is in ``stored_batch`` too is a copy.
 
     Raises:
-        DataError: If a column has another number of rows than the first, or is of a kind that cannot be split.
+        DataError: if a column has another number of rows than the first, or is of a kind that cannot be split.
     """
 
     stored_batch: Batch | None
@@ -127,15 +127,15 @@ class BatchData(OutOfBand):
         """Make a batch from columns.
 
         Args:
-            tensors: Tensors ``[rows, ...]``, dense or jagged, and TensorDicts by name.
+            tensors: tensors ``[rows, ...]``, dense or jagged, and TensorDicts by name.
             non_tensors: Numpy arrays ``[rows, ...]`` or lists with one entry per row by name. A list becomes a 1-D
                 object array, whatever its entries are.
-            meta_info: Values for the whole batch by name. Its dicts and lists are copied.
-            num_batch_dims: Number of leading dims that all tensors share; must be 1 if there are non-tensor columns.
-            auto_padding: Whether this batch may be padded if the number of shards does not divide its rows.
+            meta_info: values for the whole batch by name. Its dicts and lists are copied.
+            num_batch_dims: number of leading dims that all tensors share; must be 1 if there are non-tensor columns.
+            auto_padding: whether this batch may be padded if the number of shards does not divide its rows.
 
         Raises:
-            DataError: If columns differ in their number of rows, or are of the wrong type; names the column.
+            DataError: if columns differ in their number of rows, or are of the wrong type; names the column.
 
         Example::
 
@@ -170,12 +170,12 @@ class BatchData(OutOfBand):
         """Make a batch from one dict: tensors become ``batch``, numpy arrays and lists ``non_tensor_batch``.
 
         Args:
-            data: Tensors, TensorDicts, numpy arrays and lists by name, each with one entry per row.
-            meta_info: Values for the whole batch by name.
-            auto_padding: Whether this batch may be padded if the number of shards does not divide its rows.
+            data: tensors, TensorDicts, numpy arrays and lists by name, each with one entry per row.
+            meta_info: values for the whole batch by name.
+            auto_padding: whether this batch may be padded if the number of shards does not divide its rows.
 
         Raises:
-            DataError: If columns differ in their number of rows, or are of the wrong type; names the column.
+            DataError: if columns differ in their number of rows, or are of the wrong type; names the column.
         """
         checks.check_mapping("data", data)
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor) or is_tensordict_base(value)}
@@ -199,13 +199,13 @@ class BatchData(OutOfBand):
         """Make a batch from a TensorDict.
 
         Args:
-            tensor_dict: Its tensors become ``batch``, a NonTensorStack a non-tensor column, NonTensorData an entry of
+            tensor_dict: its tensors become ``batch``, a NonTensorStack a non-tensor column, NonTensorData an entry of
                 ``meta_info``.
-            meta_info: More values for the whole batch by name.
-            num_batch_dims: Number of leading dims that all tensors share.
+            meta_info: more values for the whole batch by name.
+            num_batch_dims: number of leading dims that all tensors share.
 
         Raises:
-            DataError: If columns differ in their number of rows; names the column.
+            DataError: if columns differ in their number of rows; names the column.
         """
         from tensordict import NonTensorData, NonTensorStack
 
@@ -229,10 +229,10 @@ class BatchData(OutOfBand):
         """Low level: make a batch of the same class from columns that agree; they are not checked.
 
         Args:
-            batch: The tensors, as ``stored_batch`` has them.
-            non_tensor_batch: The non-tensor columns; the dict is not copied.
-            meta_info: Values for the whole batch; None copies those of this batch.
-            remote: The tensors that are kept on workers.
+            batch: the tensors, as ``stored_batch`` has them.
+            non_tensor_batch: the non-tensor columns; the dict is not copied.
+            meta_info: values for the whole batch; None copies those of this batch.
+            remote: the tensors that are kept on workers.
         """
         if meta_info is None:
             meta_info = copy_meta(self.meta_info)
@@ -250,8 +250,8 @@ class BatchData(OutOfBand):
         """Low level: make the batch that a call computes.
 
         Args:
-            future: The batch with all columns here.
-            kept: Called when the call has succeeded; returns the batch whose tensors stay on the workers.
+            future: the batch with all columns here.
+            kept: called when the call has succeeded; returns the batch whose tensors stay on the workers.
         """
         batch = object.__new__(cls)
         batch.__dict__["_later"] = future, kept
@@ -286,15 +286,15 @@ class BatchData(OutOfBand):
         """Wait until the batch is computed, fetch all its columns, and return it: then no column is remote.
 
         Args:
-            timeout: Seconds from now; a later result raises CallTimeout and breaks the group. None waits until the
+            timeout: seconds from now; a later result raises CallTimeout and breaks the group. None waits until the
                 call's own deadline.
 
         Raises:
-            WorkerError: A rank's method raised.
-            WorkerDied: The process of a rank ended.
-            CallTimeout: The result did not arrive in time.
-            GroupBroken: An earlier call of the group failed.
-            GroupError: The call was cancelled, or its group shut down.
+            WorkerError: a rank's method raised.
+            WorkerDied: the process of a rank ended.
+            CallTimeout: the result did not arrive in time.
+            GroupBroken: an earlier call of the group failed.
+            GroupError: the call was cancelled, or its group shut down.
         """
         if self._future is not None:
             self._become(self._future.get(timeout))
@@ -309,8 +309,8 @@ class BatchData(OutOfBand):
         Such a tensor must not be changed in place: a call that gets the batch reads the one on the workers.
 
         Args:
-            names: Names of tensors; those that the batch does not have are no error. None: all.
-            timeout: Seconds until CallTimeout is raised; None for no limit.
+            names: names of tensors; those that the batch does not have are no error. None: all.
+            timeout: seconds until CallTimeout is raised; None for no limit.
         """
         if not self.remote:
             return self
@@ -362,7 +362,7 @@ class BatchData(OutOfBand):
         """Check that all columns have the same number of rows; call it after changing a field directly.
 
         Raises:
-            DataError: If a column has another number of rows, or is of a kind that cannot be split; names the column.
+            DataError: if a column has another number of rows, or is of a kind that cannot be split; names the column.
         """
         checks.check_columns(self.stored_batch, self.non_tensor_batch)
 
@@ -389,11 +389,11 @@ class BatchData(OutOfBand):
         """Return tensors by name in a new dict; cheaper than ``batch``, because no TensorDict is made.
 
         Args:
-            names: The tensors to return, of which those that are kept on workers are fetched; see ``prefetch``. None:
+            names: the tensors to return, of which those that are kept on workers are fetched; see ``prefetch``. None:
                 all.
 
         Raises:
-            DataError: If a name does not exist.
+            DataError: if a name does not exist.
         """
         self.prefetch(names)
         if names is None:
@@ -414,10 +414,10 @@ class BatchData(OutOfBand):
         """Return the length of every row.
 
         Args:
-            key: A mask ``[rows, ...]``, whose entries are summed, or a jagged column, whose rows are measured.
+            key: a mask ``[rows, ...]``, whose entries are summed, or a jagged column, whose rows are measured.
 
         Raises:
-            DataError: If there is no such tensor.
+            DataError: if there is no such tensor.
         """
         checks.check_names("key", [key])
         column = self.tensors([key])[key]
@@ -454,7 +454,7 @@ class BatchData(OutOfBand):
         """Print the size of the tensors and of the non-tensor columns.
 
         Args:
-            prefix: Text before it, such as the name of the batch.
+            prefix: text before it, such as the name of the batch.
         """
         tensors, others = map(format_bytes, self._sizes())
         sys.stdout.write(f"{prefix}{', ' if prefix else ''}batch: {tensors}, non_tensor_batch: {others}\n")
@@ -465,7 +465,7 @@ class BatchData(OutOfBand):
         Compares rows, keys, dtypes, shapes, values and ``meta_info``. NaN equals NaN, and devices may differ.
 
         Args:
-            other: The other batch.
+            other: the other batch.
 
         Returns:
             One line, or None if the batches are equal.
@@ -505,10 +505,10 @@ class BatchData(OutOfBand):
         """Write the batch to one safetensors file.
 
         Args:
-            filepath: Path of the file; an existing file is replaced when the new one is complete.
+            filepath: path of the file; an existing file is replaced when the new one is complete.
 
         Raises:
-            DataError: If a value can be stored only with pickle; names the column or key. Values can be tensors,
+            DataError: if a value can be stored only with pickle; names the column or key. Values can be tensors,
                 numpy arrays of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
         """
         save_batch(filepath, self.prefetch().stored_batch, self.non_tensor_batch, self.meta_info)
@@ -518,9 +518,9 @@ class BatchData(OutOfBand):
         """Read a batch that ``save_to_disk`` wrote, onto the CPU. No code from the file is executed.
 
         Args:
-            filepath: Path of the file.
+            filepath: path of the file.
 
         Raises:
-            DataError: If the file is not such a file, or was written by another version.
+            DataError: if the file is not such a file, or was written by another version.
         """
         return cls(*load_batch(filepath))

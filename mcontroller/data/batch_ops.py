@@ -19,14 +19,14 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """Pad a batch with rows from its start until ``size_divisor`` divides its number of rows.
 
     Args:
-        data: The batch. One without rows is not padded.
-        size_divisor: At least 1, such as the number of shards.
+        data: the batch. One without rows is not padded.
+        size_divisor: at least 1, such as the number of shards.
 
     Returns:
         The padded batch, as views if nothing is added, and the number of added rows; pass it to ``unpad_dataproto``.
 
     Raises:
-        DataError: If ``size_divisor`` is less than 1.
+        DataError: if ``size_divisor`` is less than 1.
     """
     if size_divisor < 1:
         raise DataError(f"size_divisor is {size_divisor}: expected at least 1", size_divisor=size_divisor)
@@ -54,13 +54,13 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Stack rows into a batch, as a DataLoader's ``collate_fn`` does.
 
     Args:
-        x: At least one row, as indexing a `DataProto` with an int returns it.
+        x: at least one row, as indexing a `DataProto` with an int returns it.
 
     Returns:
         A copy of the rows, with the ``meta_info`` of the first.
 
     Raises:
-        DataError: If there are no rows, or rows differ in dtype or shape of a column; names the column and the row.
+        DataError: if there are no rows, or rows differ in dtype or shape of a column; names the column and the row.
     """
     if not x:
         raise DataError("collate_fn got no rows: expected at least one DataProtoItem")

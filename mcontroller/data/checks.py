@@ -53,7 +53,7 @@ def check_mapping(argument: str, value: object) -> None:
     """Check that an argument is a dict or another mapping, or None.
 
     Raises:
-        DataError: If it is not; names the argument.
+        DataError: if it is not; names the argument.
     """
     if not (value is None or isinstance(value, Mapping) or is_tensordict_base(value)):
         raise DataError(f"{argument} is {type(value).__name__}: expected a dict of name -> value", argument=argument)
@@ -63,7 +63,7 @@ def count(argument: str, value: Any, least: int) -> int:
     """Return an argument that counts something as an int.
 
     Raises:
-        DataError: If it is not an integer, or less than ``least``; names the argument.
+        DataError: if it is not an integer, or less than ``least``; names the argument.
     """
     try:
         number = operator.index(value)
@@ -78,7 +78,7 @@ def counts(argument: str, values: Any, rows: int) -> np.ndarray:
     """Return an argument that counts something for each row as an int64 array.
 
     Raises:
-        DataError: If their number is not that of the rows, or one is negative or not an integer.
+        DataError: if their number is not that of the rows, or one is negative or not an integer.
     """
     numbers = integers(values)
     if numbers.shape != (rows,) or (numbers.size and numbers.dtype.kind not in "iub") or (numbers < 0).any():
@@ -95,7 +95,7 @@ def check_parts(data: Any, kind: type) -> None:
     """Check that the argument of ``concat`` is a list of at least one batch.
 
     Raises:
-        DataError: If it is not.
+        DataError: if it is not.
     """
     if isinstance(data, kind):
         raise DataError("concat of a DataProto: expected a list of DataProtos")
@@ -111,7 +111,7 @@ def check_columns(batch: Batch | None, arrays: Mapping[str, Any]) -> None:
     """Check the kind of every column, and that all have the same number of rows.
 
     Raises:
-        DataError: If a column is of another kind, or its number of rows is not that of the first; names it.
+        DataError: if a column is of another kind, or its number of rows is not that of the first; names it.
     """
     expected: int | None = None
     if batch is not None:
@@ -157,10 +157,10 @@ def check_same_columns(parts: Sequence[tuple[Batch | None, Mapping[str, Any]]]) 
     """Check that parts to be joined agree in their non-tensor columns, and that all or none have tensors.
 
     Args:
-        parts: Tensors and non-tensor columns of every part.
+        parts: tensors and non-tensor columns of every part.
 
     Raises:
-        DataError: If a part differs from part 0; names the part.
+        DataError: if a part differs from part 0; names the part.
     """
     if not any([arrays or batch is None for batch, arrays in parts]):
         return
@@ -185,11 +185,11 @@ def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> Batch:
     """Make a batch from tensors.
 
     Args:
-        tensors: Columns by name.
-        batch_dims: Number of leading dims that all columns must share.
+        tensors: columns by name.
+        batch_dims: number of leading dims that all columns must share.
 
     Raises:
-        DataError: If a column is not a tensor, or its batch dims are not those of the first; names the column.
+        DataError: if a column is not a tensor, or its batch dims are not those of the first; names the column.
     """
     first_key: str | None = None
     batch_size = torch.Size()
@@ -245,7 +245,7 @@ def check_names(argument: str, names: Iterable[Any]) -> None:
     """Check that all names of columns are strings.
 
     Raises:
-        DataError: If one is not; names the argument and the value.
+        DataError: if one is not; names the argument and the value.
     """
     for name in names:
         if not isinstance(name, str):
@@ -256,11 +256,11 @@ def as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
     """Return an array unchanged, and a list as a 1-D object array of its entries, whatever they are.
 
     Args:
-        value: A numpy array, list or tuple with one entry per row.
-        name: Name of the value in error messages.
+        value: a numpy array, list or tuple with one entry per row.
+        name: name of the value in error messages.
 
     Raises:
-        DataError: If the value is of another type.
+        DataError: if the value is of another type.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -279,7 +279,7 @@ def as_keys(keys: Keys | None, default: Iterable[str] = ()) -> list[str]:
     """Return names as a list: one name, several, or ``default`` for None.
 
     Raises:
-        DataError: If they are neither a string nor several names.
+        DataError: if they are neither a string nor several names.
     """
     if keys is None:
         return list(default)
@@ -296,12 +296,12 @@ def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None
     """Check that all wanted keys are present.
 
     Args:
-        kind: The kind of the keys in error messages, such as "meta_info key".
-        wanted: Keys that must be present.
-        present: Keys that exist.
+        kind: the kind of the keys in error messages, such as "meta_info key".
+        wanted: keys that must be present.
+        present: keys that exist.
 
     Raises:
-        DataError: If some are missing; names them and those that exist.
+        DataError: if some are missing; names them and those that exist.
     """
     existing = list(present)
     missing = [key for key in wanted if key not in existing]
@@ -313,15 +313,15 @@ def row_index(idxs: Any, rows: int) -> np.ndarray:
     """Convert an index or a mask to row numbers.
 
     Args:
-        idxs: Integers (negative: from the end) or booleans, as a 1-D list, array or tensor.
-        rows: Number of rows of the batch.
+        idxs: integers (negative: from the end) or booleans, as a 1-D list, array or tensor.
+        rows: number of rows of the batch.
 
     Returns:
         Row numbers between 0 and ``rows - 1``, int64.
 
     Raises:
-        RowIndexError: If a row does not exist.
-        DataError: If the index is of another type or shape.
+        RowIndexError: if a row does not exist.
+        DataError: if the index is of another type or shape.
     """
     if isinstance(idxs, str):
         raise DataError(
@@ -362,7 +362,7 @@ def check_permutation(index: np.ndarray, rows: int) -> None:
     """Check that an index contains each row exactly once.
 
     Raises:
-        DataError: If it does not.
+        DataError: if it does not.
     """
     distinct = len(np.unique(index))
     if len(index) != rows or distinct != rows:

@@ -55,10 +55,10 @@ class Schema(NamedTuple):
     """What all parts of a batch have in common.
 
     Attributes:
-        names: Names of the columns.
-        inner: Batch dims after dim 0.
-        device: Device of all columns; None if they need not share one.
-        plain: Whether every column is an ordinary tensor. Batches with the same schema object then agree in dtypes and
+        names: names of the columns.
+        inner: batch dims after dim 0.
+        device: device of all columns; None if they need not share one.
+        plain: whether every column is an ordinary tensor. Batches with the same schema object then agree in dtypes and
             shapes too, and can be joined without comparing their columns.
     """
 
@@ -80,8 +80,8 @@ class Unread(NamedTuple):
     """A received column in read-only memory that other processes share, such as Ray's object store.
 
     Attributes:
-        array: The elements, as integers of the same size if numpy lacks the dtype. Never returned to a user.
-        dtype: Dtype of the column.
+        array: the elements, as integers of the same size if numpy lacks the dtype. Never returned to a user.
+        dtype: dtype of the column.
     """
 
     array: np.ndarray
@@ -99,9 +99,9 @@ class Columns:
     through ``tensors``, and joined with others without that copy.
 
     Attributes:
-        schema: Names, inner batch dims and device.
-        rows: Number of rows.
-        has_unread: Whether some columns are ``Unread``.
+        schema: names, inner batch dims and device.
+        rows: number of rows.
+        has_unread: whether some columns are ``Unread``.
     """
 
     __slots__ = ("_columns", "has_unread", "rows", "schema")

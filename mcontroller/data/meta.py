@@ -96,12 +96,12 @@ def merge_concat(parts: Sequence[Mapping[str, Any]], *, keep_first: bool = False
     name -> flat list of the values of every part that has the name, in the order of the parts.
 
     Args:
-        parts: The ``meta_info`` of every part.
-        keep_first: Whether a key whose values differ keeps the value of the first part that has it. A log line names
+        parts: the ``meta_info`` of every part.
+        keep_first: whether a key whose values differ keeps the value of the first part that has it. A log line names
             the key.
 
     Raises:
-        DataError: If the values of another key differ, without ``keep_first``; names the key, the parts and the values.
+        DataError: if the values of another key differ, without ``keep_first``; names the key, the parts and the values.
     """
     first = parts[0]
     if all([_ATOMS.issuperset(map(type, part.values())) and part == first for part in parts]):
@@ -144,7 +144,7 @@ def merge_union(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
     """Merge the meta_info of two batches whose columns are united; two dicts under ``metrics`` are merged by name.
 
     Raises:
-        DataError: If the values of a key differ; names the key and the values.
+        DataError: if the values of a key differ; names the key and the values.
     """
     merged: dict[str, Any] = copy_meta(dict(left))
     for key, value in right.items():

@@ -57,9 +57,9 @@ class DataProtoItem(OutOfBand):
     """One row of a `DataProto`.
 
     Attributes:
-        batch: Tensors without their row dim.
-        non_tensor_batch: One entry of every non-tensor column.
-        meta_info: Values for the whole batch by name.
+        batch: tensors without their row dim.
+        non_tensor_batch: one entry of every non-tensor column.
+        meta_info: values for the whole batch by name.
     """
 
     batch: TensorDict | None = None
@@ -71,17 +71,17 @@ class DataProto(BatchData):
     """A batch of rows: tensors, non-tensor columns of the same number of rows, and ``meta_info`` for all of them.
 
     Args:
-        batch: Tensors, as a TensorDict whose dim 0 counts rows.
+        batch: tensors, as a TensorDict whose dim 0 counts rows.
         non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
-        meta_info: Values for the whole batch by name.
+        meta_info: values for the whole batch by name.
 
     Attributes:
-        batch: The tensors as a TensorDict, or None if there are none.
+        batch: the tensors as a TensorDict, or None if there are none.
         non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
-        meta_info: Values for the whole batch by name.
+        meta_info: values for the whole batch by name.
 
     Raises:
-        DataError: If a column has another number of rows than the first, or is of a kind that cannot be split.
+        DataError: if a column has another number of rows than the first, or is of a kind that cannot be split.
 
     Example::
 
@@ -104,15 +104,15 @@ class DataProto(BatchData):
         """Select rows.
 
         Args:
-            item: A row number, a slice, an index (list, array or tensor of integers; negative: from the end), or a mask
+            item: a row number, a slice, an index (list, array or tensor of integers; negative: from the end), or a mask
                 with one boolean per row.
 
         Returns:
             A `DataProtoItem` for a row number, else a `DataProto`. A slice returns views, an index or mask copies.
 
         Raises:
-            RowIndexError: If a row does not exist.
-            DataError: If the index is of another type or shape.
+            RowIndexError: if a row does not exist.
+            DataError: if the index is of another type or shape.
         """
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
@@ -143,11 +143,11 @@ class DataProto(BatchData):
         """Return the selected rows as a copy.
 
         Args:
-            idxs: Row numbers (negative: from the end; repeats are allowed), or a mask with one boolean per row.
+            idxs: row numbers (negative: from the end; repeats are allowed), or a mask with one boolean per row.
 
         Raises:
-            RowIndexError: If a row does not exist.
-            DataError: If the index is of another type or shape.
+            RowIndexError: if a row does not exist.
+            DataError: if the index is of another type or shape.
         """
         index = checks.row_index(idxs, len(self))
         stored = self.stored_batch
@@ -163,14 +163,14 @@ class DataProto(BatchData):
         """Split the batch into a number of consecutive parts, as views.
 
         Args:
-            chunks: Number of parts, at least 1.
+            chunks: number of parts, at least 1.
 
         Returns:
             Exactly ``chunks`` parts, whose numbers of rows differ by at most one; some are empty if there are fewer
             rows than parts.
 
         Raises:
-            DataError: If ``chunks`` is less than 1.
+            DataError: if ``chunks`` is less than 1.
         """
         parts = contiguous(len(self), checks.count("chunks", chunks, 1))
         return self._split([len(shard) for shard in parts.shards])
@@ -179,7 +179,7 @@ class DataProto(BatchData):
         """Split the batch into consecutive parts of ``split_size`` rows, as views; the last part may have fewer.
 
         Raises:
-            DataError: If ``split_size`` is less than 1.
+            DataError: if ``split_size`` is less than 1.
         """
         split_size = checks.count("split_size", split_size, 1)
         return self._split([min(split_size, len(self) - start) for start in range(0, len(self), split_size)])
@@ -206,13 +206,13 @@ class DataProto(BatchData):
         number or list, becomes name -> flat list of the values of all parts.
 
         Args:
-            data: At least one batch; all must have the same columns, which may differ in dim 0 only.
+            data: at least one batch; all must have the same columns, which may differ in dim 0 only.
 
         Returns:
             A copy of the rows in the order of the parts.
 
         Raises:
-            DataError: If parts differ in columns, dtypes, shapes or ``meta_info``; names the column or key.
+            DataError: if parts differ in columns, dtypes, shapes or ``meta_info``; names the column or key.
         """
         joined = concat_batches(data)
         return joined.select_idxs(range(len(joined))) if len(data) == 1 and joined.has_columns() else joined
@@ -221,12 +221,12 @@ class DataProto(BatchData):
         """Repeat every row, as a copy.
 
         Args:
-            repeat_times: Number of times that every row occurs in the result, at least 0.
-            interleave: Whether the repeats of a row are next to each other (``a a b b``); otherwise the whole batch is
+            repeat_times: number of times that every row occurs in the result, at least 0.
+            interleave: whether the repeats of a row are next to each other (``a a b b``); otherwise the whole batch is
                 repeated (``a b a b``).
 
         Raises:
-            DataError: If ``repeat_times`` is negative.
+            DataError: if ``repeat_times`` is negative.
         """
         repeat_times = checks.count("repeat_times", repeat_times, 0)
         index = np.arange(len(self))
@@ -236,10 +236,10 @@ class DataProto(BatchData):
         """Repeat row ``i`` ``repeat_times[i]`` times, the repeats next to each other, as a copy.
 
         Args:
-            repeat_times: One number per row, each at least 0.
+            repeat_times: one number per row, each at least 0.
 
         Raises:
-            DataError: If their number is not that of the rows, or one is negative.
+            DataError: if their number is not that of the rows, or one is negative.
         """
         times = checks.counts("repeat_times", repeat_times, len(self))
         return self.select_idxs(np.arange(len(self)).repeat(times))
@@ -248,10 +248,10 @@ class DataProto(BatchData):
         """Reorder the rows of this batch, in place.
 
         Args:
-            indices: A permutation: the row numbers in their new order.
+            indices: a permutation: the row numbers in their new order.
 
         Raises:
-            DataError: If a row occurs twice or not at all.
+            DataError: if a row occurs twice or not at all.
         """
         checks.check_permutation(checks.row_index(indices, len(self)), len(self))
         self._set_columns(self.select_idxs(indices))
@@ -260,11 +260,11 @@ class DataProto(BatchData):
         """Append ``padding_size`` repeats of one row to this batch, in place, and return it.
 
         Args:
-            padding_size: Number of rows to append, at least 0.
-            padding_candidate: Which row to repeat, "first" or "last".
+            padding_size: number of rows to append, at least 0.
+            padding_candidate: which row to repeat, "first" or "last".
 
         Raises:
-            DataError: If an argument is out of range, or the batch has no row to repeat.
+            DataError: if an argument is out of range, or the batch has no row to repeat.
         """
         if not isinstance(padding_candidate, str) or padding_candidate not in ("first", "last"):
             raise DataError(f"padding_candidate is {padding_candidate!r}: expected 'first' or 'last'")
@@ -283,7 +283,7 @@ class DataProto(BatchData):
         """Remove the last ``pad_size`` rows; the result is views.
 
         Raises:
-            DataError: If the batch has fewer rows.
+            DataError: if the batch has fewer rows.
         """
         pad_size = checks.count("pad_size", pad_size, 0)
         if pad_size > len(self):
@@ -296,7 +296,7 @@ class DataProto(BatchData):
         """Reshape every column ``[rows, ...]`` to ``[new_batch_size, rows // new_batch_size, ...]``, as views.
 
         Raises:
-            DataError: If ``new_batch_size`` does not divide the rows, or a column is jagged.
+            DataError: if ``new_batch_size`` does not divide the rows, or a column is jagged.
         """
         new_batch_size = checks.count("new_batch_size", new_batch_size, 1)
         if len(self) % new_batch_size:
@@ -313,10 +313,10 @@ class DataProto(BatchData):
         """Flatten the first dims of every column: ``[a, b, ...]`` to ``[a * b, ...]``; views if memory allows.
 
         Args:
-            batch_dims: Number of dims to flatten, at least 1; all columns must agree in them.
+            batch_dims: number of dims to flatten, at least 1; all columns must agree in them.
 
         Raises:
-            DataError: If the columns do not agree in these dims, or one is jagged.
+            DataError: if the columns do not agree in these dims, or one is jagged.
         """
         batch_dims = checks.count("batch_dims", batch_dims, 1)
         columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.get().stored_batch)]
@@ -337,12 +337,12 @@ class DataProto(BatchData):
         """Make ``n_split`` rows of every row, as a copy: columns are split along dim 1, or repeated.
 
         Args:
-            n_split: Number of rows that each row becomes, at least 1.
-            split_keys: Columns ``[rows, size, ...]`` that become ``[rows * n_split, size // n_split, ...]``. Every
+            n_split: number of rows that each row becomes, at least 1.
+            split_keys: columns ``[rows, size, ...]`` that become ``[rows * n_split, size // n_split, ...]``. Every
                 other column is repeated, the repeats of a row next to each other. None splits none.
 
         Raises:
-            DataError: If a column does not exist, or ``n_split`` does not divide its dim 1.
+            DataError: if a column does not exist, or ``n_split`` does not divide its dim 1.
         """
         n_split = checks.count("n_split", n_split, 1)
         names = [] if split_keys is None else checks.as_keys(split_keys)
@@ -376,13 +376,13 @@ class DataProto(BatchData):
         """Return the named columns and keys, sharing their memory.
 
         Args:
-            batch_keys: Names of tensors; None selects all.
-            non_tensor_batch_keys: Names of non-tensor columns; None selects all.
-            meta_info_keys: Keys of ``meta_info``; None selects all.
-            deepcopy: Whether to copy the columns.
+            batch_keys: names of tensors; None selects all.
+            non_tensor_batch_keys: names of non-tensor columns; None selects all.
+            meta_info_keys: keys of ``meta_info``; None selects all.
+            deepcopy: whether to copy the columns.
 
         Raises:
-            DataError: If a name does not exist.
+            DataError: if a name does not exist.
         """
         here, stored = self.tensors_here(), self.stored_batch
         names = checks.as_keys(batch_keys, self.tensor_names)
@@ -412,12 +412,12 @@ class DataProto(BatchData):
         """Remove the named columns and keys from this batch, in place, and return them as a batch.
 
         Args:
-            batch_keys: Names of tensors; None removes none.
-            non_tensor_batch_keys: Names of non-tensor columns; None removes none.
-            meta_info_keys: Keys of ``meta_info``; None removes none.
+            batch_keys: names of tensors; None removes none.
+            non_tensor_batch_keys: names of non-tensor columns; None removes none.
+            meta_info_keys: keys of ``meta_info``; None removes none.
 
         Raises:
-            DataError: If a name does not exist.
+            DataError: if a name does not exist.
         """
         wanted = [checks.as_keys(keys) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
         popped = self.select(wanted[0], wanted[1], wanted[2])
@@ -430,11 +430,11 @@ class DataProto(BatchData):
         """Rename columns of this batch, in place, and return the batch itself.
 
         Args:
-            old_keys: Names of columns.
-            new_keys: As many new names, which no other column has.
+            old_keys: names of columns.
+            new_keys: as many new names, which no other column has.
 
         Raises:
-            DataError: If a name does not exist, or a new name is taken.
+            DataError: if a name does not exist, or a new name is taken.
         """
         old, new = checks.as_keys(old_keys), checks.as_keys(new_keys)
         checks.check_keys("column", old, self.column_names())
@@ -458,11 +458,11 @@ class DataProto(BatchData):
         """Unite the columns and the meta_info of two batches, as views.
 
         Args:
-            other: A batch of as many rows; without columns, it adds only its ``meta_info``. Two dicts under
+            other: a batch of as many rows; without columns, it adds only its ``meta_info``. Two dicts under
                 ``meta_info["metrics"]`` are merged by name.
 
         Raises:
-            DataError: If the numbers of rows differ, or a column or key of both has different values.
+            DataError: if the numbers of rows differ, or a column or key of both has different values.
         """
         if not isinstance(other, DataProto):
             raise DataError(f"union with {type(other).__name__}: expected a DataProto")
@@ -497,10 +497,10 @@ class DataProto(BatchData):
         Unlike ``union``, it does not compare a tensor with the one that it replaces.
 
         Args:
-            tensors: Tensors ``[rows, ...]`` by name.
+            tensors: tensors ``[rows, ...]`` by name.
 
         Raises:
-            DataError: If a tensor has another number of rows than the batch.
+            DataError: if a tensor has another number of rows than the batch.
         """
         stored = self.stored_batch
         kept = [each for each in self.tensor_names if each not in tensors]
@@ -539,17 +539,17 @@ class DataProto(BatchData):
         """Iterate over mini-batches.
 
         Args:
-            mini_batch_size: Rows of a mini-batch; the last one of an epoch may have fewer.
-            epochs: Number of passes over the batch.
-            seed: Seed of the shuffling; None uses torch's default generator.
-            dataloader_kwargs: Arguments of ``torch.utils.data.DataLoader``, such as ``shuffle``, ``drop_last`` or
+            mini_batch_size: rows of a mini-batch; the last one of an epoch may have fewer.
+            epochs: number of passes over the batch.
+            seed: seed of the shuffling; None uses torch's default generator.
+            dataloader_kwargs: arguments of ``torch.utils.data.DataLoader``, such as ``shuffle``, ``drop_last`` or
                 ``sampler``. By default the rows keep their order.
 
         Returns:
             An iterator over copies of the rows: a change of a mini-batch does not reach the batch or the next epoch.
 
         Raises:
-            DataError: If ``mini_batch_size`` is less than 1, or ``epochs`` is negative.
+            DataError: if ``mini_batch_size`` is less than 1, or ``epochs`` is negative.
         """
         mini_batch_size = checks.count("mini_batch_size", mini_batch_size, 1)
         epochs = checks.count("epochs", epochs, 0)
@@ -569,12 +569,12 @@ def concat_batches(
     """Low level: concatenate the rows of several batches as ``DataProto.concat`` does; one part stays as views.
 
     Args:
-        data: At least one batch.
-        concat: Function that concatenates ordinary tensors.
-        keep_first: Whether a key of ``meta_info`` whose values differ keeps the first of them, instead of an error.
+        data: at least one batch.
+        concat: function that concatenates ordinary tensors.
+        keep_first: whether a key of ``meta_info`` whose values differ keeps the first of them, instead of an error.
 
     Raises:
-        DataError: As ``DataProto.concat``.
+        DataError: as ``DataProto.concat``.
     """
     checks.check_parts(data, DataProto)
     first = data[0]

@@ -24,12 +24,12 @@ class RemoteColumns:
     """Columns of the batches that several ranks returned: row ``i`` is row ``index[i]`` of these, one after another.
 
     Attributes:
-        names: Name of each column in the batches that the ranks returned, by its name here.
-        parts: Handles of these batches.
-        starts: Number of rows before each of them, and of all, int64 ``[parts + 1]``.
+        names: name of each column in the batches that the ranks returned, by its name here.
+        parts: handles of these batches.
+        starts: number of rows before each of them, and of all, int64 ``[parts + 1]``.
         index: int64 ``[rows]``.
-        transport: Name of the transport of the handles.
-        fetch: Fetches handles in this process.
+        transport: name of the transport of the handles.
+        fetch: fetches handles in this process.
     """
 
     names: Mapping[str, str]

@@ -142,9 +142,9 @@ def split_columns(batch: Batch, sizes: Sequence[int], memo: OffsetsMemo | None =
     """Split a batch into consecutive parts of ``sizes`` rows each, as views.
 
     Args:
-        batch: The batch.
-        sizes: Number of rows of every part; their sum is the number of rows of the batch.
-        memo: Shared offsets of jagged columns, see the module.
+        batch: the batch.
+        sizes: number of rows of every part; their sum is the number of rows of the batch.
+        memo: shared offsets of jagged columns, see the module.
     """
     memo = {} if memo is None else memo
     if type(batch) is Columns:
@@ -162,11 +162,11 @@ def slice_rows(batch: Batch, start: int, stop: int, step: int = 1, memo: Offsets
     """Return rows ``start:stop:step`` as views; jagged columns are copied unless ``step`` is 1.
 
     Args:
-        batch: The batch.
-        start: First row, ``0 <= start <= stop``.
-        stop: End of the rows, exclusive.
-        step: Distance between rows, at least 1.
-        memo: Shared offsets of jagged columns, see the module.
+        batch: the batch.
+        start: first row, ``0 <= start <= stop``.
+        stop: end of the rows, exclusive.
+        step: distance between rows, at least 1.
+        memo: shared offsets of jagged columns, see the module.
     """
     memo = {} if memo is None else memo
     tensors = {key: _slice(value, start, stop, step, memo) for key, value in batch.items()}
@@ -177,9 +177,9 @@ def take_rows(batch: Batch, index: Tensor, memo: OffsetsMemo | None = None) -> C
     """Return the rows at ``index`` as a copy.
 
     Args:
-        batch: The batch.
-        index: Row numbers, int64 ``[rows]``, each at least 0; repeats are allowed.
-        memo: Shared offsets of jagged columns, see the module.
+        batch: the batch.
+        index: row numbers, int64 ``[rows]``, each at least 0; repeats are allowed.
+        memo: shared offsets of jagged columns, see the module.
     """
     memo = {} if memo is None else memo
     return columns_like(batch, {key: _take(value, index, memo) for key, value in batch.items()}, len(index))
@@ -191,13 +191,13 @@ def join_rows(
     """Concatenate the rows of all parts, as a copy.
 
     Args:
-        parts: At least one batch; all must have the same columns, which may differ in dim 0 only.
-        name: Name of the parts in error messages, if they are nested in a column.
-        memo: Shared offsets of jagged columns, see the module.
-        concat: Function that concatenates ordinary tensors.
+        parts: at least one batch; all must have the same columns, which may differ in dim 0 only.
+        name: name of the parts in error messages, if they are nested in a column.
+        memo: shared offsets of jagged columns, see the module.
+        concat: function that concatenates ordinary tensors.
 
     Raises:
-        DataError: If parts differ in columns, dtypes or shapes; names the column and the part.
+        DataError: if parts differ in columns, dtypes or shapes; names the column and the part.
     """
     first = parts[0]
     if type(first) is Columns and first.schema.plain:
@@ -222,7 +222,7 @@ def reshape_rows(batch: Batch | None, reshape: Callable[[Any], Any], rows: int) 
     """Apply ``reshape`` to every tensor; the result has ``rows`` rows.
 
     Raises:
-        DataError: If a column is jagged; names it.
+        DataError: if a column is jagged; names it.
     """
     if batch is None:
         return None
@@ -238,7 +238,7 @@ def stack_rows(items: Sequence[TensorDict | None]) -> TensorDict | None:
     """Stack single rows, TensorDicts without a row dim, into one batch, as a copy.
 
     Raises:
-        DataError: If rows differ in dtype or shape of a column; names the column and the row.
+        DataError: if rows differ in dtype or shape of a column; names the column and the row.
     """
     if items[0] is None:
         return None
@@ -422,11 +422,11 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
     """Unite the columns of two TensorDicts, sharing their tensors.
 
     Args:
-        tensor_dict1: The first TensorDict; its columns come first. None counts as one without columns.
-        tensor_dict2: The second TensorDict, with the same batch dims.
+        tensor_dict1: the first TensorDict; its columns come first. None counts as one without columns.
+        tensor_dict2: the second TensorDict, with the same batch dims.
 
     Raises:
-        DataError: If the batch dims differ, or a column of both differs in dtype, shape or values.
+        DataError: if the batch dims differ, or a column of both differs in dtype, shape or values.
     """
     united = union_columns(tensor_dict1, tensor_dict2)
     return united if united is None or is_tensordict(united) else united.tensordict()
@@ -436,7 +436,7 @@ def union_columns(left: Batch | None, right: Batch | None) -> Batch | None:
     """Unite the columns of two batches, on the device of the first if it has one.
 
     Raises:
-        DataError: If the batch dims differ, or a column of both differs in dtype, shape or values.
+        DataError: if the batch dims differ, or a column of both differs in dtype, shape or values.
     """
     if left is None or right is None:
         return shallow_copy(right if left is None else left)
@@ -455,11 +455,11 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     """Unite two dicts of numpy columns, sharing their arrays.
 
     Args:
-        tensor_dict1: The first dict; its columns come first.
-        tensor_dict2: The second dict.
+        tensor_dict1: the first dict; its columns come first.
+        tensor_dict2: the second dict.
 
     Raises:
-        DataError: If a column of both differs in dtype, shape or values.
+        DataError: if a column of both differs in dtype, shape or values.
     """
     united = dict(tensor_dict1)
     for key, value in tensor_dict2.items():

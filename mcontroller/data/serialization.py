@@ -51,7 +51,7 @@ def pack_tensors(value: Any) -> Any:
     current CUDA device, or on the CPU if the receiver has none.
 
     Raises:
-        DataError: If a tensor cannot be sent (sparse, quantized, on the meta device, or of a wrapper type such as
+        DataError: if a tensor cannot be sent (sparse, quantized, on the meta device, or of a wrapper type such as
             DTensor); the message and the field ``location`` name it.
     """
     return _Packer().pack(value)
@@ -61,14 +61,14 @@ def reduce(value: Tensor | TensorDict, location: str = "a tensor") -> Reduced:
     """Reduce one tensor or TensorDict for pickling, as a pickler's ``reducer_override`` returns it.
 
     Args:
-        value: The tensor or TensorDict.
-        location: Name of the value in error messages.
+        value: the tensor or TensorDict.
+        location: name of the value in error messages.
 
     Returns:
         A function and its arguments, which rebuild the value.
 
     Raises:
-        DataError: If it cannot be sent, see ``pack_tensors``.
+        DataError: if it cannot be sent, see ``pack_tensors``.
     """
     if is_tensordict(value):
         return _tensordict, (dict(value.items()), tuple(value.batch_size), _device_type(value.device))
@@ -87,11 +87,11 @@ def check_sendable(tensor: Tensor, location: str) -> None:
     """Check that ``pack_tensors`` can send a tensor.
 
     Args:
-        tensor: The tensor.
-        location: Name of the tensor in the error message.
+        tensor: the tensor.
+        location: name of the tensor in the error message.
 
     Raises:
-        DataError: If it cannot; fields ``location`` and ``kind``.
+        DataError: if it cannot; fields ``location`` and ``kind``.
     """
     if is_jagged(tensor):
         return

@@ -54,8 +54,8 @@ def save_batch(
     """Write the three parts of a batch; the file gets its name only when it is complete.
 
     Raises:
-        DataError: If a value cannot be stored in such a file; names the column or key, and the type.
-        OSError: If the file cannot be written.
+        DataError: if a value cannot be stored in such a file; names the column or key, and the type.
+        OSError: if the file cannot be written.
     """
     writer = _Writer()
     from safetensors import SafetensorError
@@ -84,7 +84,7 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
     """Read the three parts of the batch that ``save_batch`` wrote, onto the CPU.
 
     Raises:
-        DataError: If the file is not a safetensors file, contains no batch, is damaged, or was written by another
+        DataError: if the file is not a safetensors file, contains no batch, is damaged, or was written by another
             version.
     """
     from safetensors import SafetensorError

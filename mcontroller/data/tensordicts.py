@@ -48,10 +48,10 @@ def make_tensordict(
     """Make a TensorDict from these columns.
 
     Args:
-        columns: Tensors and nested TensorDicts by name.
-        batch_size: The leading dims that all columns share.
-        device: The device of all columns; None leaves each column where it is.
-        check: Whether TensorDict checks the batch dims of every column. Pass False only for columns that
+        columns: tensors and nested TensorDicts by name.
+        batch_size: the leading dims that all columns share.
+        device: the device of all columns; None leaves each column where it is.
+        check: whether TensorDict checks the batch dims of every column. Pass False only for columns that
             agree.
     """
     import torch

@@ -28,7 +28,7 @@ def install(*, packages: Collection[str] = ()) -> bool:
     Does not import Megatron. Later calls only add packages. Thread-safe.
 
     Args:
-        packages: Your own packages or modules that are written for CUDA, for instance ``["team", "pretrain_gpt"]``.
+        packages: your own packages or modules that are written for CUDA, for instance ``["team", "pretrain_gpt"]``.
             ``"cuda"`` in their sources is replaced with ``"cpu"`` when they are imported.
 
     Returns:

@@ -35,7 +35,7 @@ def install_hook(patches: Mapping[str, Patch]) -> None:
     """Rewrite the sources of the packages when they are imported, and patch their modules.
 
     Args:
-        patches: Module name -> function that is called with the module right after its import.
+        patches: module name -> function that is called with the module right after its import.
     """
 
     def patch(module: ModuleType) -> None:
@@ -49,7 +49,7 @@ def add_packages(names: Iterable[str]) -> None:
     """Rewrite the sources of more packages or modules when they are imported.
 
     Args:
-        names: Dotted names; the modules below them are included.
+        names: dotted names; the modules below them are included.
     """
     _packages.update(names)
 
@@ -92,7 +92,7 @@ def rewrite(source: bytes, filename: str = "<source>") -> ast.Module:
 
     Args:
         source: Python source.
-        filename: The name that a SyntaxError reports.
+        filename: the name that a SyntaxError reports.
     """
     tree = ast.parse(source, filename)
     _Rewriter().visit(tree)

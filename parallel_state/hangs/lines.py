@@ -49,7 +49,7 @@ class SourceLine:
 
     Attributes:
         line: ``file:number in function``, outside torch and Megatron; in Megatron if there is no other.
-        through: The line of Megatron that called torch for it; None if the program called torch itself.
+        through: the line of Megatron that called torch for it; None if the program called torch itself.
     """
 
     line: str
@@ -70,7 +70,7 @@ def calling_position(frame: FrameType | None = None) -> tuple[_Place | None, _Pl
     The two are found at a lower cost than their text, so that they can be the key of a cache.
 
     Args:
-        frame: The innermost frame of the call, by default the caller's.
+        frame: the innermost frame of the call, by default the caller's.
     """
     frame = sys._getframe(1) if frame is None else frame
     inner: _Place | None = None
@@ -145,12 +145,12 @@ def call_text(
     """Return a collective or a transfer as reports show it.
 
     Args:
-        operation: The name in torch.distributed.
+        operation: the name in torch.distributed.
         tensors: dtype and shape of each tensor, such as ``float32[4, 8]``.
-        details: Further values, such as ``op=SUM``.
-        group: The text of the group.
-        number: The number of the call among the collectives of the group; -1 for a transfer.
-        peer: Of a transfer, the global rank of the other side; None for any.
+        details: further values, such as ``op=SUM``.
+        group: the text of the group.
+        number: the number of the call among the collectives of the group; -1 for a transfer.
+        peer: of a transfer, the global rank of the other side; None for any.
     """
     shown = list(tensors[:_SHOWN_TENSORS])
     if len(tensors) > _SHOWN_TENSORS:

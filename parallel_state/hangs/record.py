@@ -63,8 +63,8 @@ class RecordMemory:
     """The memory that a process writes its record to.
 
     Attributes:
-        descriptor: The open descriptor, by which others find the memory.
-        numbers: The numbers.
+        descriptor: the open descriptor, by which others find the memory.
+        numbers: the numbers.
     """
 
     def __init__(self) -> None:
@@ -100,10 +100,10 @@ class RecordMemory:
         """Add a channel and return the index of its count; None if there are too many.
 
         Args:
-            kind: One of ``KINDS``.
-            group: The group.
-            peer: Of a transfer, the global rank of the other side; -1 for any.
-            tag: Of a transfer, its tag.
+            kind: one of ``KINDS``.
+            group: the group.
+            peer: of a transfer, the global rank of the other side; -1 for any.
+            tag: of a transfer, its tag.
         """
         if self._channels == _CHANNELS:
             return None
@@ -122,10 +122,10 @@ class RecordedGroup:
     """A process group.
 
     Attributes:
-        name: The name that torch gave it.
+        name: the name that torch gave it.
         description: ``group_desc`` of ``new_group``; Megatron's name of the group.
-        ranks: The global ranks of the members.
-        backend: Such as ``"nccl"``.
+        ranks: the global ranks of the members.
+        backend: such as ``"nccl"``.
     """
 
     name: str
@@ -139,10 +139,10 @@ class Route:
     """What a call is counted on: the collectives of a group, or the transfers on one of its routes.
 
     Attributes:
-        kind: One of ``KINDS``.
-        group: The group.
-        peer: Of a transfer, the global rank of the other side; -1 for any.
-        tag: Of a transfer, its tag.
+        kind: one of ``KINDS``.
+        group: the group.
+        peer: of a transfer, the global rank of the other side; -1 for any.
+        tag: of a transfer, its tag.
     """
 
     kind: str
@@ -156,13 +156,13 @@ class LastCall:
     """One of the last calls.
 
     Attributes:
-        number: Its number among the calls of the process.
-        route: What it is counted on.
-        index: Its number on the route.
-        operation: The name in torch.distributed.
+        number: its number among the calls of the process.
+        route: what it is counted on.
+        index: its number on the route.
+        operation: the name in torch.distributed.
         tensors: dtype and shape of the first tensor, and the number of tensors if there are more.
-        details: Such as ``op=SUM``.
-        line: The line of the program.
+        details: such as ``op=SUM``.
+        line: the line of the program.
         state: ``IN_CALL``, ``RETURNED``, ``WAITING`` or ``DONE``.
     """
 
@@ -189,9 +189,9 @@ class RankRecord:
     """The record of a process.
 
     Attributes:
-        rank: Its global rank in torch.distributed; -1 before its first call.
-        calls: The last calls, the oldest first.
-        counts: The number of calls on each route.
+        rank: its global rank in torch.distributed; -1 before its first call.
+        calls: the last calls, the oldest first.
+        counts: the number of calls on each route.
     """
 
     rank: int

@@ -86,7 +86,7 @@ class Recorder:
     """Writes calls into a record; see ``record_calls``.
 
     Args:
-        memory: The memory of the record.
+        memory: the memory of the record.
     """
 
     def __init__(self, memory: RecordMemory) -> None:
@@ -252,7 +252,7 @@ def record_calls(memory: RecordMemory) -> Callable[[], None]:
     """Write every call of this process into a record, from now on.
 
     Args:
-        memory: The memory of the record.
+        memory: the memory of the record.
 
     Returns:
         A function that ends the recording.

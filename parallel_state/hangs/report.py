@@ -27,9 +27,9 @@ class Position:
     """Where a rank waits.
 
     Attributes:
-        call: The text of its call.
-        line: The line that made the call.
-        missing: The ranks that the call waits for.
+        call: the text of its call.
+        line: the line that made the call.
+        missing: the ranks that the call waits for.
     """
 
     call: str
@@ -54,8 +54,8 @@ def cause_of(observed: Observed, positions: Mapping[int, Position]) -> tuple[str
     """Follow who waits for whom, to a rank that does not wait or round a cycle.
 
     Args:
-        observed: The ranks.
-        positions: Where the waiting ranks wait, by rank.
+        observed: the ranks.
+        positions: where the waiting ranks wait, by rank.
 
     Returns:
         The cause and the ranks that it names; None if no rank is missing.
@@ -122,11 +122,11 @@ class RecordedRanks:
     collective does, so the first call that others have not made is where a rank waits.
 
     Args:
-        records: The record of each rank that could be read.
-        coordinates: Index on each axis, by rank; empty if unknown.
-        ended: The ranks that run no call any more.
-        activities: What ranks do that are in no collective, such as "is stopped by a signal".
-        stopped: The ranks that the kernel does not let run.
+        records: the record of each rank that could be read.
+        coordinates: index on each axis, by rank; empty if unknown.
+        ended: the ranks that run no call any more.
+        activities: what ranks do that are in no collective, such as "is stopped by a signal".
+        stopped: the ranks that the kernel does not let run.
     """
 
     def __init__(

@@ -19,14 +19,14 @@ class FusedAdam(torch.optim.Optimizer):
     """Adam by torch's fused kernel: one pass over each parameter, without temporaries of its size.
 
     Args:
-        params: Parameters, or parameter groups, as for any torch optimizer.
-        lr: Learning rate.
-        bias_correction: Must be True.
-        betas: Decay rates of the two moments.
-        eps: Added to the denominator.
-        adam_w_mode: Whether weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
-        weight_decay: Weight decay.
-        fused_only: Arguments of the GPU kernels, ignored.
+        params: parameters, or parameter groups, as for any torch optimizer.
+        lr: learning rate.
+        bias_correction: must be True.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        adam_w_mode: whether weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
+        weight_decay: weight decay.
+        fused_only: arguments of the GPU kernels, ignored.
 
     Raises:
         ValueError: ``bias_correction=False``.

@@ -19,7 +19,7 @@ def patch_modules(patches: Mapping[str, Patch]) -> None:
     """Apply patches to modules that are imported, and to the others when they are imported.
 
     Args:
-        patches: Module name -> function that is called with the module.
+        patches: module name -> function that is called with the module.
     """
     for name, patch in patches.items():
         if name in sys.modules:
@@ -32,8 +32,8 @@ class ImportHook(importlib.abc.MetaPathFinder):
     """Finds modules as the other finders do, and calls a function with a module right after its code has run.
 
     Args:
-        wanted: Whether the function is called with a module, by its name.
-        loaded: The function.
+        wanted: whether the function is called with a module, by its name.
+        loaded: the function.
     """
 
     def __init__(self, wanted: Callable[[str], bool], loaded: Callable[[ModuleType], None]) -> None:

@@ -26,13 +26,13 @@ def require_equal(values: Values, group: dist.ProcessGroup | None = None, *, wha
         require_equal(dict(model.named_parameters()), mpu.get_data_parallel_group(), what="parameters")
 
     Args:
-        values: A tensor, or tensors by name.
-        group: The group; None for all ranks.
-        what: The name of the values in the message.
+        values: a tensor, or tensors by name.
+        group: the group; None for all ranks.
+        what: the name of the values in the message.
 
     Raises:
-        Disagreement: The first tensor that differs, with the ranks that have each value.
-        UnsupportedError: This is no simulated rank.
+        Disagreement: the first tensor that differs, with the ranks that have each value.
+        UnsupportedError: this is no simulated rank.
     """
     _compare(values, group, what, equal=True)
 
@@ -43,8 +43,8 @@ def require_different(values: Values, group: dist.ProcessGroup | None = None, *,
     Use it for random states and for data that must differ along an axis.
 
     Raises:
-        Disagreement: Two ranks have the same values.
-        UnsupportedError: This is no simulated rank.
+        Disagreement: two ranks have the same values.
+        UnsupportedError: this is no simulated rank.
     """
     _compare(values, group, what, equal=False)
 

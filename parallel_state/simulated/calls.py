@@ -18,14 +18,14 @@ class SharedGroup:
     """What the members of a process group share.
 
     Attributes:
-        name: The name that torch gave it, the same on all members.
+        name: the name that torch gave it, the same on all members.
         description: ``group_desc`` of ``new_group``; Megatron's name of the group.
-        ranks: The global ranks of the members, by rank in the group.
-        creator: The rank that created it first.
-        line: The line that created it there.
-        axis: The axes that its members differ on, such as ``"tp"`` or ``"dp-cp"``; empty if unknown.
-        created_by: The members that have created it.
-        last_calls: The last collective of each member, by global rank.
+        ranks: the global ranks of the members, by rank in the group.
+        creator: the rank that created it first.
+        line: the line that created it there.
+        axis: the axes that its members differ on, such as ``"tp"`` or ``"dp-cp"``; empty if unknown.
+        created_by: the members that have created it.
+        last_calls: the last collective of each member, by global rank.
     """
 
     name: str
@@ -56,21 +56,21 @@ class Call:
     """One rank's part in a collective or a transfer.
 
     Attributes:
-        operation: The name in torch.distributed.
-        rank: The global rank.
-        index: The rank in the group.
-        group: The group.
-        number: The number of the call among the collectives of the group; -1 for a transfer.
-        key: What must be equal on all members: reduction, root, sizes and dtypes.
-        inputs: The tensors that are read; of a collective in place, also written.
-        outputs: The tensors that are written.
-        line: The line that made the call.
-        options: What messages show and the computation needs: ``op``, ``root``, ``tag``, split sizes.
-        peer: Of a transfer, the global rank of the other side; None for any.
-        done: Whether it is complete.
-        is_async: Whether the program goes on without waiting.
-        waited: Whether the program has waited for it.
-        guarded: Copies of the tensors that an asynchronous call uses, to find changes before the wait.
+        operation: the name in torch.distributed.
+        rank: the global rank.
+        index: the rank in the group.
+        group: the group.
+        number: the number of the call among the collectives of the group; -1 for a transfer.
+        key: what must be equal on all members: reduction, root, sizes and dtypes.
+        inputs: the tensors that are read; of a collective in place, also written.
+        outputs: the tensors that are written.
+        line: the line that made the call.
+        options: what messages show and the computation needs: ``op``, ``root``, ``tag``, split sizes.
+        peer: of a transfer, the global rank of the other side; None for any.
+        done: whether it is complete.
+        is_async: whether the program goes on without waiting.
+        waited: whether the program has waited for it.
+        guarded: copies of the tensors that an asynchronous call uses, to find changes before the wait.
     """
 
     operation: str
@@ -110,9 +110,9 @@ class KeyWait:
     """A rank that waits for keys of the store.
 
     Attributes:
-        keys: The keys.
-        line: The line of the program that waits.
-        done: Whether all of them are set.
+        keys: the keys.
+        line: the line of the program that waits.
+        done: whether all of them are set.
     """
 
     def __init__(self, keys: Sequence[str], line: SourceLine) -> None:

@@ -29,7 +29,7 @@ def compute(calls: Sequence[Call]) -> None:
     """Compute a collective.
 
     Args:
-        calls: The calls of all members, by rank in the group.
+        calls: the calls of all members, by rank in the group.
     """
     tensors = [tensor for call in calls for tensor in (*call.inputs, *call.outputs)]
     with torch.inference_mode(any(tensor.is_inference() for tensor in tensors)), torch.no_grad():

@@ -21,7 +21,7 @@ class SimulationError(ParallelStateError):
     """Root of the errors that simulated ranks find in how ranks communicate.
 
     Attributes:
-        ranks: The ranks that the message names as the cause, or as the two sides.
+        ranks: the ranks that the message names as the cause, or as the two sides.
     """
 
     ranks: tuple[int, ...]

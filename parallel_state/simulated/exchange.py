@@ -23,8 +23,8 @@ class Exchange:
     """The calls that wait for others.
 
     Args:
-        describe: Returns the name of a rank in messages.
-        check_async: Whether to find tensors that change between an asynchronous call and its wait.
+        describe: returns the name of a rank in messages.
+        check_async: whether to find tensors that change between an asynchronous call and its wait.
     """
 
     def __init__(self, describe: Callable[[int], str], check_async: bool = True) -> None:
@@ -38,8 +38,8 @@ class Exchange:
         """Match a call, compute what it completes, and return the completed calls.
 
         Raises:
-            CollectiveMismatch: The call does not fit to those of other ranks.
-            AsyncAccessError: A tensor of a completed call has changed since the call.
+            CollectiveMismatch: the call does not fit to those of other ranks.
+            AsyncAccessError: a tensor of a completed call has changed since the call.
         """
         if call.is_async and self._check_async:
             call.guarded = _copies(call)

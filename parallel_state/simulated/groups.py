@@ -27,8 +27,8 @@ class GroupRegistry:
     ``use_local_synchronization=True`` are created by their members alone.
 
     Args:
-        world_size: The number of ranks.
-        topology: The coordinates of the ranks; None if they are not known: then messages show those that ranks have in
+        world_size: the number of ranks.
+        topology: the coordinates of the ranks; None if they are not known: then messages show those that ranks have in
             Megatron's groups, by the descriptions of these.
     """
 
@@ -56,7 +56,7 @@ class GroupRegistry:
         """Return the group that a rank creates next.
 
         Raises:
-            CollectiveMismatch: Another rank created another group at this point.
+            CollectiveMismatch: another rank created another group at this point.
         """
         members = ranks or self._world
         if not name.isdecimal():  # a hash: created by its members alone

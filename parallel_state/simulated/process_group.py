@@ -38,8 +38,8 @@ class SimulatedWork(dist.Work):
     """The handle of a call.
 
     Args:
-        simulation: Runs the ranks.
-        call: The call.
+        simulation: runs the ranks.
+        call: the call.
     """
 
     def __init__(self, simulation: Announcements, call: Call) -> None:
@@ -91,10 +91,10 @@ class SimulatedGroup(dist.ProcessGroup):
     The methods have the names and signatures by which torch.distributed calls those of a process group.
 
     Args:
-        simulation: Runs the ranks.
-        shared: What the members share.
-        rank: The global rank.
-        unique_name: The name by which functional collectives find the group, unique in this process.
+        simulation: runs the ranks.
+        shared: what the members share.
+        rank: the global rank.
+        unique_name: the name by which functional collectives find the group, unique in this process.
     """
 
     def __init__(self, simulation: Announcements, shared: SharedGroup, rank: int, unique_name: str) -> None:
@@ -300,9 +300,9 @@ class SimulatedStore(dist.Store):
     """The key-value store of the ranks, for their rendezvous; a key that is not set lets other ranks run until it is.
 
     Args:
-        values: The values by key, which all ranks share.
-        wait_for_keys: Lets other ranks run until all keys are set.
-        keys_changed: Lets ranks go on whose keys are set.
+        values: the values by key, which all ranks share.
+        wait_for_keys: lets other ranks run until all keys are set.
+        keys_changed: lets ranks go on whose keys are set.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class ProcessState:
     """The parts of a process's state, and new ranks' sets of them.
 
     Args:
-        functions: Object -> names of the attributes that each rank replaces, such as functions of torch.
-        modules: Further packages or modules whose globals each rank has to itself, if a function rebinds them.
+        functions: object -> names of the attributes that each rank replaces, such as functions of torch.
+        modules: further packages or modules whose globals each rank has to itself, if a function rebinds them.
     """
 
     def __init__(self, functions: Mapping[Any, tuple[str, ...]], modules: tuple[str, ...] = ()) -> None:
@@ -77,8 +77,8 @@ class ProcessState:
         """Return the state of a new rank.
 
         Args:
-            variables: Environment variables in addition to those of this process.
-            replacements: Object -> name -> value of the attributes that were named to ``ProcessState``.
+            variables: environment variables in addition to those of this process.
+            replacements: object -> name -> value of the attributes that were named to ``ProcessState``.
         """
         state = RankState(self.parts)
         state.values[self.parts.index(self._environment)].update(
@@ -130,9 +130,9 @@ class FirstValues(Attributes):
     """Attributes whose values at the construction of this part are those of every new rank.
 
     Args:
-        owner: The object.
-        names: The attributes.
-        copied: Returns a rank's copy of a value.
+        owner: the object.
+        names: the attributes.
+        copied: returns a rank's copy of a value.
     """
 
     def __init__(self, owner: Any, names: Iterable[str], copied: Callable[[Any], Any]) -> None:

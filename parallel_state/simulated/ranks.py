@@ -34,22 +34,22 @@ def run_ranks(
     module globals of Megatron, as a process has. Nothing of it is left afterwards.
 
     Args:
-        layout: The layout; or a number of ranks, without Megatron's groups.
-        function: What each rank runs.
-        args: Its arguments.
+        layout: the layout; or a number of ranks, without Megatron's groups.
+        function: what each rank runs.
+        args: its arguments.
         schedule: ``"round_robin"``, or ``"random"``, which explores other legal orders: a race that depends on the
             order is a ``seed`` that fails every time.
-        seed: The seed of the random schedule.
-        check_async: Whether to report tensors that change between an asynchronous call and its wait.
-        trace: Records what the ranks communicate, from when they are initialized.
-        modules: Packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
+        seed: the seed of the random schedule.
+        check_async: whether to report tensors that change between an asynchronous call and its wait.
+        trace: records what the ranks communicate, from when they are initialized.
+        modules: packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
 
     Raises:
-        Deadlock: No rank can go on; the message begins with the cause and has the position of every rank.
-        CollectiveMismatch: Ranks made calls that do not fit together.
-        SimulationError: Another error in how ranks communicate.
+        Deadlock: no rank can go on; the message begins with the cause and has the position of every rank.
+        CollectiveMismatch: ranks made calls that do not fit together.
+        SimulationError: another error in how ranks communicate.
         LayoutError: Megatron cannot have this layout.
-        BaseException: What the first rank that failed raised; a note has the positions of the others.
+        BaseException: what the first rank that failed raised; a note has the positions of the others.
     """
     world_size = layout if isinstance(layout, int) else layout.world_size
     recorded = CommunicationTrace() if trace is None else trace

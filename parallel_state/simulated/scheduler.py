@@ -26,12 +26,12 @@ class RankThread:
     """One rank of a scheduler.
 
     Attributes:
-        rank: The rank.
-        ended: Whether it runs no function.
-        waits_for: What it waits for; None if it can go on.
-        result: What its function returned.
-        error: What its function raised.
-        thread: The thread of its function.
+        rank: the rank.
+        ended: whether it runs no function.
+        waits_for: what it waits for; None if it can go on.
+        result: what its function returned.
+        error: what its function raised.
+        thread: the thread of its function.
     """
 
     def __init__(self, rank: int) -> None:
@@ -49,17 +49,17 @@ class Scheduler:
     """Runs functions on ranks, one at a time.
 
     Args:
-        world_size: The number of ranks.
+        world_size: the number of ranks.
         seed: None for round robin; otherwise the next rank is drawn from this seed among those that can go on.
-        on_switch: Called with the rank that runs next, in the thread of the one before it.
-        deadlock: Returns the error to raise if no rank can go on.
-        on_error: Called with the rank that raised first and its error, before the others are ended.
+        on_switch: called with the rank that runs next, in the thread of the one before it.
+        deadlock: returns the error to raise if no rank can go on.
+        on_error: called with the rank that raised first and its error, before the others are ended.
 
     Attributes:
-        ranks: The ranks.
-        current: The rank that runs; None outside of ``run``.
-        failure: What ended the ranks; None if nothing has.
-        switches: The number of times that another rank went on.
+        ranks: the ranks.
+        current: the rank that runs; None outside of ``run``.
+        failure: what ended the ranks; None if nothing has.
+        switches: the number of times that another rank went on.
     """
 
     def __init__(

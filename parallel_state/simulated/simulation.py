@@ -44,22 +44,22 @@ class Simulation:
     """The ranks of a layout in this process. They keep their state from one ``run`` to the next.
 
     Args:
-        layout: A layout or a topology, whose coordinates messages and traces show; or a number of ranks.
+        layout: a layout or a topology, whose coordinates messages and traces show; or a number of ranks.
         schedule: ``"round_robin"``, or ``"random"``: which of the ranks that can go on is next.
-        seed: The seed of the random schedule.
-        check_async: Whether to report tensors that change between an asynchronous call and its wait, which copies
+        seed: the seed of the random schedule.
+        check_async: whether to report tensors that change between an asynchronous call and its wait, which copies
             them.
-        trace: Records every call.
-        modules: Packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself, if
+        trace: records every call.
+        modules: packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself, if
             functions rebind them.
-        variables: Environment variables by rank; None for those of torchrun.
+        variables: environment variables by rank; None for those of torchrun.
 
     Attributes:
-        world_size: The number of ranks.
-        failed_rank: The rank that raised an error of its own; None if none has.
+        world_size: the number of ranks.
+        failed_rank: the rank that raised an error of its own; None if none has.
 
     Raises:
-        ParallelStateError: An unknown schedule, or a random one without a seed.
+        ParallelStateError: an unknown schedule, or a random one without a seed.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Simulation:
         """Run each function on its rank, to the end of all; return the results by rank.
 
         Raises:
-            SimulationError: Ranks communicate wrongly; or this simulation has failed before.
-            BaseException: What the first rank that failed raised; a note has the positions of the others.
+            SimulationError: ranks communicate wrongly; or this simulation has failed before.
+            BaseException: what the first rank that failed raised; a note has the positions of the others.
         """
         if self._scheduler.failure is not None:
             first = str(self._scheduler.failure).partition("\n")[0]

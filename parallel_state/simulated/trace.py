@@ -17,14 +17,14 @@ class Transfer:
     """One rank's part in a collective or a transfer.
 
     Attributes:
-        rank: The global rank.
-        operation: The name in torch.distributed, such as ``"all_reduce"`` or ``"send"``.
-        axis: The axes that the members of the group differ on, such as ``"tp"`` or ``"dp-cp"``.
-        group: The description of the group, such as Megatron's name of it.
-        members: The global ranks of the group.
-        nbytes: The bytes that the rank passed to the operation: its inputs; of a receive, what it received.
-        line: The line of the program that made the call.
-        through: The line of Megatron that called torch for it; None if the program did.
+        rank: the global rank.
+        operation: the name in torch.distributed, such as ``"all_reduce"`` or ``"send"``.
+        axis: the axes that the members of the group differ on, such as ``"tp"`` or ``"dp-cp"``.
+        group: the description of the group, such as Megatron's name of it.
+        members: the global ranks of the group.
+        nbytes: the bytes that the rank passed to the operation: its inputs; of a receive, what it received.
+        line: the line of the program that made the call.
+        through: the line of Megatron that called torch for it; None if the program did.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class CommunicationTrace:
         print(trace.table())
 
     Args:
-        transfers: The transfers.
+        transfers: the transfers.
     """
 
     def __init__(self, transfers: Iterable[Transfer] = ()) -> None:
@@ -98,11 +98,11 @@ class CommunicationTrace:
         """Return the transfers that have all of these values.
 
         Args:
-            operation: The operation.
-            axis: The axes, such as ``"tp"``.
-            group: The description of the group.
-            rank: The global rank.
-            line: A part of the line of the program or of Megatron's, such as a file or a function.
+            operation: the operation.
+            axis: the axes, such as ``"tp"``.
+            group: the description of the group.
+            rank: the global rank.
+            line: a part of the line of the program or of Megatron's, such as a file or a function.
         """
         return CommunicationTrace(
             each

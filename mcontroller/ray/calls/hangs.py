@@ -33,9 +33,9 @@ class Hang:
     """What ranks do.
 
     Attributes:
-        stacks: The Python stack of each late rank, as text.
-        cause: Who waits for whom; empty if no rank waits in a collective, or nothing was recorded.
-        report: An entry for the ranks that wait at the same place; empty as ``cause`` is.
+        stacks: the Python stack of each late rank, as text.
+        cause: who waits for whom; empty if no rank waits in a collective, or nothing was recorded.
+        report: an entry for the ranks that wait at the same place; empty as ``cause`` is.
     """
 
     stacks: dict[int, str]
@@ -53,11 +53,11 @@ def look_at_ranks(
     """Ask the ranks of a group what they do, and find out who waits for whom.
 
     Args:
-        infos: Where the process of every rank runs.
-        coordinates: Index on each axis, by rank; empty if unknown.
-        called: The ranks that the call was sent to.
-        late: Those of them that have not answered.
-        timeout: Seconds to wait for the answers of the processes.
+        infos: where the process of every rank runs.
+        coordinates: index on each axis, by rank; empty if unknown.
+        called: the ranks that the call was sent to.
+        late: those of them that have not answered.
+        timeout: seconds to wait for the answers of the processes.
     """
     positions = _positions(infos, range(len(infos)), min(timeout, QUICK_SECONDS))
     silent = [rank for rank in range(len(infos)) if rank not in positions]
@@ -93,9 +93,9 @@ def stopped_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: f
     """Return the ranks whose process is stopped by a signal or a debugger, and cannot go on by itself.
 
     Args:
-        infos: Where the process of every rank runs.
-        ranks: Those to ask.
-        timeout: Seconds to wait for the answers of the processes. Those that answer are not stopped.
+        infos: where the process of every rank runs.
+        ranks: those to ask.
+        timeout: seconds to wait for the answers of the processes. Those that answer are not stopped.
     """
     answers = ask([infos[rank].address for rank in ranks], "idle", timeout=timeout)
     silent = [rank for rank, answer in zip(ranks, answers, strict=True) if answer is None]
