@@ -1,5 +1,7 @@
 """Wait until all nodes have joined a Ray cluster, or name the nodes that it has lost.
 
+Status: tried by hand on one machine.
+
 python launch/ray_nodes.py wait --timeout=300 node1 node2    exit status 1 and the missing nodes if they do not join
 python launch/ray_nodes.py lost node1 node2                  exit status 1 and the lost nodes if some are lost
 

@@ -23,6 +23,7 @@ PATH = re.compile(r"\.?(?:[\w*.-]+/)+(?:[\w*.-]+\.(?:py|md|yaml|yml|toml|txt|png
 NAME = re.compile(rf"(?:{'|'.join(PACKAGES)}|examples|benchmarks|tests)(?:\.[A-Za-z]\w*)+")
 PROGRAM = re.compile(r"python3? -m ((?:examples|benchmarks|mcontroller|workers)[\w.]*)")
 TARGET = re.compile(r"^make ([a-z][\w-]*)", re.MULTILINE)
+STATUS = re.compile(r"^(?:# )?Status: ([\w ]+\w)", re.MULTILINE)
 WRITTEN_BY_RUNS = ("runs/",)
 
 
@@ -36,6 +37,14 @@ def test_examples_print_what_the_page_says(page: str) -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(code, page, "exec"), names)
         assert without_blanks(printed.getvalue()) == without_blanks(expected)
+
+
+def test_the_table_of_states_has_the_status_lines_of_files() -> None:
+    readme = (ROOT / "README.md").read_text()
+    files = [path for folder in ("launch", *PACKAGES) for path in (ROOT / folder).rglob("*") if path.suffix != ".pyc"]
+    found = [line for path in files if path.is_file() for line in STATUS.findall(path.read_text())]
+    assert len(found) >= 10
+    assert [line for line in found if f"| {line}" not in readme] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,5 +1,7 @@
 """Generation with vLLM: as many engines as fit the ranks of a data-parallel shard, each in a separate process.
 
+Status: tested on a CPU by hand (make test-vllm).
+
 - ``checks``: what an engine cannot run, before any process starts.
 - ``placement``: which ranks' GPUs an engine uses.
 - ``gpu_memory``: how much of a GPU an engine may take beside the policy.

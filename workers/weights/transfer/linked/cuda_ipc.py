@@ -1,5 +1,7 @@
 """Weights between processes of one node on GPUs, through CUDA memory that both have mapped (CUDA IPC).
 
+Status: tested on a fake CUDA device only.
+
 For groups whose ranks share GPUs: NCCL rejects two processes of one GPU in a communicator. A sender allocates its two
 buckets on its own GPU, and exports them once for each receiver with torch's reduction of CUDA tensors. The receiver
 maps them on the same GPU, whose index may differ there, and copies from them to its weights: within the GPU, or to
