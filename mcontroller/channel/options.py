@@ -29,6 +29,11 @@ class ChannelOptions:
     4 MiB. To another machine, a message is encrypted for each rank, while the store is written once: there the times
     were equal between 512 KiB and 1 MiB, and more ranks with one value move the limit down."""
 
+    report_after: float | None = 60.0
+    """[s] Log which rank waits for which in a call that has had no answer for so long; None: only with ``CallTimeout``.
+
+    It is logged once, and again when the ranks wait for something else."""
+
     def __post_init__(self) -> None:
         if self.ports is not None and not 0 < self.ports[0] < self.ports[1] - 1 < 65535:
             raise ConfigError(
@@ -41,4 +46,10 @@ class ChannelOptions:
                 f"inline_bytes is {self.inline_bytes}; expected 0 to {1 << 28}",
                 key="inline_bytes",
                 value=self.inline_bytes,
+            )
+        if self.report_after is not None and not self.report_after > 0:
+            raise ConfigError(
+                f"report_after is {self.report_after}; expected a number of seconds above 0, or None",
+                key="report_after",
+                value=self.report_after,
             )

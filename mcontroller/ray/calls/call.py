@@ -34,6 +34,9 @@ class GroupCall:
         held: what must exist until all have answered: the handles and references in its arguments.
         rejections: the errors of the ranks that have rejected it before they changed anything, by rank.
         rejected_since: when the first rank rejected it, by ``time.monotonic``.
+        looked: when it was last found out who waits for whom, by ``time.monotonic``.
+        waits: the report of that look; empty if no rank waited.
+        reported: the report that was logged last.
         error: what every read of the result raises: the failure that a wait has found, or a cancellation.
     """
 
@@ -62,6 +65,8 @@ class GroupCall:
         self.held: list[Any] = []
         self.rejections: dict[int, CallRejected] = {}
         self.rejected_since = 0.0
+        self.looked = self.started
+        self.waits = self.reported = ""
         self.error: GroupError | None = None
 
     def change(self, state: CallState) -> None:

@@ -6,6 +6,8 @@ that holds the interpreter, is read from outside, on its node.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,16 +15,22 @@ from typing import NamedTuple
 import ray
 
 from mcontroller.channel.queries import ask
+from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, why_silent
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.report import RecordedRanks
 
-__all__ = ["Hang", "look_at_ranks", "stopped_ranks"]
+__all__ = ["Hang", "look_at_ranks", "report_if_late", "stopped_ranks"]
+
+_logger = logging.getLogger(__name__)
 
 _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has died", "": "has died"}
 """The states of processes that do not run, as ps has them, in the words of reports."""
 
+
+AGAIN_SECONDS = 5.0
+"""Time after which ranks that wait are looked at again, to see whether they still wait for the same."""
 
 QUICK_SECONDS = 0.3
 """Time in which most processes answer; of the others it is first found out whether they are stopped or have ended."""
@@ -82,6 +90,39 @@ def look_at_ranks(
         stopped={rank for rank, state in states.items() if state},
     )
     return Hang(stacks, *ranks.report())
+
+
+def report_if_late(
+    call: GroupCall,
+    infos: Sequence[ProcessInfo],
+    coordinates: Sequence[Mapping[str, int]],
+    every: float | None,
+    timeout: float,
+) -> None:
+    """Log who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
+
+    A wait is logged if two looks see the same: ranks of a call that makes progress wait too, but not for long.
+
+    Args:
+        call: the call.
+        infos: where the process of every rank runs.
+        coordinates: index on each axis, by rank; empty if unknown.
+        every: seconds between looks; None: do nothing.
+        timeout: seconds to wait for the answers of the processes.
+    """
+    now, left = time.monotonic(), call.remaining()
+    if every is None or (left is not None and left < 2 * timeout):  # then the deadline reports it
+        return
+    if now - call.looked < (every if call.waits in ("", call.reported) else AGAIN_SECONDS):
+        return
+    late = sorted(call.pending)
+    hang = look_at_ranks(infos, coordinates, call.ranks, late, timeout)
+    call.looked = time.monotonic()
+    if hang.report and hang.report == call.waits != call.reported:
+        call.reported = hang.report
+        who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
+        _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, hang.report)
+    call.waits = hang.report
 
 
 def _positions(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> dict[int, ProcessPosition]:

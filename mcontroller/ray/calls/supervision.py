@@ -35,7 +35,7 @@ from mcontroller.errors import (
 )
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import look_at_ranks
+from mcontroller.ray.calls.hangs import look_at_ranks, report_if_late
 from mcontroller.ray.calls.states import GROUP_TRANSITIONS, CallState, GroupState
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import (
@@ -428,6 +428,8 @@ class GroupProcesses:
                 raise _Failed
             if end is not None and time.monotonic() >= end:
                 return False
+            every = self.handles.options.report_after
+            report_if_late(call, self.handles.infos, self.coordinates.get(call.role, ()), every, QUERY_SECONDS)
 
     def _has_news(self, call: GroupCall, lost: int) -> bool:
         return bool(not call.pending or self._errors or self._restored) or len(self._lost) != lost

@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import CallTimeout
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ray.calls import supervision
+from mcontroller.ray.calls import hangs, supervision
 from mcontroller.testing import simulated_worker_group
 from parallel_state import ParallelLayout, Topology
 from parallel_state.simulated import Deadlock
@@ -22,8 +23,9 @@ CALL = "all_reduce(float32[3], op=SUM), call 0 on group TENSOR_MODEL_PARALLEL_GR
 
 
 @contextmanager
-def pairs(record: bool = True) -> Iterator[RayWorkerGroup]:
-    with RayResourcePool([4], use_gpu=False, name_prefix="pairs", record_collectives=record) as pool:
+def pairs(record: bool = True, report_after: float | None = None) -> Iterator[RayWorkerGroup]:
+    options = ChannelOptions(report_after=report_after)
+    with RayResourcePool([4], use_gpu=False, name_prefix="pairs", record_collectives=record, channel=options) as pool:
         topology = Topology.from_layout(LAYOUT)
         with RayWorkerGroup(pool, RayClassWithInitArgs(Pairs), name_prefix="pairs", topology=topology) as group:
             yield group
@@ -45,6 +47,21 @@ def test_a_rank_that_skips_a_collective_is_the_cause_as_in_the_simulator(ray_clu
     assert str(error).startswith(f"pairs.skip_on had no answer in 1 s from 1 of 4 ranks, 0: {cause}\n\n")
     assert error.report == rest.partition("\n\n")[2]
     assert f"rank 0 (tp=0 dp=0): {CALL}\n" in error.report and "in skip_on" in error.report
+
+
+def test_a_call_without_a_deadline_reports_a_hang_once(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hangs, "AGAIN_SECONDS", 0.5)
+    with pairs(report_after=1.0) as group:
+        late = group.skip_on.options(blocking=False)(1)
+        assert not late.wait(5)
+        [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+        with pytest.raises(CallTimeout) as caught:
+            late.get(timeout=0.1)
+    text = record.getMessage()
+    assert text.startswith("pairs.skip_on has no answer from 1 of 4 ranks after ")
+    assert text.endswith(f"{caught.value.cause}\n\n{caught.value.report}")
 
 
 def test_a_rank_that_is_elsewhere_is_shown_with_its_line(ray_cluster: None) -> None:
