@@ -15,13 +15,15 @@ from typing import NamedTuple
 import ray
 
 from mcontroller.channel.queries import ask
+from mcontroller.errors import CallTimeout
 from mcontroller.ray.calls.call import GroupCall
+from mcontroller.ray.calls.failures import RankLabel
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, why_silent
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.report import RecordedRanks
 
-__all__ = ["Hang", "look_at_ranks", "report_if_late", "stopped_ranks"]
+__all__ = ["Hang", "late_error", "look_at_ranks", "report_if_late", "stopped_ranks"]
 
 _logger = logging.getLogger(__name__)
 
@@ -90,6 +92,43 @@ def look_at_ranks(
         stopped={rank for rank, state in states.items() if state},
     )
     return Hang(stacks, *ranks.report())
+
+
+def late_error(
+    call: GroupCall,
+    timeout: float | None,
+    what: str,
+    infos: Sequence[ProcessInfo],
+    coordinates: Sequence[Mapping[str, int]],
+    seconds: float,
+) -> CallTimeout:
+    """Return the error of a call that is late, with the stacks of the late ranks and who waits for whom.
+
+    Args:
+        call: the call.
+        timeout: the seconds that a caller waited; None: those of the call.
+        what: what the call lacks, such as ``had no answer in``.
+        infos: where the process of every rank runs.
+        coordinates: index on each axis, by rank; empty if unknown.
+        seconds: seconds to wait for the answers of the processes.
+    """
+    late = sorted(call.pending)
+    hang = look_at_ranks(infos, coordinates, call.ranks, late, seconds)
+    limit = min(limit for limit in (call.timeout, timeout) if limit is not None)
+    labels = {rank: RankLabel(call.role, rank, coordinates[rank] if coordinates else {}, infos[rank]) for rank in late}
+    listed = "\n".join(f"{labels[rank]}:\n{hang.stacks[rank]}" for rank in late)
+    explained = f" {hang.cause}\n\n{hang.report}\n\n" if hang.cause else "\n"
+    return CallTimeout(
+        f"{call.role}.{call.method} {what} {limit:g} s from {len(late)} of {len(call.ranks)} "
+        f"ranks, {', '.join(map(str, late))}:{explained}{listed}",
+        role=call.role,
+        method=call.method,
+        timeout=limit,
+        ranks=tuple(late),
+        stacks=hang.stacks,
+        cause=hang.cause,
+        report=hang.report,
+    )
 
 
 def report_if_late(

@@ -26,7 +26,6 @@ from mcontroller.channel.order import CallOrder, Place
 from mcontroller.channel.queries import ask, notify
 from mcontroller.errors import (
     CallRejected,
-    CallTimeout,
     ConnectionLost,
     DataError,
     GroupBroken,
@@ -35,7 +34,7 @@ from mcontroller.errors import (
 )
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import look_at_ranks, report_if_late
+from mcontroller.ray.calls.hangs import late_error, report_if_late
 from mcontroller.ray.calls.states import GROUP_TRANSITIONS, CallState, GroupState
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import (
@@ -346,7 +345,8 @@ class GroupProcesses:
 
     def time_out(self, call: GroupCall, timeout: float | None, what: str = "had no answer in") -> GroupError:
         """Break the group because of a call that is late, and return the error."""
-        return self._break(partial(self._timeout_error, call, timeout, what))
+        coordinates = self.coordinates.get(call.role, ())
+        return self._break(partial(late_error, call, timeout, what, self.handles.infos, coordinates, QUERY_SECONDS))
 
     # ---- waiting: the hub calls the first two with its lock held -----------------------------------------------------
 
@@ -551,25 +551,6 @@ class GroupProcesses:
     def _label(self, role: str, rank: int) -> RankLabel:
         coordinates = self.coordinates.get(role)
         return RankLabel(role, rank, coordinates[rank] if coordinates else {}, self.handles.infos[rank])
-
-    def _timeout_error(self, call: GroupCall, timeout: float | None, what: str = "had no answer in") -> CallTimeout:
-        late = sorted(call.pending)
-        coordinates = self.coordinates.get(call.role, ())
-        hang = look_at_ranks(self.handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
-        limit = min(limit for limit in (call.timeout, timeout) if limit is not None)
-        listed = "\n".join(f"{self._label(call.role, rank)}:\n{hang.stacks[rank]}" for rank in late)
-        explained = f" {hang.cause}\n\n{hang.report}\n\n" if hang.cause else "\n"
-        return CallTimeout(
-            f"{call.role}.{call.method} {what} {limit:g} s from {len(late)} of {len(call.ranks)} "
-            f"ranks, {', '.join(map(str, late))}:{explained}{listed}",
-            role=call.role,
-            method=call.method,
-            timeout=limit,
-            ranks=tuple(late),
-            stacks=hang.stacks,
-            cause=hang.cause,
-            report=hang.report,
-        )
 
 
 class _Failed(Exception):
