@@ -42,7 +42,9 @@ def run_ranks(
         seed: The seed of the random schedule.
         check_async: Whether to report tensors that change between an asynchronous call and its wait.
         trace: Records what the ranks communicate, from when they are initialized.
-        modules: Packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
+        modules: Packages that each rank imports for itself: module globals and classes are its own, as in a process.
+            Others are shared, except globals of Megatron and of ``workers`` that a function rebinds. What ranks write
+            into modules and classes that they share is reported as a ``SharedStateWarning``.
 
     Raises:
         Deadlock: No rank can go on; the message begins with the cause and has the position of every rank.
