@@ -1,0 +1,80 @@
+"""What a team gives to ``verify``: its model, its batches and its loss, as functions that Megatron's training calls."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcontroller.errors import MControllerError
+from parallel_state import cpu
+
+__all__ = ["Program", "VerifyError", "load_program"]
+
+
+class VerifyError(MControllerError, ValueError):
+    """A program that cannot be verified; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program, as ``verify`` runs it.
+
+    Attributes:
+        config: Returns the TransformerConfig. Its keyword arguments are fields of the config that follow from a layout,
+            such as ``tensor_model_parallel_size``: pass them on, ``TransformerConfig(num_layers=4, ..., **parallel)``.
+        model_provider: Returns one stage of the model: ``model_provider(config, pre_process, post_process, vp_stage)``.
+        forward_step: Megatron's: ``forward_step(data_iterator, model)`` returns the output and the function of its
+            loss, which returns ``loss, num_tokens, report`` or ``loss, report``.
+        batch: Returns the micro-batch of a global index, as this rank gets it: a context-parallel rank its part of
+            the sequence.
+        seq_length: Tokens in a row, over all ranks.
+        micro_batches: Micro-batches of one step, over all data-parallel ranks.
+        micro_batch_size: Rows of a micro-batch.
+    """
+
+    config: Callable[..., Any]
+    model_provider: Callable[..., Any]
+    forward_step: Callable[..., Any]
+    batch: Callable[[int], Any]
+    seq_length: int
+    micro_batches: int = 4
+    micro_batch_size: int = 1
+
+
+def load_program(reference: str) -> Program:
+    """Return the program that ``my_model.py:program`` or ``my_package.model:program`` names.
+
+    Raises:
+        VerifyError: There is no such file, module or name, or it is no Program.
+    """
+    source, separator, name = reference.rpartition(":")
+    if not separator or not source or not name:
+        raise VerifyError(f"expected FILE.py:NAME or MODULE:NAME, got {reference!r}", reference=reference)
+    module = _imported_file(Path(source)) if source.endswith(".py") else _imported(source)
+    found = getattr(module, name, None)
+    if not isinstance(found, Program):
+        have = [each for each, value in vars(module).items() if isinstance(value, Program)]
+        hint = f"its programs are {', '.join(have)}" if have else "it has no mcontroller.verify.Program"
+        raise VerifyError(f"{source} has no program {name!r}; {hint}", reference=reference)
+    return found
+
+
+def _imported_file(path: Path) -> Any:
+    if not path.is_file():
+        raise VerifyError(f"there is no file {path}", path=str(path))
+    cpu.install(packages=[path.stem])
+    sys.path.insert(0, str(path.resolve().parent))
+    return importlib.import_module(path.stem)
+
+
+def _imported(name: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise VerifyError(f"there is no module {name}", module=name)
+    cpu.install(packages=[name])
+    return importlib.import_module(name)
