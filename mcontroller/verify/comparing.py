@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mcontroller.verify.layouts import ONE_PROCESS, Variant
+from mcontroller.verify.marks import wrong_marks
 from mcontroller.verify.outcome import Difference
 from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.training import LEARNING_RATE, Training
@@ -18,8 +19,10 @@ from mcontroller.verify.weights import ModelTensors, NamedTensor, assemble
 __all__ = [
     "OneProcess",
     "RankReport",
+    "ReferenceStep",
     "check_deterministic",
     "compare_rank",
+    "compare_references",
     "error_between",
     "here",
     "replicas_that_differ",
@@ -62,6 +65,17 @@ class OneProcess:
     steps: list[ReferenceStep]
     hidden_size: int
     elements: int
+
+    @property
+    def fingerprint(self) -> str:
+        """A sum over the bits of all values: it changes if the numbers of one process change."""
+        found = hashlib.sha256()
+        for step in self.steps:
+            for values in (step.gradients, step.weights):
+                for name in sorted(values):
+                    found.update(name.encode() + _digest(values[name]).encode())
+            found.update(repr((sorted(step.losses.items()), step.norm)).encode())
+        return found.hexdigest()[:16]
 
 
 @dataclass
@@ -113,9 +127,9 @@ def here(variant: Variant) -> tuple[int, dict[str, int]]:
     return rank, {axis: found[axis] for axis in shown}
 
 
-def train_reference(program: Program, dtype: torch.dtype, steps: int) -> OneProcess:
-    """Train in one process, which this simulated rank is."""
-    training = Training(program, ONE_PROCESS, dtype, None)
+def train_reference(program: Program, dtype: torch.dtype, steps: int, start: ModelTensors | None = None) -> OneProcess:
+    """Train in one process, which this simulated rank is; from given weights, or from the program's own."""
+    training = Training(program, ONE_PROCESS, dtype, start)
     start = assemble(training.named, [each.tensor for each in training.named])
     found = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
     for step in range(steps):
@@ -149,11 +163,30 @@ def check_deterministic(first: OneProcess, second: OneProcess) -> None:
                 )
 
 
+def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> tuple[list[Difference], float]:
+    """Return the differences of the first step in which two trainings of one process differ, and the largest error."""
+    report = RankReport(0, {})
+    for step, (one, true) in enumerate(zip(mine.steps, saved.steps, strict=True), start=1):
+        compared = _Compared(report, step, allowed)
+        for name in true.losses.keys() | one.losses.keys():
+            compared.numbers("loss", name, one.losses.get(name, math.nan), true.losses.get(name, math.nan))
+        for name, value in true.gradients.items():
+            compared.tensors(
+                "gradient", name, one.gradients.get(name, torch.full_like(value, math.nan)), value, true.floor
+            )
+        compared.numbers("gradient norm", "of all parameters", one.norm, true.norm)
+        for name, value in true.weights.items():
+            compared.tensors("weight", name, one.weights.get(name, value * math.nan), value, 0.0)
+    return report.differences, report.largest
+
+
 def compare_rank(program: Program, variant: Variant, reference: OneProcess) -> RankReport:
     """Train this rank, and compare each step with that of one process until one differs."""
     training = Training(program, variant, reference.dtype, reference.start)
     _check_divided(variant, _elements(training.named), reference.elements)
     report = RankReport(*here(variant))
+    for name, note in wrong_marks(training.named, variant):
+        report.differences.append(Difference("mark", name, 1, report.rank, report.coordinates, math.inf, note))
     before = reference.start
     for step, true in enumerate(reference.steps):
         compared = _Compared(report, step + 1, tolerance(program, reference))
@@ -190,7 +223,7 @@ class _Compared:
 
     def __init__(self, report: RankReport, step: int, tolerance: float) -> None:
         self._report, self._step, self._tolerance = report, step, tolerance
-        self._counts = not report.differences
+        self._counts = all(each.step == step for each in report.differences)
 
     def tensors(self, kind: str, name: str, mine: torch.Tensor, true: torch.Tensor, floor: float) -> None:
         """Compare two tensors."""

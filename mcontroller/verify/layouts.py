@@ -14,7 +14,7 @@ from parallel_state.layout import ParallelLayout
 
 __all__ = ["Variant", "all_layouts", "check_divisible", "default_layouts", "parallel_arguments", "parse_layout"]
 
-_SIZES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
+_SIZES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp", "mbs")
 _FLAGS = ("sp", "distopt")
 _MOST_DP = 64
 
@@ -28,12 +28,14 @@ class Variant:
         layout: The axes.
         sequence_parallel: Whether tensor-parallel ranks divide the sequence between their layers.
         distributed_optimizer: Whether data-parallel ranks divide the optimizer's state.
+        merged: The number of the program's micro-batches that are merged into one.
     """
 
     text: str
     layout: ParallelLayout
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    merged: int = 1
 
 
 ONE_PROCESS = Variant("one process", ParallelLayout(1))
@@ -64,7 +66,8 @@ def parse_layout(text: str) -> Variant:
             sizes[name] = int(size)
     if "sp" in flags and sizes.get("tp", 1) == 1:
         raise VerifyError(f"layout {text!r}: sp divides the sequence over tp ranks, and tp is 1; add tp=2", text=text)
-    return Variant(text, _smallest(text, sizes), "sp" in flags, "distopt" in flags)
+    merged = sizes.pop("mbs", 1)
+    return Variant(text, _smallest(text, sizes), "sp" in flags, "distopt" in flags, merged)
 
 
 def _smallest(text: str, sizes: dict[str, int]) -> ParallelLayout:
@@ -110,11 +113,13 @@ def check_divisible(program: Program, variant: Variant) -> None:
     Raises:
         VerifyError: With the numbers.
     """
-    layout, length, rows = variant.layout, program.seq_length, program.micro_batches
+    layout, length, rows = variant.layout, program.seq_length, program.micro_batches // variant.merged
     parts = layout.tp if variant.sequence_parallel else 1
     pieces = 2 * layout.cp * parts if layout.cp > 1 else parts
     reason = ""
-    if rows % layout.dp:
+    if program.micro_batches % variant.merged:
+        reason = f"{program.micro_batches} micro-batches cannot be merged by mbs={variant.merged}; set micro_batches"
+    elif rows % layout.dp:
         reason = f"{rows} micro-batches are not divisible by dp={layout.dp}; set micro_batches"
     elif layout.vpp is not None and rows // layout.dp % layout.pp:
         reason = (
@@ -130,8 +135,8 @@ def check_divisible(program: Program, variant: Variant) -> None:
 def default_layouts(config: Any) -> list[str]:
     """Return the smallest layouts that have every axis of a model, alone and in pairs."""
     dense = [
-        "tp=2", "tp=2,sp", "pp=2", "pp=2,vpp=2", "cp=2", "dp=2", "dp=2,distopt", "tp=2,pp=2,sp", "tp=2,cp=2",
-        "tp=2,dp=2,sp,distopt", "pp=2,cp=2", "cp=2,dp=2,distopt",
+        "tp=2", "tp=2,sp", "pp=2", "pp=2,vpp=2", "cp=2", "dp=2", "dp=2,distopt", "mbs=2", "dp=2,mbs=2",
+        "tp=2,pp=2,sp", "tp=2,cp=2", "tp=2,dp=2,sp,distopt", "pp=2,cp=2", "cp=2,dp=2,distopt",
     ]  # fmt: skip
     if config.num_moe_experts is None:
         return dense

@@ -12,6 +12,7 @@ import torch
 
 from mcontroller.verify.comparing import OneProcess, error_between, here, tolerance
 from mcontroller.verify.layouts import ONE_PROCESS, Variant
+from mcontroller.verify.marks import missing_mark
 from mcontroller.verify.outcome import Difference, DifferingModule
 from mcontroller.verify.program import Program
 from mcontroller.verify.recording import ModuleCall, StepRecords, record_step
@@ -32,6 +33,7 @@ class _Recorded:
     first: int
     records: StepRecords
     gradients: dict[str, _Pair]  # the finalized ones and those of one process, by name
+    missing_marks: dict[str, str]  # by name, if the sum over tp is missing
 
 
 @dataclasses.dataclass
@@ -78,7 +80,8 @@ def _record_rank(program: Program, variant: Variant, reference: OneProcess, step
         if gradient is not None
     }
     first = training.micro_batches(step - 1)[0] - program.micro_batches * (step - 1)
-    return _Recorded(*here(variant), first, records, pairs)
+    marks = {each.name: missing_mark(each, variant) for each in training.named}
+    return _Recorded(*here(variant), first, records, pairs, marks)
 
 
 class _Search:
@@ -113,7 +116,7 @@ class _Search:
             if error > self._tolerance:
                 note = _multiple(mine, closest, self._tolerance) or self._sum(direction, call, rank, closest)
                 source = self._true.sources[name]
-                index = call[1] + rank.first
+                index = call[1] * self._variant.merged + rank.first
                 return DifferingModule(
                     direction, name, source, index, self._step, rank.rank, rank.coordinates, error, note or ""
                 )
@@ -131,13 +134,22 @@ class _Search:
             else (rank.records.gradients, self._true.gradients)
         )
         for call, mine in own.items():
-            whole = true.get((name, call[1] + rank.first, call[2])) if call[0] == name else None
-            if whole is None:
-                continue
+            wholes = self._wholes(true, call, rank.first) if call[0] == name else []
             scale = self._scale(rank, call) if direction == "backward" else 1.0
-            candidates = [each * scale for each in self._parts(whole, rank) if each.shape == mine.shape]
+            parts = [each for whole in wholes for each in self._parts(whole, rank)]
+            candidates = [each * scale for each in parts if each.shape == mine.shape]
             if candidates:
                 yield call, mine, candidates
+
+    def _wholes(self, true: dict[ModuleCall, torch.Tensor], call: ModuleCall, first: int) -> list[torch.Tensor]:
+        """Return the value of one process for a micro-batch; for merged ones, joined along the dims that have rows."""
+        name, index, number = call
+        merged = self._variant.merged
+        found = [true.get((name, first + index * merged + offset, number)) for offset in range(merged)]
+        values = [each for each in found if each is not None]
+        if merged == 1 or len(values) < merged or values[0].dim() < 2:
+            return values if merged == 1 else []
+        return [torch.cat(values), torch.cat(values, 1), torch.stack(values, 1).flatten(0, 1)]
 
     def _is_partial(self, name: str) -> bool:
         """Whether a module has other rows, or other layers, on every rank."""
@@ -156,9 +168,10 @@ class _Search:
             same = all(other.coordinates.get(axis) == rank.coordinates.get(axis) for axis in ("dp", "cp"))
             model = next((name for name in other.records.containers if "." not in name and name[0].isupper()), None)
             mine = other.records.gradients.get((model or "", call[1], 0)) if same else None
-            true = self._true.gradients.get((model or "", call[1] + rank.first, 0))
-            if mine is not None and true is not None:
-                parts = [each for each in self._parts(true, other) if each.shape == mine.shape]
+            wholes = self._wholes(self._true.gradients, (model or "", call[1], 0), rank.first)
+            if mine is not None and wholes:
+                found = [each for whole in wholes for each in self._parts(whole, other)]
+                parts = [each for each in found if each.shape == mine.shape]
                 if parts:
                     fit = min(parts, key=lambda each: error_between(mine, each * _factor(mine, each)))
                     return self._expected(_factor(mine, fit))
@@ -167,7 +180,8 @@ class _Search:
     def _expected(self, factor: float) -> float:
         """Return the factor that averages over micro-batches explain and that is nearest to the measured one."""
         layout = self._variant.layout
-        known = [1.0, float(layout.dp), float(layout.cp), float(layout.dp * layout.cp)]
+        known = [float(dp * cp * merged) for dp in {1, layout.dp} for cp in {1, layout.cp}
+                 for merged in {1, self._variant.merged}]  # fmt: skip
         return min(known, key=lambda each: abs(each - factor))
 
     def _parts(self, whole: torch.Tensor, rank: _Recorded) -> list[torch.Tensor]:
@@ -199,9 +213,10 @@ class _Search:
         """Return what the finalized gradient of a parameter is instead of that of one process; empty if unknown."""
         mine, true = self._ranks[rank].gradients[name]
         values = [each.gradients.get(name, (None, None))[0] for each in self._ranks]
-        return _multiple(mine, true, self._tolerance) or self._missing_sum(
-            ("tp", "cp", "dp", "ep", "pp"), rank, true, values
-        )
+        note = _multiple(mine, true, self._tolerance)
+        note = note or self._missing_sum(("tp", "cp", "dp", "ep", "pp"), rank, true, values)
+        over_tp = note.endswith("over tp is missing")
+        return note + (self._ranks[rank].missing_marks[name] if over_tp else "")
 
     def _missing_sum(
         self, axes: Sequence[str], rank: int, true: torch.Tensor, values: Sequence[torch.Tensor | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ class Difference:
     """A value that differs from that of one process, or from that of another replica.
 
     Attributes:
-        kind: ``"loss"``, ``"gradient"``, ``"gradient norm"``, ``"weight"``, ``"buffer"`` or ``"replicas"``.
+        kind: ``"loss"``, ``"gradient"``, ``"gradient norm"``, ``"weight"``, ``"buffer"``, ``"replicas"`` or ``"mark"``.
         name: The parameter, buffer or reported value.
         step: The training step, from 1.
         rank: The rank.
@@ -34,6 +35,8 @@ class Difference:
 
     def __str__(self) -> str:
         where = _rank_text(self.rank, self.coordinates)
+        if not math.isfinite(self.error):
+            return f"{self.kind} {self.name}, step {self.step}, {where}: {self.note or 'not finite'}"
         note = f"; {self.note}" if self.note else ""
         return f"{self.kind} {self.name}, step {self.step}, {where}: off by {self.error:.2g}{note}"
 

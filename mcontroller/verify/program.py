@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mcontroller.errors import MControllerError
 from parallel_state import cpu
@@ -44,6 +46,43 @@ class Program:
     seq_length: int
     micro_batches: int = 4
     micro_batch_size: int = 1
+
+    def smaller(self, *, micro_batches: int | None = None, **fields: Any) -> Program:
+        """Return the program with fewer micro-batches, and other values of fields of its config.
+
+        Args:
+            micro_batches: Micro-batches of one step; None for those of the program.
+            fields: Such as ``num_layers=2``. They are set after the config has derived other fields from its own.
+        """
+
+        def config(**parallel: Any) -> Any:
+            found = self.config(**parallel)
+            for name, value in fields.items():
+                setattr(found, name, value)
+            return found
+
+        return replace(self, config=config, micro_batches=micro_batches or self.micro_batches)
+
+    def merged_batch(self, indices: Sequence[int]) -> Any:
+        """Return several micro-batches as one.
+
+        Raises:
+            VerifyError: ``batch`` returns no dict.
+        """
+        batches = [self.batch(index) for index in indices]
+        if len(batches) == 1:
+            return batches[0]
+        if not all(isinstance(each, dict) for each in batches):
+            raise VerifyError(
+                f"mbs={len(batches)} merges micro-batches that are dicts of tensors, and batch returns a "
+                f"{type(batches[0]).__name__}; return a dict, or leave mbs out"
+            )
+        return {name: _joined([each[name] for each in batches], self.micro_batch_size) for name in batches[0]}
+
+
+def _joined(values: list[Any], rows: int) -> Any:
+    first = values[0]
+    return torch.cat(values) if isinstance(first, torch.Tensor) and first.dim() and len(first) == rows else first
 
 
 def load_program(reference: str) -> Program:

@@ -15,6 +15,7 @@ from mcontroller.verify.weights import ModelTensors, NamedTensor, named_tensors
 __all__ = ["LEARNING_RATE", "StepValues", "Training", "config_for"]
 
 LEARNING_RATE = 0.1
+_FLOAT32 = torch.float32
 _ADAM_EPS = 1.0  # an update is in proportion to its gradient: with a small value, it jumps where the gradient is 0
 
 
@@ -127,7 +128,7 @@ class Training:
         """Return the global indices of this rank's micro-batches in a step."""
         from megatron.core import parallel_state as mpu
 
-        count = self.program.micro_batches // mpu.get_data_parallel_world_size()
+        count = self.program.micro_batches // mpu.get_data_parallel_world_size()  # before they are merged
         first = step * self.program.micro_batches + mpu.get_data_parallel_rank() * count
         return range(first, first + count)
 
@@ -135,19 +136,20 @@ class Training:
         """Compute the gradients of a step, counted from 0."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        program, indices = self.program, self.micro_batches(step)
+        program, indices, merged = self.program, self.micro_batches(step), self.variant.merged
+        parts = [indices[start : start + merged] for start in range(0, len(indices), merged)]
         for each in self._wrapped:
             each.zero_grad_buffer()
         self._optimizer.zero_grad()
-        data = [iter([program.batch(index) for index in indices]) for _ in self._wrapped]
+        data = [iter([program.merged_batch(part) for part in parts]) for _ in self._wrapped]
         interleaved = self.variant.layout.vpp is not None
         reports = get_forward_backward_func()(
             forward_step_func=program.forward_step,
             data_iterator=data if interleaved else data[0],
             model=self._wrapped if interleaved else self._wrapped[0],
-            num_microbatches=len(indices),
+            num_microbatches=len(parts),
             seq_length=program.seq_length,
-            micro_batch_size=program.micro_batch_size,
+            micro_batch_size=program.micro_batch_size * merged,
             forward_only=False,
         )
         return StepValues([self._gradient(each) for each in self.named], _mean_reports(reports))
@@ -175,6 +177,8 @@ class Training:
 def _optimizer(wrapped: list[Any], distributed: bool) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    # Defaults were read at the import: in float64, they are still float32.
+    types = {each.name: torch.float32 for each in dataclasses.fields(OptimizerConfig) if each.default is _FLOAT32}
     config = OptimizerConfig(
         optimizer="adam",
         lr=LEARNING_RATE,
@@ -184,6 +188,7 @@ def _optimizer(wrapped: list[Any], distributed: bool) -> Any:
         use_distributed_optimizer=distributed,
         bf16=False,
         fp16=False,
+        **types,
     )
     return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
 

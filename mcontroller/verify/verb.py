@@ -14,8 +14,14 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcontroller.verify.outcome import Outcome
+    from mcontroller.verify.program import Program
+    from mcontroller.verify.verifier import Verifier
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--all", action="store_true", help="every layout of up to --ranks ranks that fits the program")
     parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a layout of --all; default: 8")
     parser.add_argument("--steps", type=int, default=2, help="training steps in each layout; default: 2")
+    parser.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
+    parser.add_argument("--shrink", type=Path, metavar="FILE", help="write the smallest failing test to this file")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the training of one process to this file")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare one process with what --save wrote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
 
 
@@ -39,33 +49,61 @@ def run(arguments: argparse.Namespace) -> int:
     from mcontroller.verify.verifier import Verifier
 
     warnings.filterwarnings("ignore", module="megatron")
-    verifier = Verifier(load_program(arguments.program), steps=arguments.steps)
-    texts = arguments.layouts or (
-        verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
-    )
-    sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", "first difference") + "\n")
-    began, outcomes = time.perf_counter(), []
-    for text in texts:
-        outcome = verifier.verify(text)
-        outcomes.append(outcome)
-        equal = "yes" if outcome.equal else "NO"
-        seconds = f"{outcome.seconds:.1f}"
-        row = _COLUMNS.format(text, outcome.ranks, equal, f"{outcome.largest:.1e}", seconds, outcome.first())
-        sys.stdout.write(row.rstrip() + "\n")
-        sys.stdout.flush()
+    program = load_program(arguments.program)
+    began = time.perf_counter()
+    verifier = Verifier(program, steps=arguments.steps, exact=arguments.exact)
+    if arguments.save:
+        verifier.save(arguments.save)
+    outcomes = list(_printed(_outcomes(verifier, arguments)))
     different = [each for each in outcomes if not each.equal]
     for outcome in different:
         sys.stdout.write(f"\n{outcome.layout}\n" + "".join(f"  {line}\n" for line in outcome.lines()))
-    seconds = f"{time.perf_counter() - began:.1f} s"
-    sys.stdout.write(f"\n{_summary(len(outcomes), [each.layout for each in different])} in {seconds}; ")
-    sys.stdout.write(f"a difference below {verifier.tolerance:.1e} of the largest value counts as rounding\n")
+    sys.stdout.write(f"\n{_summary(len(outcomes), len(different))} in {time.perf_counter() - began:.1f} s\n")
+    sys.stdout.write(f"rounding: below {verifier.tolerance:.1e} of the largest value of a tensor\n")
+    sys.stdout.write(f"fingerprint of one process: {verifier.reference.fingerprint}\n")
     if arguments.json:
-        found = {"tolerance": verifier.tolerance, "layouts": [each.as_json() for each in outcomes]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        _write_json(arguments.json, verifier, outcomes)
+    layouts = [each.layout for each in different if not each.layout.startswith("against ")]
+    if arguments.shrink and layouts:
+        _write_test(arguments, program, layouts[0])
     return 1 if different else 0
 
 
-def _summary(count: int, different: Sequence[str]) -> str:
+def _outcomes(verifier: Verifier, arguments: argparse.Namespace) -> Iterator[Outcome]:
+    if arguments.against:
+        yield verifier.against(arguments.against)
+    found = verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
+    yield from map(verifier.verify, arguments.layouts or found)
+
+
+def _printed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", "first difference") + "\n")
+    for each in outcomes:
+        figures = each.ranks, "yes" if each.equal else "NO", f"{each.largest:.1e}", f"{each.seconds:.1f}"
+        sys.stdout.write(_COLUMNS.format(each.layout, *figures, each.first()).rstrip() + "\n")
+        sys.stdout.flush()
+        yield each
+
+
+def _summary(count: int, different: int) -> str:
     if not different:
         return f"{count} layouts train the model of one process"
-    return f"{len(different)} of {count} layouts do not train the model of one process"
+    return f"{different} of {count} layouts do not train the model of one process"
+
+
+def _write_json(path: Path, verifier: Verifier, outcomes: Sequence[Outcome]) -> None:
+    found = {
+        "tolerance": verifier.tolerance,
+        "fingerprint": verifier.reference.fingerprint,
+        "layouts": [each.as_json() for each in outcomes],
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _write_test(arguments: argparse.Namespace, program: Program, layout: str) -> None:
+    from mcontroller.verify.shrinking import shrink, source_of_test
+
+    shrunk = shrink(program, layout, arguments.steps)
+    if shrunk is not None:
+        arguments.shrink.write_text(source_of_test(arguments.program, shrunk))
+        sys.stdout.write(f"smallest program that differs: {shrunk}; {arguments.shrink} fails because of it\n")

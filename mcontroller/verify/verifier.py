@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
 from mcontroller.verify.comparing import (
     OneProcess,
+    ReferenceStep,
     check_deterministic,
     compare_rank,
+    compare_references,
     replicas_that_differ,
     tolerance,
     train_reference,
@@ -27,8 +32,10 @@ from mcontroller.verify.layouts import (
 )
 from mcontroller.verify.locating import locate
 from mcontroller.verify.outcome import LayoutDiffers, Outcome
+from mcontroller.verify.precision import in_float64
 from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.training import config_for
+from mcontroller.verify.weights import ModelTensors
 from parallel_state import cpu
 from parallel_state.simulated import run_ranks
 
@@ -41,23 +48,34 @@ class Verifier:
     Args:
         program: The program.
         steps: Training steps in each layout.
-        dtype: The type of the weights.
+        exact: Whether to compute in float64, to tell faults from rounding.
 
     Attributes:
         config: The program's config in one process.
+        reference: The training of one process.
+        locates: Whether ``verify`` trains again to find where a difference begins.
 
     Raises:
         VerifyError: The program is not deterministic, or cannot be compared.
     """
 
-    def __init__(self, program: Program, *, steps: int = 2, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, program: Program, *, steps: int = 2, exact: bool = False) -> None:
         cpu.install()
-        self.program, self.steps, self.dtype = program, steps, dtype
+        self.program, self.steps, self._exact = program, steps, exact
+        self.locates = True
+        self._dtype = torch.float64 if exact else torch.float32
         check_divisible(program, ONE_PROCESS)
-        self.config = config_for(program, ONE_PROCESS, dtype)
-        train: Callable[[], OneProcess] = partial(train_reference, program, dtype, steps)
-        self.reference, again = run_ranks(ONE_PROCESS.layout, train)[0], run_ranks(ONE_PROCESS.layout, train)[0]
+        with self._precision():
+            self.config = config_for(program, ONE_PROCESS, self._dtype)
+            self.reference, again = self._one_process(), self._one_process()
         check_deterministic(self.reference, again)
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        return in_float64() if self._exact else contextlib.nullcontext()
+
+    def _one_process(self, start: ModelTensors | None = None) -> OneProcess:
+        train = partial(train_reference, self.program, self._dtype, self.steps, start)
+        return run_ranks(ONE_PROCESS.layout, lambda: train())[0]
 
     @property
     def tolerance(self) -> float:
@@ -76,7 +94,7 @@ class Verifier:
         variant = parse_layout(text)
         try:
             check_divisible(self.program, variant)
-            config_for(self.program, variant, self.dtype)
+            config_for(self.program, variant, self._dtype)
         except VerifyError:
             return False
         return True
@@ -93,10 +111,11 @@ class Verifier:
         began = time.perf_counter()
         variant = parse_layout(layout) if isinstance(layout, str) else layout
         check_divisible(self.program, variant)
-        config_for(self.program, variant, self.dtype)
         outcome = Outcome(variant.text, variant.layout.world_size)
         try:
-            self._compare(variant, outcome)
+            with self._precision():
+                config_for(self.program, variant, self._dtype)
+                self._compare(variant, outcome)
         except VerifyError:
             raise
         except Exception as error:  # whatever the program raises: the report names it, and other layouts go on
@@ -112,10 +131,43 @@ class Verifier:
         outcome.differences = [each for each in found if each.step == first] or replicas_that_differ(
             reports, self.steps
         )
-        if found:
+        if found and self.locates:
             located = locate(self.program, variant, self.reference, outcome.differences)
             outcome.place = located.place
             outcome.differences = [located.noted(each) for each in outcome.differences]
+
+    def save(self, path: Path) -> None:
+        """Write the training of one process to a file, for ``against`` with another version of the code."""
+        torch.save(asdict(self.reference), path)
+
+    def against(self, path: Path) -> Outcome:
+        """Compare the training of one process with a saved one, from the saved weights.
+
+        Args:
+            path: What ``save`` wrote with this program, in another environment or at another commit.
+
+        Raises:
+            VerifyError: The file has other weights, another number of steps, or is no such file.
+        """
+        began = time.perf_counter()
+        saved = _load(path)
+        if len(saved.steps) != self.steps or saved.dtype != self._dtype:
+            raise VerifyError(
+                f"{path} has {len(saved.steps)} steps in {saved.dtype}; this run makes {self.steps} in {self._dtype}"
+            )
+        with self._precision():
+            mine = self._one_process(saved.start)
+        differences, largest = compare_references(mine, saved, self.tolerance)
+        return Outcome(f"against {path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
+
+
+def _load(path: Path) -> OneProcess:
+    try:
+        found = torch.load(path, weights_only=True)
+        steps = [ReferenceStep(**step) for step in found.pop("steps")]
+        return OneProcess(**found, steps=steps)
+    except (OSError, RuntimeError, TypeError, KeyError, UnpicklingError) as error:
+        raise VerifyError(f"{path} is no file that --save wrote: {type(error).__name__}: {error}") from error
 
 
 def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:

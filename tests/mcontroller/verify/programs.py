@@ -18,13 +18,6 @@ MOE = load_program(f"{EXAMPLES / 'moe.py'}:program")
 def smaller(program: Program, **changes: Any) -> Program:
     """Return a program of two layers and two micro-batches, with other fields of the program or of its config."""
     own = {each.name for each in dataclasses.fields(Program)}
+    changed = dataclasses.replace(program, **{name: value for name, value in changes.items() if name in own})
     of_config = {"num_layers": 2, **{name: value for name, value in changes.items() if name not in own}}
-
-    def config(**parallel: Any) -> Any:
-        found = program.config(**parallel)
-        for name, value in of_config.items():
-            setattr(found, name, value)
-        return found
-
-    of_program = {"micro_batches": 2, **{name: value for name, value in changes.items() if name in own}}
-    return dataclasses.replace(program, **{"config": config, **of_program})
+    return changed.smaller(micro_batches=changes.get("micro_batches", 2), **of_config)
