@@ -111,7 +111,7 @@ def simulated_worker_group(
         seed: the seed of the random schedule.
         check_async: whether to report tensors that change between an asynchronous call and its wait.
         trace: records what the ranks communicate.
-        modules: packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
+        modules: packages that each rank imports for itself; see ``parallel_state.simulated.run_ranks``.
         kwargs: keyword arguments of the worker's ``__init__``.
 
     Raises:
@@ -135,7 +135,7 @@ def simulated_worker_group(
             seed=seed,
             check_async=check_async,
             trace=trace,
-            modules=("mcontroller.transport", *modules),  # which has the event loop of async methods
+            modules=modules,
             variables=lambda rank: RankEnvironment(rank, size, rank, size, master_port=1).variables(),
         )
 

@@ -114,5 +114,25 @@ class _Rewriter(ast.NodeTransformer):
             node.value = ast.copy_location(ast.Constant(False), node.value)
         return node
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.JoinedStr:
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        first = node.values[0] if len(node.values) == 2 else None
+        if isinstance(first, ast.Constant) and first.value == "cuda:":
+            return ast.copy_location(ast.Constant("cpu"), node)
         return node  # text for people, even if it contains "cuda"
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        if isinstance(node.op, ast.Mod) and _is_constant(node.left, "cuda:%d", "cuda:%s"):
+            return ast.copy_location(ast.Constant("cpu"), node)
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called == "format" and _is_constant(getattr(node.func, "value", None), "cuda:{}"):
+            return ast.copy_location(ast.Constant("cpu"), node)
+        if called == "device" and len(node.args) == 2 and _is_constant(node.args[0], "cuda"):
+            del node.args[1]  # the index
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+
+def _is_constant(node: ast.expr | None, *values: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value in values

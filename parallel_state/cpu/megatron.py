@@ -96,6 +96,7 @@ def _add_weight_gradient(tokens: torch.Tensor, grad_output: torch.Tensor, main_g
 
 
 def _utils(module: Any) -> None:
+    WITHOUT_TE[module.__name__](module)
     module.local_multi_tensor_scale = _scale
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _SHOWN_TENSORS = 4
 _ROOT = Path(__file__).parents[1]
 _ADAPTERS = tuple(str(_ROOT / name) + os.sep for name in ("hangs", "simulated", "cpu"))
 _LIBRARY, _MEGATRON, _USER = range(3)
+_MEGATRON_PACKAGE = re.compile(r"/megatron/(core|legacy|post_training|rl|training)/")
 
 AXIS_OF_DESCRIPTION = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -76,9 +78,9 @@ def calling_position(frame: FrameType | None = None) -> tuple[_Place | None, _Pl
     inner: _Place | None = None
     while frame is not None:
         code = frame.f_code
-        kind = _kinds.get(code)
+        kind = _kinds.get(code.co_filename)  # equal code of two files is one key
         if kind is None:
-            kind = _kinds[code] = _kind(code.co_filename)
+            kind = _kinds[code.co_filename] = _kind(code.co_filename)
         if kind == _USER:
             return (code, frame.f_lasti), inner
         if kind == _MEGATRON and inner is None:
@@ -89,17 +91,17 @@ def calling_position(frame: FrameType | None = None) -> tuple[_Place | None, _Pl
 
 def source_line(program: _Place | None, megatron: _Place | None) -> SourceLine:
     """Return the text of two places of ``calling_position``."""
-    inner = None if megatron is None else _text(*megatron)
+    inner = None if megatron is None else _text(megatron[0].co_filename, *megatron)
     if program is None:
         return SourceLine(inner or "(unknown)")
-    return SourceLine(_text(*program), inner)
+    return SourceLine(_text(program[0].co_filename, *program), inner)
 
 
-_kinds: dict[CodeType, int] = {}
+_kinds: dict[str, int] = {}
 
 
 def _kind(filename: str) -> int:
-    if "/megatron/core/" in filename:
+    if _MEGATRON_PACKAGE.search(filename):
         return _MEGATRON
     inside = filename.startswith((*_ADAPTERS, os.path.dirname(os.__file__) + os.sep, "<frozen", "<string>"))
     installed = "/site-packages/" in filename and not filename.startswith(_ADAPTERS)
@@ -108,8 +110,7 @@ def _kind(filename: str) -> int:
 
 
 @functools.cache
-def _text(code: CodeType, offset: int) -> str:
-    filename = code.co_filename
+def _text(filename: str, code: CodeType, offset: int) -> str:
     installed = filename.rpartition("/site-packages/")[2]
     if installed == filename:
         relative = os.path.relpath(filename)

@@ -71,6 +71,17 @@ def _layers(module: Any) -> None:
     module._grad_accum_fusion_available = True
 
 
+def _utils(module: Any) -> None:
+    """Return False for any version of a Transformer Engine that is not installed, instead of a TypeError."""
+    is_min_version = module.is_te_min_version
+
+    @functools.wraps(is_min_version)
+    def is_installed_and_min_version(version: str, check_equality: bool = True) -> bool:
+        return module.get_te_version() is not None and is_min_version(version, check_equality)
+
+    module.is_te_min_version = is_installed_and_min_version
+
+
 def _latent_attention(module: Any) -> None:
     """Build multi-latent attention of local layers: without Transformer Engine, its classes are mocks (0.16)."""
     if not isinstance(getattr(module, "TELinear", None), type | None):
@@ -78,6 +89,7 @@ def _latent_attention(module: Any) -> None:
 
 
 PATCHES: dict[str, Patch] = {
+    "megatron.core.utils": _utils,
     "megatron.core.tensor_parallel.random": _random,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.transformer.multi_latent_attention": _latent_attention,

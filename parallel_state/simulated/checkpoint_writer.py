@@ -24,6 +24,7 @@ def in_process_writers() -> dict[Any, dict[str, Any]]:
         writer.FileSystemWriterAsync: {"write_preloaded_data_multiproc": staticmethod(_write_all)},
         writer: {"_get_write_results_queue": queue.SimpleQueue, "get_write_results_queue": queue.SimpleQueue},
         caller.TemporalAsyncCaller: {"schedule_async_call": _write_now},
+        caller.PersistentAsyncCaller: {"__init__": _without_queues, "schedule_async_call": _write_now},
     }
     return {
         owner: {name: value for name, value in values.items() if hasattr(owner, name)}
@@ -58,8 +59,14 @@ def _write_all(transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any]
     results.put(by_index)
 
 
+def _without_queues(caller: Any) -> None:
+    """Initialize a caller without the queues of its process, which starts another process of Python's."""
+    caller.process = caller.start_time = caller.cur_item = None
+    caller.cur_idx = -1
+
+
 def _write_now(caller: Any, request: Any) -> None:
-    """Write a checkpoint at once; the arguments are those of ``TemporalAsyncCaller.schedule_async_call``."""
+    """Write a checkpoint at once; the arguments are those of ``AsyncCaller.schedule_async_call``."""
     if request.async_fn is None:
         return
     args = list(request.async_fn_args)

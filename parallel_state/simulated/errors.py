@@ -11,6 +11,7 @@ __all__ = [
     "Disagreement",
     "NonMemberError",
     "RankStopped",
+    "SharedStateWarning",
     "SimulationError",
     "UnfinishedCalls",
     "UnsupportedError",
@@ -53,6 +54,10 @@ class Disagreement(SimulationError):
 
 class UnsupportedError(SimulationError):
     """Something that cannot be simulated: threads that communicate, other devices than the CPU, fork."""
+
+
+class SharedStateWarning(UserWarning):
+    """Ranks rebound globals of modules, or attributes of classes, that all simulated ranks share."""
 
 
 class RankStopped(BaseException):

@@ -24,7 +24,8 @@ class GroupRegistry:
     """All groups of a simulation.
 
     Every rank calls ``new_group`` for every group, members or not, in the same order. Only groups with
-    ``use_local_synchronization=True`` are created by their members alone.
+    ``use_local_synchronization=True`` are created by their members alone. In one call, every rank may create a group of
+    itself alone. Larger groups cannot share a call: all of them write their addresses under the same keys of the store.
 
     Args:
         world_size: the number of ranks.
@@ -35,7 +36,7 @@ class GroupRegistry:
     def __init__(self, world_size: int, topology: Topology | None) -> None:
         self._world = tuple(range(world_size))
         self._topology = topology
-        self._groups: list[SharedGroup] = []
+        self._groups: list[dict[tuple[int, ...], SharedGroup]] = []  # of each call, by members
         self._local: dict[str, SharedGroup] = {}
         self._created = [0] * world_size
         self._members: list[list[SimulatedGroup]] = [[] for _ in range(world_size)]
@@ -65,16 +66,19 @@ class GroupRegistry:
             number = self._created[rank]
             self._created[rank] += 1
             if number == len(self._groups):
-                self._groups.append(self._new(name, description, members, rank))
-            group = self._groups[number]
-            if group.ranks != members:
+                self._groups.append({})
+            of_call = self._groups[number]
+            other = next((each for ranks, each in of_call.items() if ranks != members), None)
+            if other is not None and not (members == (rank,) and all(map(_is_of_its_caller, of_call.values()))):
                 raise CollectiveMismatch(
-                    f"call {number} of new_group has different ranks: all ranks create all groups in the same order"
-                    f"\n\n{self.describe(group.creator)}: new_group({members_text(group.ranks)}) {group.description}"
-                    f"\n    at {group.line}\n{self.describe(rank)}: new_group({members_text(members)}) {description}"
+                    f"call {number} of new_group has different ranks: all ranks create all groups in the same order, "
+                    f"or each a group of itself alone\n\n{self.describe(other.creator)}: "
+                    f"new_group({members_text(other.ranks)}) {other.description}"
+                    f"\n    at {other.line}\n{self.describe(rank)}: new_group({members_text(members)}) {description}"
                     f"\n    at {calling_line()}",
-                    ranks=(group.creator, rank),
+                    ranks=(other.creator, rank),
                 )
+            group = of_call.setdefault(members, self._new(name, description, members, rank))
         group.created_by.add(rank)
         return group
 
@@ -111,7 +115,7 @@ class GroupRegistry:
         fewer = tuple(rank for rank, count in enumerate(self._created) if count < most)
         if not fewer:
             return None
-        group = self._groups[self._created[fewer[0]]]
+        group = next(iter(self._groups[self._created[fewer[0]]].values()))
         return (
             f"{self.describe(fewer[0])} called new_group {self._created[fewer[0]]} times, and rank {group.creator} "
             f"{most} times: all ranks create all groups\n\n{self.describe(group.creator)}: new_group("
@@ -131,6 +135,10 @@ class GroupRegistry:
         axes = self._topology.expert_axes if expert else self._topology.dense_axes
         coordinates = [self._topology.coordinates(rank) for rank in ranks]
         return "-".join(axis for axis in axes if len({each[axis] for each in coordinates}) > 1)
+
+
+def _is_of_its_caller(group: SharedGroup) -> bool:
+    return group.created_by == set(group.ranks) and len(group.ranks) == 1
 
 
 def _group_name(name: str) -> Any:

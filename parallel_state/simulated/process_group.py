@@ -350,5 +350,11 @@ class SimulatedStore(dist.Store):
         """Return the number of keys."""
         return len(self._values)
 
+    def clone(self) -> SimulatedStore:
+        """Return this store: there is no connection."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # the names by which a PrefixStore calls them
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Do nothing: there is no timeout."""

@@ -19,6 +19,7 @@ import torch
 
 from parallel_state.patches.import_hook import ImportHook
 from parallel_state.rank_state import Attributes, RankState, StatePart, StateValue, distributed_parts
+from parallel_state.simulated.own_modules import OwnModules
 
 __all__ = ["ProcessState", "has_megatron"]
 
@@ -32,7 +33,7 @@ _CLASS_ATTRIBUTES = (
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "main_loss_backward_scale"),
     ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler", "main_loss_backward_scale"),
 )
-_MODULES = ("megatron", "workers")
+_MODULES = ("megatron", "workers", "mcontroller.transport")  # the last has the event loop of async methods
 
 
 class ProcessState:
@@ -40,11 +41,11 @@ class ProcessState:
 
     Args:
         functions: object -> names of the attributes that each rank replaces, such as functions of torch.
-        modules: further packages or modules whose globals each rank has to itself, if a function rebinds them.
+        own_modules: the packages that each rank imports for itself.
     """
 
-    def __init__(self, functions: Mapping[Any, tuple[str, ...]], modules: tuple[str, ...] = ()) -> None:
-        self._packages = (*_MODULES, *modules)
+    def __init__(self, functions: Mapping[Any, tuple[str, ...]], own_modules: OwnModules) -> None:
+        self._own_modules = own_modules
         self._known: set[str] = set()
         self._environment = StateValue(lambda: dict(_variables()), _set_variables)
         self._replaced = {id(owner): Attributes(owner, names, _same) for owner, names in functions.items()}
@@ -58,6 +59,7 @@ class ProcessState:
             StateValue(torch.get_rng_state, torch.set_rng_state),
             StateValue(torch.get_default_dtype, torch.set_default_dtype),
             StateValue(os.getcwd, _change_directory),
+            own_modules,
         ]
         if has_megatron():
             self._add_megatron()
@@ -100,15 +102,17 @@ class ProcessState:
     @contextlib.contextmanager
     def watched_imports(self) -> Iterator[None]:
         """Return a context manager in which a module is added at the end of its import, with its first values."""
-        watch = ImportHook(self._is_swapped, self._add)
-        sys.meta_path.insert(0, watch)
+        hooks = [ImportHook(self._is_swapped, self._add), self._own_modules.hook()]
+        sys.meta_path[:0] = hooks
         try:
             yield
         finally:
-            sys.meta_path.remove(watch)
+            for hook in hooks:
+                sys.meta_path.remove(hook)
 
     def _is_swapped(self, name: str) -> bool:
-        return any(name == package or name.startswith(f"{package}.") for package in self._packages)
+        inside = any(name == package or name.startswith(f"{package}.") for package in _MODULES)
+        return inside and not self._own_modules.has(name)
 
     def _add(self, module: ModuleType) -> None:
         if module.__name__ in self._known:

@@ -42,7 +42,9 @@ def run_ranks(
         seed: the seed of the random schedule.
         check_async: whether to report tensors that change between an asynchronous call and its wait.
         trace: records what the ranks communicate, from when they are initialized.
-        modules: packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself.
+        modules: packages that each rank imports for itself: module globals and classes are its own, as in a process.
+            Others are shared, except globals of Megatron and of ``workers`` that a function rebinds. What ranks write
+            into modules and classes that they share is reported as a ``SharedStateWarning``.
 
     Raises:
         Deadlock: no rank can go on; the message begins with the cause and has the position of every rank.

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -29,15 +30,18 @@ from parallel_state.simulated.errors import (
 )
 from parallel_state.simulated.exchange import Exchange
 from parallel_state.simulated.groups import GroupRegistry
+from parallel_state.simulated.own_modules import OwnModules
 from parallel_state.simulated.process_group import SimulatedGroup, SimulatedStore
 from parallel_state.simulated.process_state import ProcessState, has_megatron
 from parallel_state.simulated.scheduler import RankThread, Scheduler
+from parallel_state.simulated.shared_writes import SharedWrites
 from parallel_state.simulated.trace import CommunicationTrace, Transfer
 from parallel_state.topology import Topology
 
 __all__ = ["Simulation"]
 
 _SCHEDULES = ("round_robin", "random")
+_RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")
 
 
 class Simulation:
@@ -50,8 +54,7 @@ class Simulation:
         check_async: whether to report tensors that change between an asynchronous call and its wait, which copies
             them.
         trace: records every call.
-        modules: packages, in addition to Megatron and ``workers``, whose module globals each rank has to itself, if
-            functions rebind them.
+        modules: packages that each rank imports for itself, so that module globals and classes are its own.
         variables: environment variables by rank; None for those of torchrun.
 
     Attributes:
@@ -80,15 +83,21 @@ class Simulation:
         self.world_size = layout if isinstance(layout, int) else layout.world_size
         self.failed_rank: int | None = None
         self._values: dict[str, bytes] = {}  # of the store
+        self._stores: list[SimulatedStore] = []
         topology = Topology.from_layout(layout) if isinstance(layout, ParallelLayout) else layout
         self._groups = GroupRegistry(self.world_size, topology if isinstance(topology, Topology) else None)
         self._exchange = Exchange(self.describe, check_async)
         self._trace = trace
         self._key_waits: dict[int, KeyWait] = {}
+        self._with_own_modules: set[int] = set()
+        self._running_last: int | None = None
         self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
         self._scheduler = Scheduler(self.world_size, seed, self._switch_to, self._deadlock, self._on_error)
         replacements = [_same_on_every_rank() | self._replacements(rank) for rank in range(self.world_size)]
-        self._process = ProcessState({owner: tuple(names) for owner, names in replacements[0].items()}, tuple(modules))
+        self._own_modules = OwnModules(modules)
+        names = {owner: tuple(values) for owner, values in replacements[0].items()}
+        self._process = ProcessState(names, self._own_modules)
+        self._shared_writes = SharedWrites(self._own_modules.has, self._process.parts)
         self._switch = StateSwitch(self._process.parts)
         self._states = [
             self._process.new_rank((variables or self._torchrun)(rank), replacements[rank])
@@ -120,6 +129,7 @@ class Simulation:
         outside, threads = self._switch.active, torch.get_num_threads()
         torch.set_num_threads(1)
         self._process.add_imported()
+        self._shared_writes.start(functions.values())
         try:
             with self._process.watched_imports():
                 self._scheduler.run({rank: self._on_thread(rank, function) for rank, function in functions.items()})
@@ -132,6 +142,7 @@ class Simulation:
             raise self._scheduler.failure
         if len(functions) == self.world_size:
             self._check_all_finished()
+        self._shared_writes.report()
         return {rank: self.ranks[rank].result for rank in functions}
 
     def close(self) -> None:
@@ -261,6 +272,8 @@ class Simulation:
             error.add_note(f"raised on {self.describe(rank)}; then:\n{_positions_text(self)}")
 
     def _switch_to(self, rank: int) -> None:
+        self._shared_writes.see(self._running_last)
+        self._running_last = rank
         self._switch.to(self._states[rank])
 
     def _on_thread(self, rank: int, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -271,7 +284,10 @@ class Simulation:
             if device.type != "cpu":
                 torch.set_default_device(device)
             torch.set_grad_enabled(grad)
-            value = function()
+            if rank not in self._with_own_modules:
+                self._with_own_modules.add(rank)
+                self._own_modules.import_all()
+            value = self._own_modules.on_this_rank(function)()
             self._thread_state[rank] = torch.get_default_device(), torch.is_grad_enabled()
             return value
 
@@ -284,15 +300,19 @@ class Simulation:
 
     def _replacements(self, rank: int) -> dict[Any, dict[str, Any]]:
         """Return the functions that this rank replaces: object -> name -> function."""
+        store = SimulatedStore(self._values, self._wait_for_keys, self._keys_changed)
+        self._stores.append(store)  # torch has a reference to its C++ part alone
 
-        def rendezvous(url: str, given: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
-            if (given, world_size) not in ((-1, -1), (rank, self.world_size)):
+        def meet(url: str, **_: Any) -> Iterator[Any]:
+            given = {"rank": rank, "world_size": self.world_size}
+            given.update((name, int(value)) for name, value in parse_qsl(urlsplit(url).query) if name in given)
+            if given != {"rank": rank, "world_size": self.world_size}:
                 raise SimulationError(
-                    f"init_process_group with rank {given} of {world_size}; this is simulated rank {rank} of "
+                    f"rendezvous with rank {given['rank']} of {given['world_size']}; this is simulated rank {rank} of "
                     f"{self.world_size}",
                     ranks=(rank,),
                 )
-            yield SimulatedStore(self._values, self._wait_for_keys, self._keys_changed), rank, self.world_size
+            yield store, rank, self.world_size
 
         def new_group(size: int, index: Any, ranks: Sequence[int], backend: Any, store: Any, name: str, /,
                       backend_options: Any = None, timeout: Any = None, pg_tag: Any = None, device_id: Any = None,
@@ -321,11 +341,11 @@ class Simulation:
 
         functions: dict[str, Any] = {
             "_new_process_group_helper": new_group,
-            "rendezvous": rendezvous,
             "_warn_not_in_group": not_in_group,
             "_unregister_all_process_groups": unregister_all,
         }
-        return {c10d: functions, **self._rejections(rank)}
+        handlers = dict.fromkeys(_RENDEZVOUS._rendezvous_handlers, meet)
+        return {c10d: functions, _RENDEZVOUS: {"_rendezvous_handlers": handlers}, **self._rejections(rank)}
 
     def _rejections(self, rank: int) -> dict[Any, dict[str, Any]]:
         """Return the functions that raise UnsupportedError on this rank."""

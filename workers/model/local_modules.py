@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from mcontroller.errors import ConfigError
 
@@ -241,7 +241,7 @@ class _GroupedLinear(torch.nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the same as Megatron's for Transformer Engine: experts are one more dim, or one key each."""
-        metadata = metadata or {}
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
         first = self.groups.ep.rank() * self.num_gemms
         experts = self.groups.ep.size() * self.num_gemms
         sharded = {}
@@ -254,7 +254,7 @@ class _GroupedLinear(torch.nn.Module):
                 {f"{index}.weight": self.split_dim},
                 sharded_offsets if one_by_one else (*sharded_offsets, offset),
                 tp_group=self.groups.expt_tp,
-                dp_cp_group=metadata.get("dp_cp_group", self.groups.dp_cp),
+                dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(tensors, f"{index}.", f"{first + index}.{prefix}" if one_by_one else prefix)
             tensor = tensors[f"{index}.weight"]

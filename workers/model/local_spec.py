@@ -45,15 +45,8 @@ def block_spec(
         vp_stage: the virtual stage on it, or None.
 
     Raises:
-        ConfigError: ``moe_layer_freq`` lists another number of layers, or experts are not grouped.
+        ConfigError: ``moe_layer_freq`` lists another number of layers.
     """
-    if config.num_moe_experts is not None and not config.moe_grouped_gemm:
-        raise ConfigError(
-            "experts that are computed one by one are wrong over the ep axis: set "
-            "model.transformer.moe_grouped_gemm to true",
-            key="model.transformer.moe_grouped_gemm",
-            value=False,
-        )
     if implementation == "transformer_engine":
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage, pp_rank=pp_rank

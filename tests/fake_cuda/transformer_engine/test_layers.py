@@ -11,7 +11,6 @@ import transformer_engine as te
 from megatron.core.transformer.torch_norm import L2Norm
 from transformer_engine import received
 
-from mcontroller.errors import ConfigError
 from tests.fake_cuda.tags import traffic
 from tests.forking import run_ranks
 from tests.training import SMALL_GPT, new_context
@@ -62,15 +61,10 @@ def test_l2_norm_of_queries_and_keys_is_built(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
-def test_experts_one_by_one_are_rejected(implementation: str) -> None:
-    def build() -> str:
-        with pytest.raises(ConfigError) as caught:
-            built(model)
-        return caught.value.fields["key"]
-
+def test_experts_one_by_one_are_built(implementation: str) -> None:
     fields = {"moe_grouped_gemm": False}
     model = dataclasses.replace(SMALL_GPT, transformer_impl=implementation, transformer=fields, **EXPERTS)
-    assert run_ranks(build, 1) == ["model.transformer.moe_grouped_gemm"]
+    assert run_ranks(lambda: type(built(model).decoder.layers[0].mlp.experts).__name__, 1) == ["SequentialMLP"]
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ cpu.install()
 
 
 def evaluated(expression: str) -> object:
-    namespace: dict[str, object] = {"keywords": lambda **kwargs: kwargs}
+    namespace: dict[str, object] = {"keywords": lambda **kwargs: kwargs, "device": lambda *args: args}
     exec(compile(literals.rewrite(f"value = {expression}".encode()), "<test>", "exec"), namespace)
     return namespace["value"]
 
@@ -34,6 +34,10 @@ def evaluated(expression: str) -> object:
         ("'torch.cuda.BFloat16Tensor, '", "torch.BFloat16Tensor, "),
         ("keywords(pin_memory=True, device='cuda')", {"pin_memory": False, "device": "cpu"}),
         ("keywords(pin_memory=False)", {"pin_memory": False}),
+        ("f'cuda:{1 + 1}'", "cpu"),
+        ("'cuda:{}'.format(3)", "cpu"),
+        ("'cuda:%d' % 3", "cpu"),
+        ("device('cuda', 3)", ("cpu",)),
     ],
 )
 def test_devices_become_the_cpu(source: str, expected: object) -> None:

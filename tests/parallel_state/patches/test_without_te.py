@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from megatron.core import utils
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, random
 
 
@@ -25,3 +26,9 @@ def test_an_activation_is_computed_again_without_transformer_engine(monkeypatch:
     assert activated.untyped_storage().nbytes() == 0
     output.sin().sum().backward()
     torch.testing.assert_close(rows.grad, expected)
+
+
+@pytest.mark.skipif(utils.get_te_version() is not None, reason="needs an environment without Transformer Engine")
+def test_no_version_of_an_engine_that_is_not_installed_is_new_enough() -> None:
+    assert utils.is_te_min_version("1.0") is False
+    assert utils.is_te_min_version("1.0", check_equality=False) is False

@@ -1,0 +1,35 @@
+"""Training in float64, to tell faults from rounding: what is float32 in a program and in Megatron is float64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+__all__ = ["in_float64"]
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Return a context manager in which ``torch.float32`` is float64, and so is what ``Tensor.float`` returns.
+
+    Names that modules have bound at their import, such as ``from torch import float32``, stay float32.
+    """
+    double = torch.float64
+    before, type_of = torch.get_default_dtype(), torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return found.replace("Double", "Float") if isinstance(found, str) else found
+
+    names = mock.patch.multiple(torch, float32=double, float=double)
+    methods = mock.patch.multiple(torch.Tensor, float=torch.Tensor.double, type=type_name)
+    with names, methods:
+        torch.set_default_dtype(double)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

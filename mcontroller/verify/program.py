@@ -1,0 +1,119 @@
+"""What a team gives to ``verify``: its model, its batches and its loss, as functions that Megatron's training calls."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcontroller.errors import MControllerError
+from parallel_state import cpu
+
+__all__ = ["Program", "VerifyError", "load_program"]
+
+
+class VerifyError(MControllerError, ValueError):
+    """A program that cannot be verified; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program, as ``verify`` runs it.
+
+    Attributes:
+        config: returns the TransformerConfig. Its keyword arguments are fields of the config that follow from a layout,
+            such as ``tensor_model_parallel_size``: pass them on, ``TransformerConfig(num_layers=4, ..., **parallel)``.
+        model_provider: returns one stage of the model: ``model_provider(config, pre_process, post_process, vp_stage)``.
+        forward_step: Megatron's: ``forward_step(data_iterator, model)`` returns the output and the function of its
+            loss, which returns ``loss, num_tokens, report`` or ``loss, report``.
+        batch: returns the micro-batch of a global index, as this rank gets it: a context-parallel rank its part of
+            the sequence.
+        seq_length: tokens in a row, over all ranks.
+        micro_batches: micro-batches of one step, over all data-parallel ranks.
+        micro_batch_size: rows of a micro-batch.
+    """
+
+    config: Callable[..., Any]
+    model_provider: Callable[..., Any]
+    forward_step: Callable[..., Any]
+    batch: Callable[[int], Any]
+    seq_length: int
+    micro_batches: int = 4
+    micro_batch_size: int = 1
+
+    def smaller(self, *, micro_batches: int | None = None, **fields: Any) -> Program:
+        """Return the program with fewer micro-batches, and other values of fields of its config.
+
+        Args:
+            micro_batches: micro-batches of one step; None for those of the program.
+            fields: such as ``num_layers=2``. They are set after the config has derived other fields from its own.
+        """
+
+        def config(**parallel: Any) -> Any:
+            found = self.config(**parallel)
+            for name, value in fields.items():
+                setattr(found, name, value)
+            return found
+
+        return replace(self, config=config, micro_batches=micro_batches or self.micro_batches)
+
+    def merged_batch(self, indices: Sequence[int]) -> Any:
+        """Return several micro-batches as one.
+
+        Raises:
+            VerifyError: ``batch`` returns no dict.
+        """
+        batches = [self.batch(index) for index in indices]
+        if len(batches) == 1:
+            return batches[0]
+        if not all(isinstance(each, dict) for each in batches):
+            raise VerifyError(
+                f"mbs={len(batches)} merges micro-batches that are dicts of tensors, and batch returns a "
+                f"{type(batches[0]).__name__}; return a dict, or leave mbs out"
+            )
+        return {name: _joined([each[name] for each in batches], self.micro_batch_size) for name in batches[0]}
+
+
+def _joined(values: list[Any], rows: int) -> Any:
+    first = values[0]
+    return torch.cat(values) if isinstance(first, torch.Tensor) and first.dim() and len(first) == rows else first
+
+
+def load_program(reference: str) -> Program:
+    """Return the program that ``my_model.py:program`` or ``my_package.model:program`` names.
+
+    Raises:
+        VerifyError: there is no such file, module or name, or it is no Program.
+    """
+    source, separator, name = reference.rpartition(":")
+    if not separator or not source or not name:
+        raise VerifyError(f"expected FILE.py:NAME or MODULE:NAME, got {reference!r}", reference=reference)
+    module = _imported_file(Path(source)) if source.endswith(".py") else _imported(source)
+    found = getattr(module, name, None)
+    if not isinstance(found, Program):
+        have = [each for each, value in vars(module).items() if isinstance(value, Program)]
+        hint = f"its programs are {', '.join(have)}" if have else "it has no mcontroller.verify.Program"
+        raise VerifyError(f"{source} has no program {name!r}; {hint}", reference=reference)
+    return found
+
+
+def _imported_file(path: Path) -> Any:
+    if not path.is_file():
+        raise VerifyError(f"there is no file {path}", path=str(path))
+    cpu.install(packages=[path.stem])
+    sys.path.insert(0, str(path.resolve().parent))
+    return importlib.import_module(path.stem)
+
+
+def _imported(name: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise VerifyError(f"there is no module {name}", module=name)
+    cpu.install(packages=[name])
+    return importlib.import_module(name)

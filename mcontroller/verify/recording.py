@@ -1,0 +1,103 @@
+"""The outputs of modules in one step, and the gradients of these outputs, by module and micro-batch."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["ModuleCall", "StepRecords", "record_step", "source_of"]
+
+_LAYER = re.compile(r"(.*\blayers)\.(\d+)(.*)")
+
+ModuleCall = tuple[str, int, int]
+"""Module, micro-batch of the step, and number of the module's call for this micro-batch."""
+
+
+@dataclass
+class StepRecords:
+    """What one rank computed in a step.
+
+    Attributes:
+        outputs: the first floating-point tensor that each call of a module returned, in the order of the returns.
+        gradients: the gradients of these tensors.
+        sources: module -> class, file and line of its ``forward``.
+        containers: the names of the modules that contain all layers of a stage, whose output other stages do not have.
+    """
+
+    outputs: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    containers: set[str] = field(default_factory=set)
+
+
+def record_step(models: Sequence[torch.nn.Module]) -> StepRecords:
+    """Return records that fill as the chunks of a model run; call it right before the step."""
+    records = StepRecords()
+    for model in models:
+        current = _MicroBatch(records)
+        model.register_forward_pre_hook(current.begin)
+        for path, module in model.named_modules():
+            name = _name(model, path)
+            records.sources[name] = source_of(module)
+            if _has_layers(module):
+                records.containers.add(name)
+            module.register_forward_hook(lambda _m, _i, output, name=name, current=current: current.add(name, output))
+    return records
+
+
+class _MicroBatch:
+    """The micro-batch that a chunk computes."""
+
+    def __init__(self, records: StepRecords) -> None:
+        self._records = records
+        self._index = -1
+        self._calls: dict[str, int] = {}
+        self._last: torch.Tensor | None = None
+
+    def begin(self, *_: Any) -> None:
+        self._index += 1
+        self._calls, self._last = {}, None
+
+    def add(self, name: str, output: Any) -> None:
+        values = output if isinstance(output, tuple | list) else [output]
+        tensor = next((each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
+        if tensor is None or tensor is self._last:  # a module that returns what its last part returned
+            return
+        self._last = tensor
+        number = self._calls[name] = self._calls.get(name, -1) + 1
+        call = name, self._index, number
+        self._records.outputs[call] = tensor.detach().clone()
+        if tensor.requires_grad:
+            gradients = self._records.gradients
+            tensor.register_hook(lambda gradient: gradients.__setitem__(call, gradient.detach().clone()))  # type: ignore[no-untyped-call]
+
+
+def _name(model: Any, path: str) -> str:
+    """Return the name of a module, its layer counted over the whole model; the class for the model itself."""
+    found = _LAYER.match(path)
+    if found:
+        number = getattr(model.get_submodule(f"{found[1]}.{found[2]}"), "layer_number", None)
+        if isinstance(number, int):
+            return f"{found[1]}.{number - 1}{found[3]}"
+    return path or type(model).__name__
+
+
+def _has_layers(module: torch.nn.Module) -> bool:
+    lists = [each for each in module.modules() if isinstance(each, torch.nn.ModuleList)]
+    return any(len(each) and hasattr(each[0], "layer_number") for each in lists)
+
+
+def source_of(module: torch.nn.Module) -> str:
+    """Return the class of a module, and the file and line of its ``forward``."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return type(module).__name__
+    installed = code.co_filename.rpartition("/site-packages/")[2]
+    relative = os.path.relpath(installed) if installed == code.co_filename else installed
+    return f"{type(module).__name__}, {installed if relative.startswith('..') else relative}:{code.co_firstlineno}"

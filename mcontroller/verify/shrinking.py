@@ -1,0 +1,109 @@
+"""The smallest program that still differs: fewer axes, layers and micro-batches, and one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from mcontroller.verify.layouts import ONE_PROCESS, parallel_arguments
+from mcontroller.verify.outcome import Outcome
+from mcontroller.verify.program import Program, VerifyError
+from mcontroller.verify.verifier import Verifier
+
+__all__ = ["Shrunk", "shrink", "source_of_test"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """A program that differs.
+
+    Attributes:
+        layout: the text of the layout.
+        changes: arguments of ``Program.smaller``.
+        steps: training steps.
+        outcome: what verifying it found.
+    """
+
+    layout: str
+    changes: dict[str, int]
+    steps: int
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        changes = "".join(f", {name}={value}" for name, value in self.changes.items())
+        return f"layout {self.layout}{changes}, steps={self.steps}"
+
+
+def shrink(program: Program, layout: str, steps: int) -> Shrunk | None:
+    """Return the smallest program that differs in the same way; None if the given one does not differ.
+
+    Axes and flags are left out while a difference remains, then steps, micro-batches and layers.
+
+    Args:
+        program: the program.
+        layout: the text of a layout in which it differs.
+        steps: training steps.
+    """
+    found = _differing(program, Shrunk(layout, {}, steps, Outcome(layout, 0)))
+    smaller = found
+    while smaller is not None:
+        found = smaller
+        candidates = (_differing(program, each) for each in _smaller(program, found))
+        smaller = next((each for each in candidates if each is not None), None)
+    return found
+
+
+def source_of_test(reference: str, shrunk: Shrunk) -> str:
+    """Return the source of a test that fails as long as the program differs.
+
+    Args:
+        reference: FILE.py:NAME or MODULE:NAME of the program.
+        shrunk: the smallest program.
+    """
+    name = "".join(each if each.isalnum() else "_" for each in shrunk.layout)
+    arguments = ", ".join(f"{key}={value}" for key, value in shrunk.changes.items())
+    program = f"program.smaller({arguments})" if arguments else "program"
+    return (
+        "from mcontroller.verify import verify_layout\n"
+        "from mcontroller.verify.program import load_program\n\n"
+        f"program = load_program({reference!r})\n\n\n"
+        f"def test_{name}_trains_the_model_of_one_process():\n"
+        f"    verify_layout({program}, {shrunk.layout!r}, steps={shrunk.steps})\n"
+    )
+
+
+def _differing(program: Program, trial: Shrunk) -> Shrunk | None:
+    try:
+        verifier = Verifier(program.smaller(**trial.changes), steps=trial.steps)
+        verifier.locates = False
+        outcome = verifier.verify(trial.layout)
+    except VerifyError:
+        return None
+    expected = trial.outcome.failure
+    if outcome.equal or (trial.outcome.ranks and _kind(outcome.failure) != _kind(expected)):
+        return None
+    return dataclasses.replace(trial, outcome=outcome)
+
+
+def _kind(failure: str | None) -> str | None:
+    return None if failure is None else failure.partition(":")[0]
+
+
+def _smaller(program: Program, found: Shrunk) -> Iterator[Shrunk]:
+    parts = found.layout.split(",")
+    for index in range(len(parts)):
+        layout = ",".join(parts[:index] + parts[index + 1 :])
+        if layout:
+            yield dataclasses.replace(found, layout=layout)
+    if found.steps > 1:
+        yield dataclasses.replace(found, steps=1)
+    now = {"micro_batches": program.micro_batches, "num_layers": _layers(program), **found.changes}
+    for name, value in now.items():
+        for less in (each for each in range(1, value) if value % each == 0):
+            yield dataclasses.replace(found, changes={**found.changes, name: less})
+
+
+def _layers(program: Program) -> int:
+    config: Any = program.config(**parallel_arguments(ONE_PROCESS, None))
+    return int(config.num_layers)

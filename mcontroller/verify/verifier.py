@@ -1,0 +1,200 @@
+"""``Verifier``: the training of one process, with which layouts are compared."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+
+from mcontroller.verify.comparing import (
+    OneProcess,
+    ReferenceStep,
+    check_deterministic,
+    compare_rank,
+    compare_references,
+    replicas_that_differ,
+    tolerance,
+    train_reference,
+)
+from mcontroller.verify.layouts import (
+    ONE_PROCESS,
+    Variant,
+    all_layouts,
+    check_divisible,
+    default_layouts,
+    parse_layout,
+)
+from mcontroller.verify.locating import locate
+from mcontroller.verify.outcome import LayoutDiffers, Outcome
+from mcontroller.verify.precision import in_float64
+from mcontroller.verify.program import Program, VerifyError
+from mcontroller.verify.training import config_for
+from mcontroller.verify.weights import ModelTensors
+from parallel_state import cpu
+from parallel_state.simulated import run_ranks
+
+__all__ = ["Verifier", "verify_layout"]
+
+
+class Verifier:
+    """Verifies layouts of one program.
+
+    Args:
+        program: the program.
+        steps: training steps in each layout.
+        exact: whether to compute in float64, to tell faults from rounding.
+
+    Attributes:
+        config: the program's config in one process.
+        reference: the training of one process.
+        locates: whether ``verify`` trains again to find where a difference begins.
+
+    Raises:
+        VerifyError: the program is not deterministic, or cannot be compared.
+    """
+
+    def __init__(self, program: Program, *, steps: int = 2, exact: bool = False) -> None:
+        cpu.install()
+        self.program, self.steps, self._exact = program, steps, exact
+        self.locates = True
+        self._dtype = torch.float64 if exact else torch.float32
+        check_divisible(program, ONE_PROCESS)
+        with self._precision():
+            self.config = config_for(program, ONE_PROCESS, self._dtype)
+            self.reference, again = self._one_process(), self._one_process()
+        check_deterministic(self.reference, again)
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        return in_float64() if self._exact else contextlib.nullcontext()
+
+    def _one_process(self, start: ModelTensors | None = None) -> OneProcess:
+        train = partial(train_reference, self.program, self._dtype, self.steps, start)
+        return run_ranks(ONE_PROCESS.layout, lambda: train())[0]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference that counts as equal."""
+        return tolerance(self.program, self.reference)
+
+    def default_layouts(self) -> list[str]:
+        """Return the smallest layouts that have every axis of the model, alone and in pairs, and fit the program."""
+        return list(filter(self._fits, default_layouts(self.config)))
+
+    def all_layouts(self, most_ranks: int) -> list[str]:
+        """Return all layouts of powers of two up to a number of ranks that fit the program."""
+        return list(filter(self._fits, all_layouts(self.config, most_ranks)))
+
+    def _fits(self, text: str) -> bool:
+        variant = parse_layout(text)
+        try:
+            check_divisible(self.program, variant)
+            config_for(self.program, variant, self._dtype)
+        except VerifyError:
+            return False
+        return True
+
+    def verify(self, layout: str | Variant) -> Outcome:
+        """Train in a layout, and compare every rank with one process.
+
+        Args:
+            layout: a layout or its text, such as ``"tp=2,pp=2,sp"``.
+
+        Raises:
+            VerifyError: the layout does not fit the program, or the program ignores it.
+        """
+        began = time.perf_counter()
+        variant = parse_layout(layout) if isinstance(layout, str) else layout
+        check_divisible(self.program, variant)
+        outcome = Outcome(variant.text, variant.layout.world_size)
+        try:
+            with self._precision():
+                config_for(self.program, variant, self._dtype)
+                self._compare(variant, outcome)
+        except VerifyError:
+            raise
+        except Exception as error:  # whatever the program raises: the report names it, and other layouts go on
+            outcome.failure = _failure_text(error)
+        outcome.seconds = time.perf_counter() - began
+        return outcome
+
+    def _compare(self, variant: Variant, outcome: Outcome) -> None:
+        reports = run_ranks(variant.layout, lambda: compare_rank(self.program, variant, self.reference))
+        found = [each for report in reports for each in report.differences]
+        outcome.largest = max(report.largest for report in reports)
+        first = min((each.step for each in found), default=0)
+        outcome.differences = [each for each in found if each.step == first] or replicas_that_differ(
+            reports, self.steps
+        )
+        if found and self.locates:
+            located = locate(self.program, variant, self.reference, outcome.differences)
+            outcome.place = located.place
+            outcome.differences = [located.noted(each) for each in outcome.differences]
+
+    def save(self, path: Path) -> None:
+        """Write the training of one process to a file, for ``against`` with another version of the code."""
+        torch.save(asdict(self.reference), path)
+
+    def against(self, path: Path) -> Outcome:
+        """Compare the training of one process with a saved one, from the saved weights.
+
+        Args:
+            path: what ``save`` wrote with this program, in another environment or at another commit.
+
+        Raises:
+            VerifyError: the file has other weights, another number of steps, or is no such file.
+        """
+        began = time.perf_counter()
+        saved = _load(path)
+        if len(saved.steps) != self.steps or saved.dtype != self._dtype:
+            raise VerifyError(
+                f"{path} has {len(saved.steps)} steps in {saved.dtype}; this run makes {self.steps} in {self._dtype}"
+            )
+        with self._precision():
+            mine = self._one_process(saved.start)
+        differences, largest = compare_references(mine, saved, self.tolerance)
+        return Outcome(f"against {path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
+
+
+def _load(path: Path) -> OneProcess:
+    try:
+        found = torch.load(path, weights_only=True)
+        steps = [ReferenceStep(**step) for step in found.pop("steps")]
+        return OneProcess(**found, steps=steps)
+    except (OSError, RuntimeError, TypeError, KeyError, UnpicklingError) as error:
+        raise VerifyError(f"{path} is no file that --save wrote: {type(error).__name__}: {error}") from error
+
+
+def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:
+    """Assert that a layout trains the model that one process trains; for tests.
+
+    Args:
+        program: the program.
+        layout: the text of the layout, such as ``"tp=2,cp=2"``.
+        steps: training steps.
+
+    Returns:
+        The outcome: its largest difference and its seconds.
+
+    Raises:
+        LayoutDiffers: it does not; the message has the differences and where they begin.
+        VerifyError: the program cannot be verified in this layout.
+    """
+    verifier = Verifier(program, steps=steps)
+    outcome = verifier.verify(layout)
+    if not outcome.equal:
+        lines = "\n  ".join(outcome.lines())
+        raise LayoutDiffers(f"{layout} does not train the model that one process trains:\n  {lines}", outcome=outcome)
+    return outcome
+
+
+def _failure_text(error: Exception) -> str:
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"\nat {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}" + (f"\n{notes}" if notes else "")

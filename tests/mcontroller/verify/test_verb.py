@@ -1,0 +1,47 @@
+"""``mcontroller verify``: its table, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from mcontroller.cli.main import main
+from tests.mcontroller.verify.programs import EXAMPLES
+
+pytestmark = pytest.mark.simulated
+
+GPT = f"{EXAMPLES / 'gpt.py'}:program"
+
+
+def test_equal_layouts_are_a_table_and_success(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    assert main(["verify", GPT, "--layouts", "pp=2", "dp=2,distopt", "--steps", "1", "--json", str(result)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layout", "ranks", "equal", "largest", "seconds", "first", "difference"]
+    assert [line.split()[:3] for line in lines[1:3]] == [["pp=2", "2", "yes"], ["dp=2,distopt", "2", "yes"]]
+    assert lines[4].startswith("2 layouts train the model of one process in ")
+    found = json.loads(result.read_text())
+    assert [each["layout"] for each in found["layouts"]] == ["pp=2", "dp=2,distopt"]
+    assert all(each["equal"] and each["largest"] < found["tolerance"] for each in found["layouts"])
+
+
+def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    result = tmp_path / "result.json"
+    with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None):
+        assert main(["verify", GPT, "--layouts", "pp=2", "dp=2", "--steps", "1", "--json", str(result)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["pp=2", "2", "NO"]
+    assert lines[1].endswith("the sum over pp is that of one process: a reduction over pp is missing")
+    assert "1 of 2 layouts do not train the model of one process" in lines[-1]
+    difference = json.loads(result.read_text())["layouts"][0]["differences"][0]
+    assert (difference["kind"], difference["name"]) == ("gradient", "embedding.word_embeddings.weight")
+
+
+def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "no_such_file.py:program"]) == 1
+    assert capsys.readouterr().err == "mcontroller verify: VerifyError: there is no file no_such_file.py\n"

@@ -1,0 +1,206 @@
+"""``verify``: layouts that are equal, faults that are planted in Megatron's code, and where they are found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_layer
+
+from mcontroller.verify import LayoutDiffers, Outcome, Verifier, verify_layout
+from tests.mcontroller.verify.programs import GPT, MOE, smaller
+
+pytestmark = pytest.mark.simulated
+
+finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]  # the package has a function of this name
+
+DENSE = ["tp=2,sp", "pp=2", "cp=2", "dp=2,distopt", "tp=2,pp=2,sp,dp=2,distopt", "tp=2,cp=2,sp"]
+EXPERTS = ["ep=2,distopt", "tp=2,ep=2,sp", "tp=2,ep=2,etp=1,sp"]
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Verifier:
+    return Verifier(smaller(GPT, micro_batches=4))
+
+
+@pytest.fixture(scope="module")
+def moe() -> Verifier:
+    return Verifier(smaller(MOE))
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_layouts_of_a_gpt_are_equal(gpt: Verifier, layout: str) -> None:
+    outcome = gpt.verify(layout)
+    assert outcome.equal, outcome.lines()
+    assert 0 < outcome.largest < gpt.tolerance < 1e-4
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_layouts_of_a_mixture_of_experts_are_equal(moe: Verifier, layout: str) -> None:
+    outcome = moe.verify(layout)
+    assert outcome.equal, outcome.lines()
+
+
+@pytest.mark.parametrize("layout", ["ep=2", "tp=2,ep=2,sp"])
+def test_experts_that_are_computed_one_by_one_are_equal(layout: str) -> None:
+    verify_layout(smaller(MOE, moe_grouped_gemm=False), layout)
+
+
+def found(verifier: Verifier, layout: str, owner: Any, name: str, fault: Callable[..., Any]) -> Outcome:
+    """Return the outcome with a fault in Megatron that one process does not have."""
+    with mock.patch.object(owner, name, fault):
+        outcome = verifier.verify(layout)
+    assert not outcome.equal
+    return outcome
+
+
+def unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def test_a_missing_reduction_forward_is_located(gpt: Verifier) -> None:
+    outcome = found(gpt, "tp=2", layers, "reduce_from_tensor_model_parallel_region", unchanged)
+    assert outcome.place is not None
+    assert (outcome.place.direction, outcome.place.module) == ("forward", "embedding.word_embeddings")
+    assert (outcome.place.micro_batch, outcome.place.step, outcome.place.coordinates) == (0, 1, {"tp": 0})
+    assert outcome.place.source.startswith("VocabParallelEmbedding, megatron/core/tensor_parallel/layers.py:")
+    assert outcome.place.note == "the sum over tp is that of one process: a reduction over tp is missing"
+    assert {each.kind for each in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
+
+
+def test_a_missing_reduction_backward_is_located(gpt: Verifier) -> None:
+    function = layers.LinearWithGradAccumulationAndAsyncCommunication
+    forward = function.forward
+
+    def without_allreduce(ctx: Any, *args: Any) -> Any:
+        output = forward(ctx, *args)
+        ctx.allreduce_dgrad = False
+        return output
+
+    outcome = found(gpt, "tp=2", function, "forward", staticmethod(without_allreduce))
+    assert outcome.place is not None and outcome.place.direction == "backward"
+    assert outcome.place.module == "decoder.final_layernorm"
+    assert "a reduction over tp is missing" in outcome.place.note
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "parameter", "axis"),
+    [
+        ("tp=2,sp", "_allreduce_non_tensor_model_parallel_grads", "layer_norm_weight[0]", "tp"),
+        ("pp=2", "_allreduce_word_embedding_grads", "embedding.word_embeddings.weight", "pp"),
+    ],
+)
+def test_a_gradient_that_is_not_reduced_is_named(
+    gpt: Verifier, layout: str, name: str, parameter: str, axis: str
+) -> None:
+    outcome = found(gpt, layout, finalizing, name, nothing)
+    first = next(each for each in outcome.differences if each.kind == "gradient")
+    assert first.name.endswith(parameter)
+    assert first.note == f"the sum over {axis} is that of one process: a reduction over {axis} is missing"
+
+
+def test_gradients_of_the_distributed_optimizer_are_compared_by_shard(gpt: Verifier) -> None:
+    buckets = param_and_grad_buffer._ParamAndGradBucketGroup
+    outcome = found(gpt, "dp=2,distopt", buckets, "finish_grad_sync", nothing)
+    kinds = [each.kind for each in outcome.differences]
+    assert kinds.count("gradient") > 10
+    assert {each.rank for each in outcome.differences} == {0, 1}
+
+
+def test_a_norm_of_one_rank_is_found(gpt: Verifier) -> None:
+    def of_this_rank(gradients: list[torch.Tensor], **_: Any) -> float:
+        return float(torch.cat([each.flatten() for each in gradients]).norm())
+
+    outcome = found(gpt, "tp=2", optimizers, "get_grad_norm_fp32", of_this_rank)
+    assert outcome.differences[0].kind == "gradient norm"
+    assert " instead of " in outcome.differences[0].note
+    assert not [each for each in outcome.differences if each.kind == "gradient"]
+
+
+def test_a_buffer_that_is_not_reduced_is_found(moe: Verifier) -> None:
+    def of_own_tokens(tokens: torch.Tensor, bias: torch.Tensor, rate: float, *args: Any) -> torch.Tensor:
+        return bias + torch.sign(tokens.float().mean(-1, keepdim=True) - tokens) * rate
+
+    outcome = found(moe, "dp=2", finalizing, "get_updated_expert_bias", of_own_tokens)
+    assert {each.kind for each in outcome.differences} == {"buffer"}
+    assert outcome.differences[0].name == "decoder.layers.mlp.router.expert_bias[0]"
+
+
+def test_a_scaled_gradient_is_named_as_a_multiple(gpt: Verifier) -> None:
+    outcome = found(gpt, "dp=2", param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", nothing)
+    assert any("reduction over dp is missing" in each.note for each in outcome.differences)
+
+
+def test_a_module_that_differs_is_located_before_what_it_feeds(moe: Verifier) -> None:
+    combine = moe_layer.MoELayer.combine
+
+    def doubled(self: Any, output: torch.Tensor, *args: Any) -> torch.Tensor:
+        scale = 2.0 if self.config.expert_model_parallel_size > 1 and self.layer_number == 2 else 1.0
+        return combine(self, output * scale, *args)
+
+    outcome = found(moe, "ep=2", moe_layer.MoELayer, "combine", doubled)
+    assert outcome.place is not None
+    assert outcome.place.module == "decoder.layers.1.mlp"
+    assert outcome.place.note == "is 2 times that of one process"
+
+
+def test_an_error_in_one_layout_is_its_outcome(gpt: Verifier) -> None:
+    def diverging(*args: Any, **kwargs: Any) -> None:
+        if torch.distributed.get_rank():
+            torch.distributed.barrier()
+
+    outcome = found(gpt, "dp=2", finalizing, "_allreduce_word_embedding_grads", diverging)
+    assert outcome.failure is not None and outcome.failure.startswith("Deadlock: ranks wait for each other")
+
+
+def test_verify_layout_raises_with_the_differences() -> None:
+    fault = mock.patch.object(finalizing, "_allreduce_word_embedding_grads", nothing)
+    with fault, pytest.raises(LayoutDiffers, match="pp=2 does not train the model that one process trains") as caught:
+        verify_layout(smaller(GPT), "pp=2", steps=1)
+    assert "a reduction over pp is missing" in str(caught.value)
+    assert [each.kind for each in caught.value.outcome.differences][:1] == ["gradient"]
+
+
+def test_a_later_step_is_compared_too(gpt: Verifier) -> None:
+    step = optimizers.FP32Optimizer.step_with_ready_grads
+    calls: dict[int, int] = {}
+
+    def without_update(self: Any) -> Any:
+        rank = torch.distributed.get_rank()
+        calls[rank] = calls.get(rank, 0) + 1
+        if calls[rank] == 2 and rank == 1:
+            for group in self.param_groups:
+                group["lr"] = 0.0
+        return step(self)
+
+    outcome = found(gpt, "dp=2", optimizers.FP32Optimizer, "step_with_ready_grads", without_update)
+    assert {(each.kind, each.step, each.rank) for each in outcome.differences} == {("weight", 2, 1)}
+
+
+def test_unequal_rows_are_averaged_over_all_tokens() -> None:
+    """A mean over each rank's tokens is found under data parallelism alone."""
+
+    def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = (losses * mask).sum() / mask.sum()
+        return mean, {"lm loss": mean.detach().clone()}
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        data = next(data_iterator)
+        output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        return output, partial(loss, data["loss_mask"])
+
+    program = smaller(GPT, calculate_per_token_loss=False, forward_step=forward_step)
+    with pytest.raises(LayoutDiffers, match="gradient of the output of GPTModel"):
+        verify_layout(program, "cp=2")

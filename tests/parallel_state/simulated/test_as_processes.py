@@ -1,0 +1,188 @@
+"""What processes can do, and simulated ranks must do as well: groups, the store, writers, modules of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from parallel_state.errors import ParallelStateError
+from parallel_state.hangs.lines import calling_line
+from parallel_state.simulated import CollectiveMismatch, SharedStateWarning, SimulationError, run_ranks
+
+pytestmark = pytest.mark.simulated
+
+
+def test_each_rank_creates_a_group_of_itself_in_one_call() -> None:
+    def compute() -> tuple[float, float]:
+        alone = dist.new_group([dist.get_rank()])
+        together = dist.new_group([0, 2])
+        dist.all_reduce(own := torch.tensor(float(dist.get_rank())), group=alone)
+        if dist.get_rank() != 1:
+            dist.all_reduce(own.clone(), group=together)
+        return float(own), dist.get_world_size(alone)
+
+    assert run_ranks(3, compute) == [(0.0, 1), (1.0, 1), (2.0, 1)]
+
+
+@pytest.mark.parametrize(
+    "lists", [([0, 1], [0, 1], [2]), ([0], [0], [2]), ([0], [1], [0])], ids=["pair", "not its own", "not its caller"]
+)
+def test_other_lists_in_one_call_of_new_group_are_reported(lists: tuple[list[int], ...]) -> None:
+    with pytest.raises(CollectiveMismatch, match="call 1 of new_group has different ranks"):
+        run_ranks(3, lambda: dist.new_group(lists[dist.get_rank()]))
+
+
+def test_the_default_store_works_after_initialization() -> None:
+    def compute() -> tuple[Any, ...]:
+        store = c10d._get_default_store()
+        store.add("count", 2)
+        dist.barrier()
+        own = dist.PrefixStore(f"of {dist.get_rank()}", store)
+        own.set("key", "value")
+        deleted = own.delete_key("key"), own.delete_key("key"), own.check(["key"])
+        dist.barrier()
+        return int(store.get("count")), deleted, own.num_keys() == store.num_keys() > 0, own.clone().check(["key"])
+
+    assert run_ranks(2, compute) == [(4, (True, False, False), True, False)] * 2
+
+
+def test_rendezvous_of_a_url_returns_the_simulated_store() -> None:
+    def compute() -> tuple[int, int, bytes]:
+        rank = dist.get_rank()
+        store, *found = next(rendezvous("tcp://127.0.0.1:1", rank=rank, world_size=2))
+        store.set(str(rank), f"from {rank}")
+        return *found, store.get(str(1 - rank))
+
+    assert run_ranks(2, compute) == [(0, 2, b"from 1"), (1, 2, b"from 0")]
+
+
+def test_rendezvous_as_another_rank_is_reported() -> None:
+    with pytest.raises(SimulationError, match="rendezvous with rank 5 of 2; this is simulated rank 0 of 2"):
+        run_ranks(2, lambda: next(dist.rendezvous("tcp://127.0.0.1:1", rank=5, world_size=2)))
+
+
+def test_a_persistent_writer_of_checkpoints_writes_in_the_process(tmp_path: Path) -> None:
+    def save() -> list[int]:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+
+        queue, finalized = AsyncCallsQueue(persistent=True), []
+        path = tmp_path / str(dist.get_rank())
+        request = AsyncRequest(lambda target: target.write_text("saved"), (path,), [lambda: finalized.append(1)])
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        return finalized
+
+    assert run_ranks(2, save) == [[1], [1]]
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["saved", "saved"]
+
+
+@pytest.mark.parametrize("package", ["core", "training", "legacy", "post_training", "rl"])
+def test_lines_of_all_packages_of_megatron_are_megatrons(package: str) -> None:
+    program = "def call(calling_line):\n    return calling_line()\n"
+    code = compile(program, f"/somewhere/megatron/{package}/module.py", "exec")
+    exec(code, names := {})
+    line = names["call"](calling_line)
+    assert line.through == f"/somewhere/megatron/{package}/module.py:2 in call"
+    assert "test_as_processes.py" in line.line
+
+
+TEAM = """
+import os
+from team_of_ranks.settings import scale
+rank = int(os.environ["LOCAL_RANK"])
+class Counter:
+    count = 0
+def add(value):
+    Counter.count += value * scale
+    return Counter.count
+"""
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package that computes with its rank when it is imported."""
+    package = tmp_path / "team_of_ranks"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "settings.py").write_text("scale = 10\n")
+    (package / "counting.py").write_text(TEAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    yield package
+    for name in [name for name in sys.modules if name.startswith("team_of_ranks")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("imported_before", [False, True])
+def test_each_rank_imports_the_modules_that_are_named(team: Path, imported_before: bool) -> None:
+    if imported_before:
+        import team_of_ranks.counting as before  # type: ignore[import-not-found]
+
+        counter = before.Counter
+
+    def compute() -> tuple[int, int, int]:
+        import team_of_ranks.counting as counting
+
+        if dist.get_rank() == 1:
+            counting.scale = 100  # as mock.patch does
+        counting.add(1)
+        dist.barrier()
+        return counting.rank, counting.add(1), before.rank if imported_before else counting.rank
+
+    assert run_ranks(2, compute, modules=["team_of_ranks"]) == [(0, 20, 0), (1, 200, 1)]
+    if imported_before:
+        assert (before.rank, before.scale, before.Counter, counter.count) == (7, 10, counter, 0)
+        assert sys.modules["team_of_ranks.counting"] is before
+    else:
+        assert "team_of_ranks" not in sys.modules
+
+
+def test_a_function_of_an_own_module_runs_as_the_ranks_own(team: Path) -> None:
+    from team_of_ranks.counting import add
+
+    assert run_ranks(2, add, 1, modules=["team_of_ranks"]) == [10, 10]
+
+
+def test_what_one_rank_writes_and_all_share_is_reported(team: Path) -> None:
+    import team_of_ranks.counting as counting
+
+    def patch() -> int:
+        if dist.get_rank() == 1:
+            counting.scale = 100
+            counting.Counter.count = 5
+        dist.barrier()
+        return counting.scale
+
+    with pytest.warns(SharedStateWarning) as warned:
+        assert run_ranks(2, patch) == [100, 100]
+    (message,) = [str(each.message) for each in warned if each.category is SharedStateWarning]
+    assert "team_of_ranks.counting.scale, by rank 1 only" in message
+    assert "team_of_ranks.counting.Counter.count, by rank 1 only" in message
+
+
+def test_a_replaced_function_of_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = dist.all_reduce
+
+    def patch() -> None:
+        dist.all_reduce = None if dist.get_rank() else dist.all_reduce
+        dist.barrier()
+
+    try:
+        with pytest.warns(SharedStateWarning, match=r"torch\.distributed\.all_reduce, by rank 1 only"):
+            run_ranks(2, patch)
+    finally:
+        dist.all_reduce = kept
+
+
+def test_a_module_that_does_not_exist_is_rejected() -> None:
+    with pytest.raises(ParallelStateError, match="there is no module 'no_such_module' in"):
+        run_ranks(2, dist.barrier, modules=["no_such_module"])
