@@ -6,12 +6,13 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from mcontroller.errors import GroupBroken, GroupError, MControllerError, WorkerError, is_before_changes
+from mcontroller.errors import DispatchError, GroupBroken, GroupError, MControllerError, WorkerError, is_before_changes
 from mcontroller.local.copies import private_arguments, private_copy
 from mcontroller.transport import (
     Arguments,
@@ -77,6 +78,29 @@ class _Rejected:
     """An error that a rank raised before it changed anything."""
 
     error: Exception
+
+
+@contextlib.contextmanager
+def _no_rendezvous(world_size: int) -> Iterator[None]:
+    """Have torch.distributed reject a process group of several ranks: the first would wait for the others for ever."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or world_size == 1:
+        yield
+        return
+
+    def rejected(*_: Any, **__: Any) -> NoReturn:
+        raise DispatchError(
+            f"the {world_size} ranks of a LocalWorkerGroup run one after another, and cannot form a process group: use "
+            "mcontroller.testing.simulated_worker_group for ranks that communicate in one process, or RayWorkerGroup",
+            world_size=world_size,
+        )
+
+    rendezvous = distributed.rendezvous
+    distributed.rendezvous = rejected
+    try:
+        yield
+    finally:
+        distributed.rendezvous = rendezvous
 
 
 class LocalExecutor:
@@ -152,7 +176,7 @@ class LocalExecutor:
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
         """Set this process's environment variables to a rank's while the block runs."""
-        with RankEnvironment(rank, self.world_size, rank, self.world_size).activate():
+        with RankEnvironment(rank, self.world_size, rank, self.world_size).activate(), _no_rendezvous(self.world_size):
             yield
 
     def set_coordinates(self, coordinates: Sequence[Mapping[str, int]]) -> None:

@@ -272,3 +272,16 @@ def test_a_breakpoint_in_a_worker_stops_the_caller_once_for_each_rank(
     monkeypatch.setattr(sys, "breakpointhook", stop)
     assert LocalWorkerGroup(Stepped, 2).step(7) == [7, 7]
     assert stops == [(0, 7, True), (1, 7, True)]
+
+
+class Communicating(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def meet(self) -> None:
+        torch.distributed.init_process_group("gloo")
+
+
+def test_ranks_that_would_wait_for_each_other_are_rejected_with_what_to_use() -> None:
+    group = LocalWorkerGroup(Communicating, 2)
+    with pytest.raises(WorkerError, match=r"2 ranks of a LocalWorkerGroup .*simulated_worker_group"):
+        group.meet()
+    assert torch.distributed.distributed_c10d.rendezvous is torch.distributed.rendezvous
