@@ -252,8 +252,8 @@ class WorkerGroup(Generic[W_co]):
                 "@register(...), or call it on every rank with execute_all"
             )
         close = difflib.get_close_matches(method, self._methods, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return f"group {self.name} has no method {method!r}; it has {', '.join(sorted(self._methods))}{hint}"
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(self._methods))}"
+        return f"group {self.name} has no method {method!r}; {hint}"
 
     @property
     def world_size(self) -> int:

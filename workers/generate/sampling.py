@@ -25,6 +25,7 @@ device and every order of the batch.
 
 from __future__ import annotations
 
+import difflib
 import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -85,7 +86,7 @@ class Sampling:
 
         Raises:
             DataError: if ``eos_token_id`` or ``pad_token_id`` is missing.
-            ConfigError: if a value has the wrong type or is out of range.
+            ConfigError: if a value has the wrong type or is out of range, or a key looks like a misspelled setting.
         """
         missing = [name for name in ("eos_token_id", "pad_token_id") if meta_info.get(name) is None]
         if missing:
@@ -93,6 +94,7 @@ class Sampling:
                 f"generate_sequences needs {' and '.join(missing)} in meta_info, which has {sorted(meta_info)}",
                 missing=missing,
             )
+        _check_names(meta_info)
         sampling = cls(
             **{name: _number(name, meta_info.get(name, getattr(config, name)), kind) for name, kind in _KINDS.items()},
             eos_token_ids=_token_ids("eos_token_id", meta_info["eos_token_id"]),
@@ -126,6 +128,20 @@ _KINDS: dict[str, type] = {
     "n": int,
     "seed": int,
 }
+
+
+def _check_names(meta_info: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that is nearly a setting: it would be ignored. Other keys are the program's own."""
+    names = (*_KINDS, "eos_token_id", "pad_token_id")
+    for key in meta_info:
+        close = [] if key in names else difflib.get_close_matches(str(key), names, 1, cutoff=0.8)
+        if close:
+            raise ConfigError(
+                f"meta_info[{key!r}] is no setting of generation; did you mean {close[0]!r}? Rename the key if it is a "
+                "value of your program",
+                key=key,
+                value=meta_info[key],
+            )
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

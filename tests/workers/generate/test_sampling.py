@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from mcontroller.errors import ConfigError
 from workers.config import RolloutConfig
 from workers.generate.sampling import Sampling, draw_tokens, position_keys, prompt_hashes, sample_seeds
 
@@ -183,3 +184,10 @@ def test_seed_and_call_change_every_sample() -> None:
 @pytest.mark.parametrize("ids", [[1, 5], (1, 5), torch.tensor([1, 5]), np.array([1, 5])])
 def test_stop_tokens_may_be_a_list_an_array_or_a_tensor(ids: Any) -> None:
     assert Sampling.of(RolloutConfig(), {"eos_token_id": ids, "pad_token_id": 0}).eos_token_ids == (1, 5)
+
+
+def test_a_misspelled_setting_is_rejected_and_other_keys_are_ignored() -> None:
+    tokens = {"eos_token_id": 1, "pad_token_id": 0}
+    with pytest.raises(ConfigError, match=r"meta_info\['temprature'\] .* did you mean 'temperature'\?"):
+        Sampling.of(RolloutConfig(), tokens | {"temprature": 0.5})
+    assert Sampling.of(RolloutConfig(), tokens | {"metrics": {}, "name": "x", "step": 3, "N": 1}) == PLAIN
