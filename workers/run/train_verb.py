@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,6 @@ from types import FrameType
 import ray
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 from mcontroller.errors import ConfigError
 from mcontroller.files import acquire_lock, release_lock
@@ -30,10 +28,11 @@ from mcontroller.ppo.saving.checkpoints import LOCK
 from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
-from mcontroller.trackers import Run, make_trackers
+from mcontroller.trackers import Run, Tracker, make_trackers
 from workers.run.config import RunConfig, read_run_config
 from workers.run.parts import RunParts, make_parts, policy_loss_line, roles_of
 from workers.run.pools import pools_of
+from workers.run.run_report import RunReport
 
 __all__ = [
     "CONFIG_FILE",
@@ -70,13 +69,9 @@ def until_interrupted(action: Callable[[], object]) -> int:
             sys.stdout.write("interrupted: all processes of the run have ended\n")
             return INTERRUPTED
         except Preempted as stopped:
-            sys.stdout.write(f"{stopped.reason}: {_continuation(stopped.global_steps)}\n")
+            sys.stdout.write(f"{stopped.reason}: the run has ended\n")
             return PREEMPTED
     return 0
-
-
-def _continuation(steps: int | None) -> str:
-    return "no step was saved" if steps is None else f"step {steps} is saved, mcontroller resume RUN_DIR continues"
 
 
 CONFIG_FILE = "config.yaml"
@@ -93,7 +88,6 @@ def train(config: RunConfig, console: Console) -> Path:
         ConfigError: see ``make_parts``, or the directory contains another run.
         DataError: see ``make_parts``, a reward function fails in the trial, or another process runs in the directory.
     """
-    started = time.perf_counter()
     directory = Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     _check_unused(directory, config)
     config = config.within(directory)
@@ -104,26 +98,42 @@ def train(config: RunConfig, console: Console) -> Path:
         parts.try_rewards()
         acquire_lock(directory / LOCK, f"the run in {directory}")
         _check_unused(directory, config)
-        trainer = make_trainer(config, parts, directory, console)
+        report = RunReport(directory, config, console)
+        trainer = make_trainer(config, parts, directory, console, [report])
         if not config.trainer.resume:
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
             parts.tokenizer.save(directory)
-        with trainer:
-            with trainer.stages("start"):
-                start_ray(config)
-            trainer.init_workers()
-            trainer.fit()
+        report.begin()
+        try:
+            with trainer:
+                with trainer.stages("start"):
+                    start_ray(config)
+                trainer.init_workers()
+                trainer.fit()
+        except BaseException:
+            report.end_early(trainer.global_steps)
+            raise
     finally:
         if parts.rewards is not None:
             parts.rewards.close()
         ray.shutdown()
         release_lock(directory / LOCK)
-    write_summary(directory, trainer.stages.totals, time.perf_counter() - started, console)
+    report.end(trainer)
     return directory
 
 
-def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: Console) -> RayPPOTrainer:
-    """Return the trainer of a run; every role's group has a slot in each bundle of its pool."""
+def make_trainer(
+    config: RunConfig, parts: RunParts, directory: Path, console: Console, trackers: Sequence[Tracker] = ()
+) -> RayPPOTrainer:
+    """Return the trainer of a run; every role's group has a slot in each bundle of its pool.
+
+    Args:
+        config: the configuration of the run.
+        parts: what it is made of.
+        directory: the run's directory.
+        console: where the run is shown.
+        trackers: trackers beside those of the configuration.
+    """
     return RayPPOTrainer(
         config=config,
         tokenizer=parts.tokenizer,
@@ -135,7 +145,7 @@ def make_trainer(config: RunConfig, parts: RunParts, directory: Path, console: C
         warm_up_dataset=parts.warm_up,
         combine_rewards=parts.combine,
         rollout_fn=parts.rollout_fn,
-        trackers=make_trackers(config.trackers, _run_of_trackers(config, directory)),
+        trackers=[*make_trackers(config.trackers, _run_of_trackers(config, directory)), *trackers],
         display=ProgressDisplay(console),
     )
 
@@ -154,17 +164,6 @@ def start_ray(config: RunConfig) -> None:
         log_to_driver=False,
         logging_level=logging.WARNING,
     )
-
-
-def write_summary(directory: Path, stages: Mapping[str, float], wall: float, console: Console) -> None:
-    """Write ``summary.json`` with the seconds of every stage, and print them as a table."""
-    (directory / "summary.json").write_text(json.dumps({"wall_s": wall, "stages_s": dict(stages)}, indent=1))
-    table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
-    rows = sorted(stages.items(), key=lambda row: -row[1])
-    for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
-        table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
-    console.print(table)
-    console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

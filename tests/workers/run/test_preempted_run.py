@@ -70,7 +70,13 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     command = [sys.executable, "-c", VERBS]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert "codes 0 75 0 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "SIGTERM: step 1 is saved" in done.stdout
+    assert "SIGTERM: the run has ended" in done.stdout
+    resume = f"python -m mcontroller resume {folder / 'out'}"
+    assert f"step 1 of 2 is saved, 0 later steps are lost; continue with: {resume}\n" in done.stdout
+    assert "resuming from step 1 of 2, saved 0 min ago" in done.stdout
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert (summary["global_step"], summary["saved_step"], summary["restarts"]) == (2, 2, 0)
+    assert len(summary["processes"]) == 2 and "train/score" in summary["results"]
     assert shards(folder / "out") == shards(folder / "whole") != {}
     assert shards(folder / "healed") == shards(folder / "whole")
     [failure] = map(json.loads, (folder / "healed" / "checkpoints" / FAILURES).read_text().splitlines())

@@ -1,0 +1,150 @@
+"""What a run says of itself: what started it, where it resumes, what is saved when it ends early, and its summary."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mcontroller.errors import DataError
+from mcontroller.files import replace_text
+from mcontroller.ppo.saving.run_record import RECORD, read_record
+from mcontroller.ppo.trainer import RayPPOTrainer
+from mcontroller.trackers import Samples
+from workers.run.config import RunConfig
+
+__all__ = ["RunReport"]
+
+SUMMARY = "summary.json"
+PACKAGES = ("mcontroller", "torch", "megatron-core", "ray")
+RESULTS = ("train/score", "train/accuracy", "held_out/")
+"""Beginnings of the names of the metrics whose last value is in the summary."""
+
+
+class RunReport:
+    """The report of the process that runs or resumes a run; a tracker, which keeps the last results.
+
+    Args:
+        directory: the run's directory.
+        config: the configuration of the run.
+        console: where lines and tables are printed.
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, console: Console) -> None:
+        self._directory, self._trainer, self._console = directory, config.trainer, console
+        self._began = time.perf_counter()
+        self._results: dict[str, float] = {}
+        self._process: dict[str, Any] = {
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "commit": _commit(),
+            "versions": _versions(),
+            "host": socket.gethostname(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+
+    def begin(self) -> None:
+        """Print what started the run, and where it resumes; record the process in ``summary.json``."""
+        process = self._process
+        versions = ", ".join(f"{name} {number}" for name, number in process["versions"].items())
+        commit = f", commit {process['commit']}" if process["commit"] else ""
+        self._print(f"{process['command']}  on {process['host']}{commit}, {versions}")
+        if self._trainer.resume:
+            record = Path(self._trainer.default_local_dir) / RECORD
+            minutes = (time.time() - record.stat().st_mtime) / 60
+            step, total = read_record(record.parent).last.global_steps, self._trainer.total_training_steps
+            self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago")
+        before = self._before()
+        self._write({**before, "processes": [*before.get("processes", []), process]})
+
+    def end_early(self, steps: int) -> None:
+        """Print what is saved, what is lost, and the command that continues.
+
+        Args:
+            steps: steps of PPO that this process had done.
+        """
+        try:
+            saved = read_record(Path(self._trainer.default_local_dir)).last.global_steps
+        except DataError:
+            self._print(f"no step is saved, {steps} are lost: remove {self._directory}, or set another run_dir")
+            return
+        lost = max(steps - saved, 0)
+        self._print(
+            f"step {saved} of {self._trainer.total_training_steps} is saved, {lost} later steps are lost; continue "
+            f"with: python -m mcontroller resume {self._directory}"
+        )
+
+    def end(self, trainer: RayPPOTrainer) -> None:
+        """Write ``summary.json`` of all processes of the run, and print the seconds of every stage of this one."""
+        wall, stages, before = time.perf_counter() - self._began, trainer.stages.totals, self._before()
+        earlier = before.get("stages_s", {})
+        self._process["wall_s"] = wall
+        self._write(
+            {
+                "wall_s": before.get("wall_s", 0.0) + wall,
+                "stages_s": {name: earlier.get(name, 0.0) + stages.get(name, 0.0) for name in {**earlier, **stages}},
+                "global_step": trainer.global_steps,
+                "saved_step": trainer.checkpoints.saved_step,
+                "restarts": before.get("restarts", 0) + len(trainer.recovery.failures),
+                "results": before.get("results", {}) | self._results,
+                "processes": [*before.get("processes", [])[:-1], self._process],
+            }
+        )
+        table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
+        rows = sorted(stages.items(), key=lambda row: -row[1])
+        for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
+            table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
+        self._console.print(table)
+        self._print(f"run directory: {self._directory}")
+
+    # ---- a tracker -------------------------------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep the results."""
+        self._results |= {name: value for name, value in metrics.items() if name.startswith(RESULTS)}
+
+    def log_samples(self, samples: Samples, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _before(self) -> dict[str, Any]:
+        path = self._directory / SUMMARY
+        found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        return found
+
+    def _write(self, summary: Mapping[str, Any]) -> None:
+        replace_text(self._directory / SUMMARY, json.dumps(summary, indent=1))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _commit() -> str | None:
+    """Return the commit of the working tree that this process runs in, with ``+`` if it has changes; None without."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
