@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -107,7 +108,12 @@ def _config_at(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))
+        text, name = f"there is no config.json in {str(path)!r}", str(path)
+        if not Path(path).exists():
+            text = f"{name!r} does not exist; hf_path is a directory with config.json and the weights"
+            if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+                text += f". To download a model of the Hugging Face hub: hf download {name} --local-dir {name}"
+        raise ConfigError(text, key="hf_path", value=name)
     try:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
