@@ -276,9 +276,9 @@ def test_an_architecture_that_is_not_built_is_named_with_what_to_do(model_type: 
 
 
 def test_a_name_of_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B"):
+    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B"):
         model_config_from_hf("Qwen/Qwen3-0.6B")
     with pytest.raises(ConfigError, match=r"does not exist; hf_path is a directory with config.json and the weights$"):
         model_config_from_hf(tmp_path / "typo")
-    with pytest.raises(ConfigError, match="there is no config.json in"):
+    with pytest.raises(ConfigError, match=r"there is no config.json in"):
         model_config_from_hf(tmp_path)
