@@ -232,6 +232,7 @@ class WorkerProcess:
                 raise self._error_of(role, "__init__", error) from None
             self._roles[role] = worker
             _siblings[role] = worker
+        _set_title(identity, next(iter(self._roles.values())))
 
     def finish(self) -> None:
         """Call ``before_shutdown`` of the workers of every role."""
@@ -319,6 +320,13 @@ def sibling(role: str) -> Any:
     if role not in _siblings:
         raise KeyError(f"no role {role!r} in this process; it has {sorted(_siblings)}")
     return _siblings[role]
+
+
+def _set_title(identity: Identity, worker: Any) -> None:
+    """Show the rank in lists of processes, such as ``ray::actor rank 3 (tp=1 pp=0)``."""
+    axes = " ".join(f"{axis}={index}" for axis, index in reported_coordinates(worker).items())
+    raylet: Any = ray._raylet
+    raylet.setproctitle(f"ray::{identity.group} rank {identity.rank}" + (f" ({axes})" if axes else ""))
 
 
 def choose_device(index: int | None) -> None:

@@ -30,6 +30,11 @@ def test_ranks_get_the_environment_that_torchrun_sets(steady: RayWorkerGroup) ->
     assert len({each["MASTER_PORT"] for each in environments}) == 1
 
 
+def test_processes_have_the_title_of_their_rank(steady: RayWorkerGroup) -> None:
+    titles = [Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in steady.pid()]
+    assert titles == [f"ray::steady rank {rank}" for rank in range(4)]
+
+
 def test_groups_that_start_together_have_different_ports_and_can_listen(start: Start) -> None:
     groups = [start("actor"), start("critic")]
     assert len({group.environment()[0]["MASTER_PORT"] for group in groups}) == 2
