@@ -226,7 +226,9 @@ class RayPPOTrainer:
     def _train(self) -> None:
         """Run the steps of PPO, and export the policy."""
         total = self.config.trainer.total_training_steps
-        self.display.phase("PPO", total, done=self.global_steps)
+        estimator = self.config.algorithm.adv_estimator
+        name = "PPO" if estimator == "gae" else estimator.upper().replace("_", " ")
+        self.display.phase(name, total, done=self.global_steps)
         while self.global_steps < total and not self._stopping:
             self._stop_if_preempted()
             with self.preemption.timing():
