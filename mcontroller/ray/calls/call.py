@@ -35,6 +35,7 @@ class GroupCall:
         rejections: the errors of the ranks that have rejected it before they changed anything, by rank.
         rejected_since: when the first rank rejected it, by ``time.monotonic``.
         looked: when it was last found out who waits for whom, by ``time.monotonic``.
+        looks: number of these looks.
         waits: the report of that look; empty if no rank waited.
         reported: the report that was logged last.
         error: what every read of the result raises: the failure that a wait has found, or a cancellation.
@@ -65,7 +66,7 @@ class GroupCall:
         self.held: list[Any] = []
         self.rejections: dict[int, CallRejected] = {}
         self.rejected_since = 0.0
-        self.looked = self.started
+        self.looked, self.looks = self.started, 0
         self.waits = self.reported = ""
         self.error: GroupError | None = None
 

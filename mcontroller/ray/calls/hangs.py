@@ -152,8 +152,10 @@ def report_if_late(
     now, left = time.monotonic(), call.remaining()
     if every is None or (left is not None and left < 2 * timeout):  # then the deadline reports it
         return
-    if now - call.looked < (every if call.waits in ("", call.reported) else AGAIN_SECONDS):
+    is_new = call.waits not in ("", call.reported)
+    if now - call.looked < (AGAIN_SECONDS if is_new else every * 2**call.looks):
         return
+    call.looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
     late = sorted(call.pending)
     hang = look_at_ranks(infos, coordinates, call.ranks, late, timeout)
     call.looked = time.monotonic()
