@@ -32,17 +32,19 @@ def model_provider(config, pre_process, post_process, vp_stage=None):
     )  # fmt: skip
 
 
-def batch(index):
+def whole_batch(index):
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=generator)
-    return get_batch_on_this_cp_rank(
-        {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "loss_mask": (torch.rand(1, LENGTH, generator=generator) < 0.7).float(),
-            "position_ids": torch.arange(LENGTH)[None],
-        }
-    )
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": (torch.rand(1, LENGTH, generator=generator) < 0.7).float(),
+        "position_ids": torch.arange(LENGTH)[None],
+    }
+
+
+def batch(index):
+    return get_batch_on_this_cp_rank(whole_batch(index))
 
 
 def loss(mask, losses):

@@ -19,7 +19,7 @@ from mcontroller.verify.recording import ModuleCall, StepRecords, record_step
 from mcontroller.verify.training import Training
 from parallel_state.simulated import run_ranks
 
-__all__ = ["Located", "locate"]
+__all__ = ["Located", "locate", "record_reference"]
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,12 +54,26 @@ class Located:
         return dataclasses.replace(difference, note=note) if note else difference
 
 
-def locate(program: Program, variant: Variant, reference: OneProcess, differences: Sequence[Difference]) -> Located:
-    """Return where the differences of a step begin."""
+def record_reference(program: Program, reference: OneProcess, step: int) -> StepRecords:
+    """Return what the modules of one process compute in a step, counted from 1."""
+    return run_ranks(ONE_PROCESS.layout, lambda: _record_rank(program, ONE_PROCESS, reference, step))[0].records
+
+
+def locate(
+    program: Program, variant: Variant, reference: OneProcess, true: StepRecords, differences: Sequence[Difference]
+) -> Located:
+    """Return where the differences of a step begin.
+
+    Args:
+        program: The program.
+        variant: The layout.
+        reference: The training of one process.
+        true: What its modules compute in the step.
+        differences: Those of the step.
+    """
     step = differences[0].step
-    true = run_ranks(ONE_PROCESS.layout, lambda: _record_rank(program, ONE_PROCESS, reference, step))[0]
     ranks = run_ranks(variant.layout, lambda: _record_rank(program, variant, reference, step))
-    search = _Search(program, variant, reference, step, true.records, ranks)
+    search = _Search(program, variant, reference, step, true, ranks)
     gradients = [each for each in differences if each.kind == "gradient"]
     notes = {(each.rank, each.name): search.note_of_gradient(each.rank, each.name) for each in gradients}
     return Located(search.first("forward") or search.first("backward"), notes)
@@ -188,10 +202,13 @@ class _Search:
         """Return the tensor and its parts on a rank: of the sequence, as cp and sp divide it, and of the last dim."""
         layout, at = self._variant.layout, rank.coordinates
         parts = [whole]
+        if whole.dim() > 1 and self._variant.sequence_parallel:
+            parts.append(whole.transpose(0, 1))  # the embedding returns [seq, batch] already
         if layout.cp > 1:
-            for dim in [dim for dim, size in enumerate(whole.shape) if size == self._length]:
-                pieces = whole.chunk(2 * layout.cp, dim)
-                parts.append(torch.cat([pieces[at["cp"]], pieces[2 * layout.cp - 1 - at["cp"]]], dim))
+            for each in list(parts):
+                for dim in [dim for dim, size in enumerate(each.shape) if size == self._length]:
+                    pieces = each.chunk(2 * layout.cp, dim)
+                    parts.append(torch.cat([pieces[at["cp"]], pieces[2 * layout.cp - 1 - at["cp"]]], dim))
         if layout.tp > 1:
             for each in list(parts):
                 dims = [dim for dim, size in enumerate(each.shape) if size % layout.tp == 0]

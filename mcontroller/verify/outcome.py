@@ -89,6 +89,7 @@ class Outcome:
         failure: The error that ended the training in this layout; None if it ended as it should.
         largest: The largest relative difference of all compared values, within the tolerance or not.
         seconds: The time that it took.
+        bits: A sum over the bits that all ranks have after the last step.
     """
 
     layout: str
@@ -98,6 +99,7 @@ class Outcome:
     failure: str | None = None
     largest: float = 0.0
     seconds: float = 0.0
+    bits: str = ""
 
     @property
     def equal(self) -> bool:
