@@ -6,10 +6,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mcontroller.verify import Program
 from workers.model.local_spec import block_spec
+from workers.model.zigzag import zigzag_positions
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -44,7 +44,9 @@ def whole_batch(index):
 
 
 def batch(index):
-    return get_batch_on_this_cp_rank(whole_batch(index))
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    positions = zigzag_positions(LENGTH, size, rank, "cpu")  # of two pieces
+    return {name: value.index_select(1, positions) for name, value in whole_batch(index).items()}
 
 
 def loss(mask, losses):

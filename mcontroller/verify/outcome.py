@@ -55,6 +55,7 @@ class DifferingModule:
         coordinates: Its index on every axis of more than one rank.
         error: The largest difference, relative to the largest value.
         note: What the value is instead, if that is simple.
+        collectives: What the rank communicated in the module; backward, since the last gradient that is right.
     """
 
     direction: str
@@ -66,6 +67,7 @@ class DifferingModule:
     coordinates: dict[str, int]
     error: float
     note: str = ""
+    collectives: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = "output of" if self.direction == "forward" else "gradient of the output of"
@@ -126,7 +128,11 @@ class Outcome:
             worst = max(of_kind, key=lambda each: each.error)
             more = f"; {len(names)} in all: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
             found.append(f"{worst}{more if len(names) > 1 else ''}")
-        return found + ([str(self.place)] if self.place else [])
+        if self.place is None:
+            return found
+        ran = "\n  ".join(self.place.collectives) or "no collective"
+        where = "in it" if self.place.direction == "forward" else "since the last gradient that is right"
+        return [*found, str(self.place), f"{where}: {ran}"]
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome in types of JSON."""
