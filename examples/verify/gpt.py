@@ -6,10 +6,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mcontroller.verify import Program
 from workers.model.local_spec import block_spec
+from workers.model.zigzag import zigzag_positions
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -32,17 +32,21 @@ def model_provider(config, pre_process, post_process, vp_stage=None):
     )  # fmt: skip
 
 
-def batch(index):
+def whole_batch(index):
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(VOCABULARY, (1, LENGTH + 1), generator=generator)
-    return get_batch_on_this_cp_rank(
-        {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "loss_mask": (torch.rand(1, LENGTH, generator=generator) < 0.7).float(),
-            "position_ids": torch.arange(LENGTH)[None],
-        }
-    )
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": (torch.rand(1, LENGTH, generator=generator) < 0.7).float(),
+        "position_ids": torch.arange(LENGTH)[None],
+    }
+
+
+def batch(index):
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    positions = zigzag_positions(LENGTH, size, rank, "cpu")  # of two pieces
+    return {name: value.index_select(1, positions) for name, value in whole_batch(index).items()}
 
 
 def loss(mask, losses):

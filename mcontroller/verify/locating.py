@@ -17,9 +17,9 @@ from mcontroller.verify.outcome import Difference, DifferingModule
 from mcontroller.verify.program import Program
 from mcontroller.verify.recording import ModuleCall, StepRecords, record_step
 from mcontroller.verify.training import Training
-from parallel_state.simulated import run_ranks
+from parallel_state.simulated import CommunicationTrace, Transfer, run_ranks
 
-__all__ = ["Located", "locate"]
+__all__ = ["Located", "locate", "record_reference"]
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,24 +54,45 @@ class Located:
         return dataclasses.replace(difference, note=note) if note else difference
 
 
-def locate(program: Program, variant: Variant, reference: OneProcess, differences: Sequence[Difference]) -> Located:
-    """Return where the differences of a step begin."""
+def record_reference(program: Program, reference: OneProcess, step: int) -> StepRecords:
+    """Return what the modules of one process compute in a step, counted from 1."""
+    trace = CommunicationTrace()
+    rank = run_ranks(
+        ONE_PROCESS.layout, lambda: _record_rank(program, ONE_PROCESS, reference, step, trace), trace=trace
+    )[0]
+    return rank.records
+
+
+def locate(
+    program: Program, variant: Variant, reference: OneProcess, true: StepRecords, differences: Sequence[Difference]
+) -> Located:
+    """Return where the differences of a step begin.
+
+    Args:
+        program: the program.
+        variant: the layout.
+        reference: the training of one process.
+        true: what its modules compute in the step.
+        differences: those of the step.
+    """
     step = differences[0].step
-    true = run_ranks(ONE_PROCESS.layout, lambda: _record_rank(program, ONE_PROCESS, reference, step))[0]
-    ranks = run_ranks(variant.layout, lambda: _record_rank(program, variant, reference, step))
-    search = _Search(program, variant, reference, step, true.records, ranks)
+    trace = CommunicationTrace()
+    ranks = run_ranks(variant.layout, lambda: _record_rank(program, variant, reference, step, trace), trace=trace)
+    search = _Search(program, variant, reference, step, true, ranks, list(trace))
     gradients = [each for each in differences if each.kind == "gradient"]
     notes = {(each.rank, each.name): search.note_of_gradient(each.rank, each.name) for each in gradients}
     return Located(search.first("forward") or search.first("backward"), notes)
 
 
-def _record_rank(program: Program, variant: Variant, reference: OneProcess, step: int) -> _Recorded:
+def _record_rank(
+    program: Program, variant: Variant, reference: OneProcess, step: int, trace: CommunicationTrace
+) -> _Recorded:
     """Train this rank up to a step, and record it."""
     training = Training(program, variant, reference.dtype, reference.start)
     for index in range(step - 1):
         training.forward_backward(index)
         training.update()
-    records = record_step(training.models)
+    records = record_step(training.models, trace)
     values = training.forward_backward(step - 1)
     true = reference.steps[step - 1].gradients
     pairs = {
@@ -95,7 +116,9 @@ class _Search:
         step: int,
         true: StepRecords,
         ranks: list[_Recorded],
+        trace: list[Transfer],
     ) -> None:
+        self._trace = trace
         self._variant, self._step, self._true, self._ranks = variant, step, true, ranks
         self._length = program.seq_length
         self._tolerance = 4 * tolerance(program, reference)
@@ -117,10 +140,33 @@ class _Search:
                 note = _multiple(mine, closest, self._tolerance) or self._sum(direction, call, rank, closest)
                 source = self._true.sources[name]
                 index = call[1] * self._variant.merged + rank.first
-                return DifferingModule(
-                    direction, name, source, index, self._step, rank.rank, rank.coordinates, error, note or ""
-                )
+                at = self._step, rank.rank, rank.coordinates
+                calls = self._calls(direction, call, rank)
+                return DifferingModule(direction, name, source, index, *at, error, note, calls)
         return None
+
+    def _calls(self, direction: str, call: ModuleCall, rank: _Recorded) -> tuple[str, ...]:
+        """Return the collectives that a rank made in a module; backward, since the last gradient that is right."""
+        records = rank.records
+        if direction == "forward":
+            start, end = records.ended[call]
+        else:
+            end = records.computed[call]
+            start = max(
+                (at for other, at in records.computed.items() if at <= end and self._is_right(other, rank)), default=0
+            )
+        made = [each for each in self._trace[start:end] if each.rank == rank.rank]
+        return tuple(
+            dict.fromkeys(
+                f"{each.operation} over {each.axis or each.group} at {each.through or each.line}" for each in made
+            )
+        )
+
+    def _is_right(self, call: ModuleCall, rank: _Recorded) -> bool:
+        for other, mine, candidates in self._pairs("backward", call[0], rank):
+            if other == call:
+                return min(error_between(mine, each) for each in candidates) <= self._tolerance
+        return False
 
     def _pairs(
         self, direction: str, name: str, rank: _Recorded
@@ -154,7 +200,7 @@ class _Search:
     def _is_partial(self, name: str) -> bool:
         """Whether a module has other rows, or other layers, on every rank."""
         layout = self._variant.layout
-        return (".experts" in name and (layout.ep > 1 or layout.tp > 1)) or (
+        return (".experts" in name and (layout.ep > 1 or layout.tp > 1 or self._variant.merged > 1)) or (
             layout.pp > 1 and name in self._true.containers
         )
 
@@ -188,10 +234,13 @@ class _Search:
         """Return the tensor and its parts on a rank: of the sequence, as cp and sp divide it, and of the last dim."""
         layout, at = self._variant.layout, rank.coordinates
         parts = [whole]
+        if whole.dim() > 1 and self._variant.sequence_parallel:
+            parts.append(whole.transpose(0, 1))  # the embedding returns [seq, batch] already
         if layout.cp > 1:
-            for dim in [dim for dim, size in enumerate(whole.shape) if size == self._length]:
-                pieces = whole.chunk(2 * layout.cp, dim)
-                parts.append(torch.cat([pieces[at["cp"]], pieces[2 * layout.cp - 1 - at["cp"]]], dim))
+            for each in list(parts):
+                for dim in [dim for dim, size in enumerate(each.shape) if size == self._length]:
+                    pieces = each.chunk(2 * layout.cp, dim)
+                    parts.append(torch.cat([pieces[at["cp"]], pieces[2 * layout.cp - 1 - at["cp"]]], dim))
         if layout.tp > 1:
             for each in list(parts):
                 dims = [dim for dim, size in enumerate(each.shape) if size % layout.tp == 0]

@@ -55,6 +55,7 @@ class DifferingModule:
         coordinates: its index on every axis of more than one rank.
         error: the largest difference, relative to the largest value.
         note: what the value is instead, if that is simple.
+        collectives: what the rank communicated in the module; backward, since the last gradient that is right.
     """
 
     direction: str
@@ -66,6 +67,7 @@ class DifferingModule:
     coordinates: dict[str, int]
     error: float
     note: str = ""
+    collectives: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = "output of" if self.direction == "forward" else "gradient of the output of"
@@ -89,6 +91,7 @@ class Outcome:
         failure: the error that ended the training in this layout; None if it ended as it should.
         largest: the largest relative difference of all compared values, within the tolerance or not.
         seconds: the time that it took.
+        bits: a sum over the bits that all ranks have after the last step.
     """
 
     layout: str
@@ -98,6 +101,7 @@ class Outcome:
     failure: str | None = None
     largest: float = 0.0
     seconds: float = 0.0
+    bits: str = ""
 
     @property
     def equal(self) -> bool:
@@ -124,7 +128,11 @@ class Outcome:
             worst = max(of_kind, key=lambda each: each.error)
             more = f"; {len(names)} in all: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
             found.append(f"{worst}{more if len(names) > 1 else ''}")
-        return found + ([str(self.place)] if self.place else [])
+        if self.place is None:
+            return found
+        ran = "\n  ".join(self.place.collectives) or "no collective"
+        where = "in it" if self.place.direction == "forward" else "since the last gradient that is right"
+        return [*found, str(self.place), f"{where}: {ran}"]
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome in types of JSON."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from parallel_state.simulated import CommunicationTrace
+
 __all__ = ["ModuleCall", "StepRecords", "record_step", "source_of"]
 
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)(.*)")
@@ -27,26 +29,38 @@ class StepRecords:
         outputs: the first floating-point tensor that each call of a module returned, in the order of the returns.
         gradients: the gradients of these tensors.
         sources: module -> class, file and line of its ``forward``.
+        began: the number of calls in the trace of the ranks when a module was called.
+        ended: the same when the call began, and when it returned.
+        computed: the same when the gradient of a call's output was computed.
         containers: the names of the modules that contain all layers of a stage, whose output other stages do not have.
     """
 
     outputs: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     gradients: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    began: dict[str, int] = field(default_factory=dict)
+    ended: dict[ModuleCall, tuple[int, int]] = field(default_factory=dict)
+    computed: dict[ModuleCall, int] = field(default_factory=dict)
     containers: set[str] = field(default_factory=set)
 
 
-def record_step(models: Sequence[torch.nn.Module]) -> StepRecords:
-    """Return records that fill as the chunks of a model run; call it right before the step."""
+def record_step(models: Sequence[torch.nn.Module], trace: CommunicationTrace) -> StepRecords:
+    """Return records that fill as the chunks of a model run; call it right before the step.
+
+    Args:
+        models: the chunks.
+        trace: the trace of the ranks.
+    """
     records = StepRecords()
     for model in models:
-        current = _MicroBatch(records)
+        current = _MicroBatch(records, trace)
         model.register_forward_pre_hook(current.begin)
         for path, module in model.named_modules():
             name = _name(model, path)
             records.sources[name] = source_of(module)
             if _has_layers(module):
                 records.containers.add(name)
+            module.register_forward_pre_hook(lambda _m, _i, name=name, current=current: current.enter(name))
             module.register_forward_hook(lambda _m, _i, output, name=name, current=current: current.add(name, output))
     return records
 
@@ -54,8 +68,8 @@ def record_step(models: Sequence[torch.nn.Module]) -> StepRecords:
 class _MicroBatch:
     """The micro-batch that a chunk computes."""
 
-    def __init__(self, records: StepRecords) -> None:
-        self._records = records
+    def __init__(self, records: StepRecords, trace: CommunicationTrace) -> None:
+        self._records, self._trace = records, trace
         self._index = -1
         self._calls: dict[str, int] = {}
         self._last: torch.Tensor | None = None
@@ -63,6 +77,9 @@ class _MicroBatch:
     def begin(self, *_: Any) -> None:
         self._index += 1
         self._calls, self._last = {}, None
+
+    def enter(self, name: str) -> None:
+        self._records.began[name] = len(self._trace)
 
     def add(self, name: str, output: Any) -> None:
         values = output if isinstance(output, tuple | list) else [output]
@@ -73,9 +90,13 @@ class _MicroBatch:
         number = self._calls[name] = self._calls.get(name, -1) + 1
         call = name, self._index, number
         self._records.outputs[call] = tensor.detach().clone()
+        self._records.ended[call] = self._records.began[name], len(self._trace)
         if tensor.requires_grad:
-            gradients = self._records.gradients
-            tensor.register_hook(lambda gradient: gradients.__setitem__(call, gradient.detach().clone()))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda gradient: self._add_gradient(call, gradient))  # type: ignore[no-untyped-call]
+
+    def _add_gradient(self, call: ModuleCall, gradient: torch.Tensor) -> None:
+        self._records.gradients[call] = gradient.detach().clone()
+        self._records.computed[call] = len(self._trace)
 
 
 def _name(model: Any, path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import traceback
 from dataclasses import asdict
@@ -30,10 +31,11 @@ from mcontroller.verify.layouts import (
     default_layouts,
     parse_layout,
 )
-from mcontroller.verify.locating import locate
+from mcontroller.verify.locating import locate, record_reference
 from mcontroller.verify.outcome import LayoutDiffers, Outcome
 from mcontroller.verify.precision import in_float64
 from mcontroller.verify.program import Program, VerifyError
+from mcontroller.verify.recording import StepRecords
 from mcontroller.verify.training import config_for
 from mcontroller.verify.weights import ModelTensors
 from parallel_state import cpu
@@ -63,6 +65,7 @@ class Verifier:
         cpu.install()
         self.program, self.steps, self._exact = program, steps, exact
         self.locates = True
+        self._records: dict[int, StepRecords] = {}
         self._dtype = torch.float64 if exact else torch.float32
         check_divisible(program, ONE_PROCESS)
         with self._precision():
@@ -81,6 +84,13 @@ class Verifier:
     def tolerance(self) -> float:
         """The largest relative difference that counts as equal."""
         return tolerance(self.program, self.reference)
+
+    def records(self, step: int) -> StepRecords:
+        """Return what the modules of one process compute in a step, counted from 1; it is computed once."""
+        if step not in self._records:
+            with self._precision():
+                self._records[step] = record_reference(self.program, self.reference, step)
+        return self._records[step]
 
     def default_layouts(self) -> list[str]:
         """Return the smallest layouts that have every axis of the model, alone and in pairs, and fit the program."""
@@ -126,13 +136,15 @@ class Verifier:
     def _compare(self, variant: Variant, outcome: Outcome) -> None:
         reports = run_ranks(variant.layout, lambda: compare_rank(self.program, variant, self.reference))
         found = [each for report in reports for each in report.differences]
+        outcome.bits = hashlib.sha256(repr([report.digests for report in reports]).encode()).hexdigest()[:16]
         outcome.largest = max(report.largest for report in reports)
         first = min((each.step for each in found), default=0)
         outcome.differences = [each for each in found if each.step == first] or replicas_that_differ(
             reports, self.steps
         )
         if found and self.locates:
-            located = locate(self.program, variant, self.reference, outcome.differences)
+            true = self.records(first)
+            located = locate(self.program, variant, self.reference, true, outcome.differences)
             outcome.place = located.place
             outcome.differences = [located.noted(each) for each in outcome.differences]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -39,7 +39,8 @@ class OwnModules:
             if name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ParallelStateError(f"modules={list(packages)}: there is no module {name!r} in sys.path")
         self._packages = tuple(packages)
-        self._objects = {name: sys.modules[name] for name in self._names()}
+        self._objects: dict[str, ModuleType] = {}  # all that any rank has imported
+        self._add_imported()
         self._imported_before = list(self._objects)
 
     def has(self, name: str) -> bool:
@@ -52,12 +53,13 @@ class OwnModules:
 
     def read(self) -> Contents:
         """Return the contents that the modules have now."""
-        return {name: (sys.modules[name], dict(vars(sys.modules[name]))) for name in self._names()}
+        names = [name for name in self._objects if name in sys.modules]
+        return {name: (sys.modules[name], dict(vars(sys.modules[name]))) for name in names}
 
     def write(self, value: Contents) -> None:
         """Give every module the contents of a rank, and remove those that the rank has not imported."""
-        for name in self._names():
-            del sys.modules[name]
+        for name in self._objects:
+            sys.modules.pop(name, None)
         for name, (module, contents) in value.items():
             sys.modules[name] = module
             vars(module).clear()
@@ -70,6 +72,7 @@ class OwnModules:
 
     def hook(self) -> ImportHook:
         """Return an import hook under which all ranks import into the same module objects."""
+        self._add_imported()
         return _SameObjects(self.has, self._objects)
 
     def on_this_rank(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,8 +82,8 @@ class OwnModules:
         found: Any = getattr(sys.modules[function.__module__], function.__qualname__, function)
         return found  # type: ignore[no-any-return]
 
-    def _names(self) -> Iterator[str]:
-        return iter([name for name in sys.modules if self.has(name)])
+    def _add_imported(self) -> None:
+        self._objects.update((name, module) for name, module in list(sys.modules.items()) if self.has(name))
 
 
 class _SameObjects(ImportHook):

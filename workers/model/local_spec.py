@@ -30,7 +30,7 @@ from workers.model.local_modules import (
     TERowParallelGroupedLinear,
 )
 
-__all__ = ["block_spec", "expert_layers", "layers_of_stage"]
+__all__ = ["LocalProvider", "block_spec", "expert_layers", "layers_of_stage"]
 
 
 def block_spec(
@@ -56,22 +56,37 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=on_stage, layer_norm=TENorm)
 
 
-class _LocalProvider(LocalSpecProvider):
-    """The local modules, in the form of Megatron's provider for Transformer Engine."""
+class LocalProvider(LocalSpecProvider):
+    """Layers in plain PyTorch that stand in for Transformer Engine's, for specs of a team's own.
+
+    Megatron's local layers reject sequence and context parallelism and packed rows; these compute them, on a CPU too,
+    and have the parameter names of Transformer Engine's. ``block_spec(config, "local", pp_rank, vp_stage)`` builds
+    Megatron's GPT layers from them.
+
+    Example:
+        >>> get_mlp_module_spec_for_backend(backend=LocalProvider(), num_experts=8, moe_grouped_gemm=True)
+    """
 
     def fuse_layernorm_and_linear(self) -> bool:
+        """Return True: a norm and the linear layer after it are one module."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
+        """Return the class of a norm and the column-parallel linear layer after it."""
         return TELayerNormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **kwargs: Any) -> type:
+        """Return the class of norms; the config chooses RMSNorm or LayerNorm."""
         return TENorm
 
     def core_attention(self) -> type:
+        """Return the class of attention between queries, keys and values."""
         return TEDotProductAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+        """Return what a spec of experts has in the place of their modules; one by one if not grouped."""
+        if not moe_use_grouped_gemm:
+            return super().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
         linears: dict[str, Any] = {
             "linear_fc1": TEColumnParallelGroupedLinear,
             "linear_fc2": TERowParallelGroupedLinear,
@@ -80,7 +95,7 @@ class _LocalProvider(LocalSpecProvider):
 
 
 def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
-    provider = _LocalProvider()
+    provider = LocalProvider()
     qk_norm = TENorm if config.qk_layernorm else IdentityOp
     if config.qk_l2_norm:
         qk_norm = L2Norm

@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "verify"
 
 GPT = load_program(f"{EXAMPLES / 'gpt.py'}:program")
 MOE = load_program(f"{EXAMPLES / 'moe.py'}:program")
+PACKED = load_program(f"{EXAMPLES / 'packed.py'}:program")
 
 
 def smaller(program: Program, **changes: Any) -> Program:

@@ -94,7 +94,7 @@ def test_interleaved_stages_need_enough_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp2", "layout 'tp2': 'tp2' is not one of tp=N, pp=N, cp=N, dp=N, ep=N, etp=N, vpp=N, sp, distopt"),
+        ("tp2", "layout 'tp2': 'tp2' is not one of tp=N, pp=N, cp=N, dp=N, ep=N, etp=N, vpp=N, mbs=N, sp, distopt"),
         ("tpp=2", "did you mean tp?"),
         ("tp=two", "layout 'tp=two': tp is 'two'; expected a number of at least 1"),
         ("sp", "layout 'sp': sp divides the sequence over tp ranks, and tp is 1; add tp=2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -37,7 +38,8 @@ def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str],
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:3] == ["pp=2", "2", "NO"]
     assert lines[1].endswith("the sum over pp is that of one process: a reduction over pp is missing")
-    assert "1 of 2 layouts do not train the model of one process" in lines[-1]
+    assert lines[-3].startswith("1 of 2 layouts do not train the model of one process in ")
+    assert re.fullmatch("fingerprint of one process: [0-9a-f]{16}", lines[-1])
     difference = json.loads(result.read_text())["layouts"][0]["differences"][0]
     assert (difference["kind"], difference["name"]) == ("gradient", "embedding.word_embeddings.weight")
 

@@ -13,10 +13,10 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe import experts, moe_layer
 
 from mcontroller.verify import LayoutDiffers, Outcome, Verifier, verify_layout
-from tests.mcontroller.verify.programs import GPT, MOE, smaller
+from tests.mcontroller.verify.programs import GPT, MOE, PACKED, smaller
 
 pytestmark = pytest.mark.simulated
 
@@ -49,9 +49,10 @@ def test_layouts_of_a_mixture_of_experts_are_equal(moe: Verifier, layout: str) -
     assert outcome.equal, outcome.lines()
 
 
-@pytest.mark.parametrize("layout", ["ep=2", "tp=2,ep=2,sp"])
+@pytest.mark.parametrize("layout", ["ep=2,distopt", "tp=2,ep=2,sp"])
 def test_experts_that_are_computed_one_by_one_are_equal(layout: str) -> None:
-    verify_layout(smaller(MOE, moe_grouped_gemm=False), layout)
+    with mock.patch.object(experts.TEGroupedMLP, "forward", None):  # those of the other kind are not called
+        verify_layout(smaller(MOE, moe_grouped_gemm=False), layout)
 
 
 def found(verifier: Verifier, layout: str, owner: Any, name: str, fault: Callable[..., Any]) -> Outcome:
@@ -77,6 +78,7 @@ def test_a_missing_reduction_forward_is_located(gpt: Verifier) -> None:
     assert (outcome.place.micro_batch, outcome.place.step, outcome.place.coordinates) == (0, 1, {"tp": 0})
     assert outcome.place.source.startswith("VocabParallelEmbedding, megatron/core/tensor_parallel/layers.py:")
     assert outcome.place.note == "the sum over tp is that of one process: a reduction over tp is missing"
+    assert outcome.place.collectives == ()
     assert {each.kind for each in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
 
 
@@ -143,6 +145,34 @@ def test_a_scaled_gradient_is_named_as_a_multiple(gpt: Verifier) -> None:
     assert any("reduction over dp is missing" in each.note for each in outcome.differences)
 
 
+def test_the_collectives_of_the_module_that_differs_are_listed(gpt: Verifier) -> None:
+    reduce = layers.reduce_from_tensor_model_parallel_region
+    gpt.records(1)
+    outcome = found(gpt, "tp=2", layers, reduce.__name__, lambda *args, **kwargs: 2 * reduce(*args, **kwargs))
+    assert outcome.place is not None
+    (collective,) = outcome.place.collectives
+    assert collective.startswith("all_reduce over tp at megatron/core/tensor_parallel/mappings.py:")
+    assert outcome.lines()[-1] == f"in it: {collective}"
+
+
+def test_a_gradient_is_located_between_two_modules_and_its_collectives(gpt: Verifier) -> None:
+    function = layers.LinearWithGradAccumulationAndAsyncCommunication
+    backward = function.backward
+
+    def doubled(ctx: Any, gradient: torch.Tensor) -> Any:
+        of_input, *others = backward(ctx, gradient)
+        return 2 * of_input, *others
+
+    gpt.records(1)
+    outcome = found(gpt, "tp=2", function, "backward", staticmethod(doubled))
+    assert outcome.place is not None
+    assert (outcome.place.direction, outcome.place.module) == ("backward", "decoder.final_layernorm")
+    assert outcome.place.note == "is 2 times that of one process"
+    (collective,) = outcome.place.collectives
+    assert collective.startswith("all_reduce over tp at megatron/core/tensor_parallel/layers.py:")
+    assert outcome.lines()[-1] == f"since the last gradient that is right: {collective}"
+
+
 def test_a_module_that_differs_is_located_before_what_it_feeds(moe: Verifier) -> None:
     combine = moe_layer.MoELayer.combine
 
@@ -187,6 +217,11 @@ def test_a_later_step_is_compared_too(gpt: Verifier) -> None:
 
     outcome = found(gpt, "dp=2", optimizers.FP32Optimizer, "step_with_ready_grads", without_update)
     assert {(each.kind, each.step, each.rank) for each in outcome.differences} == {("weight", 2, 1)}
+
+
+@pytest.mark.parametrize("layout", ["tp=2,sp", "pp=2,dp=2,distopt"])
+def test_packed_rows_are_equal(layout: str) -> None:
+    verify_layout(smaller(PACKED), layout)
 
 
 def test_unequal_rows_are_averaged_over_all_tokens() -> None:

@@ -1,0 +1,173 @@
+"""Ten faulty programs, each of a kind that teams have reported, and the layout in which verify shows the fault.
+
+    python -m mcontroller verify examples/verify/gallery.py:label_smoothing --layouts tp=2
+
+In one process, and in most layouts, each of them trains as it should.
+"""
+
+import dataclasses
+from functools import partial
+
+import gpt
+import moe
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+
+def with_step(output, loss=gpt.loss, program=gpt.program, **changes):
+    def forward_step(data_iterator, model):
+        data = next(data_iterator)
+        return output(model, data), partial(loss, data["loss_mask"])
+
+    return dataclasses.replace(program, forward_step=forward_step, **changes)
+
+
+def losses(model, data):
+    return model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+
+
+# Megatron-LM#7452: the smoothed part is a mean over this rank's part of the vocabulary.
+def smoothed(model, data):
+    logits = model(data["tokens"], data["position_ids"], None)
+    return vocab_parallel_cross_entropy(logits, data["labels"], 0.1)
+
+
+label_smoothing = with_step(smoothed)
+
+
+# Megatron-LM#7452: logits of the whole vocabulary go into a loss that expects this rank's part.
+def with_gathered_logits(config, pre_process, post_process, vp_stage=None):
+    model = gpt.model_provider(config, pre_process, post_process, vp_stage)
+    if post_process:
+        model.output_layer.gather_output = True
+    return model
+
+
+def from_logits(model, data):
+    logits = model(data["tokens"], data["position_ids"], None)
+    return vocab_parallel_cross_entropy(logits.clone(), data["labels"])
+
+
+gathered_logits = with_step(from_logits, model_provider=with_gathered_logits)
+
+
+# Tokens are counted over tensor-parallel ranks, which have the same ones.
+def counted_over_tp(mask, values):
+    total, tokens, report = gpt.loss(mask, values)
+    torch.distributed.all_reduce(tokens, group=parallel_state.get_tensor_model_parallel_group())
+    return total, tokens, report
+
+
+wrong_group = with_step(losses, counted_over_tp)
+
+
+# Megatron-LM#7452: the sinks of attention are divided over tp and not marked: the gradient norm leaves some out.
+def with_sinks(config, pre_process, post_process, vp_stage=None):
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(
+        config, spec, gpt.VOCABULARY, gpt.LENGTH, pre_process=pre_process, post_process=post_process,
+        position_embedding_type="rope", vp_stage=vp_stage,
+    )  # fmt: skip
+
+
+def causal(model, data):
+    mask = torch.ones(gpt.LENGTH, gpt.LENGTH).triu(1).bool()[None, None]
+    return model(data["tokens"], data["position_ids"], mask, labels=data["labels"])
+
+
+attention_sinks = with_step(
+    causal,
+    model_provider=with_sinks,
+    config=lambda **parallel: gpt.config(softmax_type="learnable", masked_softmax_fusion=False, **parallel),
+)
+
+
+# Megatron-LM PR #5047: the auxiliary loss of the router is a mean over each micro-batch, and is divided by all tokens.
+def with_auxiliary_loss(**parallel):
+    config = moe.config(**parallel)
+    config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "aux_loss", 1.0
+    return config
+
+
+auxiliary_loss = dataclasses.replace(gpt.program, config=with_auxiliary_loss)
+
+
+# verl#5867: a mean over the tokens of each micro-batch, and then a mean over micro-batches and ranks.
+def mean_of_own_tokens(mask, values):
+    mean = (values * mask).sum() / mask.sum()
+    return mean, {"lm loss": mean.detach().clone()}
+
+
+def without_token_counts(**parallel):
+    config = gpt.config(**parallel)
+    config.calculate_per_token_loss = False
+    return config
+
+
+mean_of_means = with_step(losses, mean_of_own_tokens, config=without_token_counts)
+
+
+# The first and the last stage have a copy of the embedding each, and Megatron does not know that they are one weight.
+class TiedByHand(GPTModel):
+    def forward(self, *args, **kwargs):
+        self.share_embeddings_and_output_weights = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.share_embeddings_and_output_weights = False
+
+
+def tied_by_hand(config, pre_process, post_process, vp_stage=None):
+    model = gpt.model_provider(config, pre_process, post_process, vp_stage)
+    model.__class__ = TiedByHand
+    return model
+
+
+tied_embeddings = dataclasses.replace(gpt.program, model_provider=tied_by_hand)
+
+
+# Norms of a team's own, without the mark that makes Megatron sum their gradients under sequence parallelism.
+def with_own_norms(config, pre_process, post_process, vp_stage=None):
+    model = gpt.model_provider(config, pre_process, post_process, vp_stage)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.sequence_parallel = False
+    return model
+
+
+norm_weights = dataclasses.replace(gpt.program, model_provider=with_own_norms)
+
+
+# Each context-parallel rank gets one contiguous piece of the sequence; rope and attention expect two, one of each end.
+def contiguous_pieces(index):
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    return {name: value.chunk(size, 1)[rank].contiguous() for name, value in gpt.whole_batch(index).items()}
+
+
+rope_positions = dataclasses.replace(gpt.program, batch=contiguous_pieces)
+
+
+# The bias of experts follows the tokens of each data-parallel rank, so that replicas route differently.
+def with_local_bias(config, pre_process, post_process, vp_stage=None):
+    model = gpt.model_provider(config, pre_process, post_process, vp_stage)
+    for module in model.modules():
+        if hasattr(module, "expert_bias"):
+            module.register_forward_hook(balance)
+    return model
+
+
+def balance(router, inputs, outputs):
+    counts = outputs[1].sum(0).float()
+    router.expert_bias += 0.01 * torch.sign(counts.mean() - counts)
+
+
+def without_update(**parallel):
+    config = moe.config(**parallel)
+    config.moe_router_bias_update_rate = 0.0
+    return config
+
+
+expert_bias = dataclasses.replace(gpt.program, config=without_update, model_provider=with_local_bias)
