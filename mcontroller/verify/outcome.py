@@ -16,7 +16,8 @@ class Difference:
     """A value that differs from that of one process, or from that of another replica.
 
     Attributes:
-        kind: ``"loss"``, ``"gradient"``, ``"gradient norm"``, ``"weight"``, ``"buffer"``, ``"replicas"`` or ``"mark"``.
+        kind: ``"loss"``, ``"gradient"``, ``"gradient norm"``, ``"weight"``, ``"buffer"``, ``"replicas"``, ``"mark"`` or
+            ``"seed"``.
         name: The parameter, buffer or reported value.
         step: The training step, from 1.
         rank: The rank.
