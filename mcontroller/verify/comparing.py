@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -13,8 +12,9 @@ from mcontroller.verify.layouts import ONE_PROCESS, Variant
 from mcontroller.verify.marks import wrong_marks
 from mcontroller.verify.outcome import Difference
 from mcontroller.verify.program import Program, VerifyError
+from mcontroller.verify.seeds import InitialPart
 from mcontroller.verify.training import LEARNING_RATE, Training
-from mcontroller.verify.weights import ModelTensors, NamedTensor, assemble
+from mcontroller.verify.weights import ModelTensors, NamedTensor, assemble, digest_of
 
 __all__ = [
     "OneProcess",
@@ -74,7 +74,7 @@ class OneProcess:
         for step in self.steps:
             for values in (step.gradients, step.weights):
                 for name in sorted(values):
-                    found.update(name.encode() + _digest(values[name]).encode())
+                    found.update(name.encode() + digest_of(values[name]).encode())
             found.update(repr((sorted(step.losses.items()), step.norm)).encode())
         return found.hexdigest()[:16]
 
@@ -83,12 +83,21 @@ class OneProcess:
 class RankReport:
     """What comparing one rank found.
 
-    Attributes:
-        rank: the rank.
-        coordinates: its index on every axis of more than one rank.
-        differences: those of the first step that has one.
-        largest: the largest relative difference of all values.
-        digests: part of a tensor -> a sum of the bits that it has after the last step.
+        Attributes:
+    <<<<<<< HEAD
+            rank: the rank.
+            coordinates: its index on every axis of more than one rank.
+            differences: those of the first step that has one.
+            largest: the largest relative difference of all values.
+            digests: part of a tensor -> a sum of the bits that it has after the last step.
+    =======
+            rank: The rank.
+            coordinates: Its index on every axis of more than one rank.
+            differences: Those of the first step that has one.
+            largest: The largest relative difference of all values.
+            digests: Part of a tensor -> a sum of the bits that it has after the last step.
+            initial: Part of a weight -> what the program initialized it with.
+    >>>>>>> v2
     """
 
     rank: int
@@ -96,6 +105,7 @@ class RankReport:
     differences: list[Difference] = field(default_factory=list)
     largest: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
+    initial: dict[str, InitialPart] = field(default_factory=dict)
 
 
 def tolerance(program: Program, reference: OneProcess) -> float:
@@ -185,7 +195,7 @@ def compare_rank(program: Program, variant: Variant, reference: OneProcess) -> R
     """Train this rank, and compare each step with that of one process until one differs."""
     training = Training(program, variant, reference.dtype, reference.start)
     _check_divided(variant, _elements(training.named), reference.elements)
-    report = RankReport(*here(variant))
+    report = RankReport(*here(variant), initial=training.initial)
     for name, note in wrong_marks(training.named, variant):
         report.differences.append(Difference("mark", name, 1, report.rank, report.coordinates, math.inf, note))
     before = reference.start
@@ -203,7 +213,7 @@ def compare_rank(program: Program, variant: Variant, reference: OneProcess) -> R
         for each in training.named:
             compared.update(each, before, true)
         before = true.weights
-    report.digests = {each.position: _digest(each.tensor) for each in training.named}
+    report.digests = {each.position: digest_of(each.tensor) for each in training.named}
     return report
 
 
@@ -271,7 +281,3 @@ def replicas_that_differ(reports: list[RankReport], steps: int) -> list[Differen
 
 def _elements(named: list[NamedTensor]) -> int:
     return sum({id(each.tensor): each.tensor.numel() for each in named}.values())
-
-
-def _digest(tensor: Any) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -10,6 +10,7 @@ import torch
 
 from mcontroller.verify.layouts import Variant, parallel_arguments
 from mcontroller.verify.program import Program, VerifyError
+from mcontroller.verify.seeds import initial_parts
 from mcontroller.verify.weights import ModelTensors, NamedTensor, named_tensors
 
 __all__ = ["LEARNING_RATE", "StepValues", "Training", "config_for"]
@@ -80,15 +81,21 @@ def _check_stages(config: Any, variant: Variant) -> None:
 class Training:
     """The model and the optimizer of this rank.
 
-    Args:
-        program: the program.
-        variant: the layout that the rank is a part of.
-        dtype: the type of the weights.
-        start: weights and buffers of the whole model; None to keep those of the program.
+        Args:
+            program: the program.
+            variant: the layout that the rank is a part of.
+            dtype: the type of the weights.
+            start: weights and buffers of the whole model; None to keep those of the program.
 
-    Attributes:
-        models: the chunks of the model.
-        named: their parameters and buffers.
+        Attributes:
+    <<<<<<< HEAD
+            models: the chunks of the model.
+            named: their parameters and buffers.
+    =======
+            models: The chunks of the model.
+            named: Their parameters and buffers.
+            initial: What the program initialized them with.
+    >>>>>>> v2
     """
 
     def __init__(self, program: Program, variant: Variant, dtype: torch.dtype, start: ModelTensors | None) -> None:
@@ -105,6 +112,7 @@ class Training:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         self.models = list(self._stages())
         self.named = named_tensors(self.models)
+        self.initial = initial_parts(self.named)
         if start is not None:
             with torch.no_grad():
                 for each in self.named:

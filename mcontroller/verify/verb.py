@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_COLUMNS = "{:<26} {:>5}  {:<7} {:>8} {:>7}  {}"
+_COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,7 @@ from mcontroller.verify.outcome import LayoutDiffers, Outcome
 from mcontroller.verify.precision import in_float64
 from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.recording import StepRecords
+from mcontroller.verify.seeds import wrong_seeds
 from mcontroller.verify.training import config_for
 from mcontroller.verify.weights import ModelTensors
 from parallel_state import cpu
@@ -135,7 +136,8 @@ class Verifier:
 
     def _compare(self, variant: Variant, outcome: Outcome) -> None:
         reports = run_ranks(variant.layout, lambda: compare_rank(self.program, variant, self.reference))
-        found = [each for report in reports for each in report.differences]
+        found = list(wrong_seeds([(report.initial, report.coordinates) for report in reports]))
+        found += [each for report in reports for each in report.differences]
         outcome.bits = hashlib.sha256(repr([report.digests for report in reports]).encode()).hexdigest()[:16]
         outcome.largest = max(report.largest for report in reports)
         first = min((each.step for each in found), default=0)

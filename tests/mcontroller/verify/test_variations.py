@@ -155,3 +155,34 @@ def shrink_result(layout: str) -> Any:
     from mcontroller.verify.shrinking import Shrunk
 
     return Shrunk(layout, {}, 1, Outcome(layout, 2))
+
+
+def drawn_again(parameter: str, generator: torch.Generator | None) -> Any:
+    """Return a model provider that draws some weights from another generator, or from torch's own."""
+
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        for name, each in model.named_parameters():
+            if name.endswith(parameter):
+                torch.nn.init.normal_(each, std=0.02, generator=generator)
+        return model
+
+    return provider
+
+
+def test_parts_that_are_drawn_with_one_seed_are_named() -> None:
+    with pytest.raises(LayoutDiffers) as caught:  # torch.manual_seed is the same on all ranks
+        verify_layout(smaller(GPT, model_provider=drawn_again("linear_fc2.weight", None)), "tp=2", steps=1)
+    differences = caught.value.outcome.differences
+    assert {each.kind for each in differences} == {"seed"}
+    assert differences[0].name == "decoder.layers.mlp.linear_fc2.weight[0]"
+    assert differences[0].note == "this part starts with the values of another part, on rank 0: their seeds agree"
+
+
+def test_replicas_that_are_drawn_with_other_seeds_are_named() -> None:
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        return drawn_again("linear_fc1.weight", generator)(*args, **kwargs)
+
+    with pytest.raises(LayoutDiffers, match="its replicas start with other values than on rank 0: their seeds differ"):
+        verify_layout(smaller(GPT, model_provider=provider), "dp=2", steps=1)
