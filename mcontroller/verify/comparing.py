@@ -83,21 +83,13 @@ class OneProcess:
 class RankReport:
     """What comparing one rank found.
 
-        Attributes:
-    <<<<<<< HEAD
-            rank: the rank.
-            coordinates: its index on every axis of more than one rank.
-            differences: those of the first step that has one.
-            largest: the largest relative difference of all values.
-            digests: part of a tensor -> a sum of the bits that it has after the last step.
-    =======
-            rank: The rank.
-            coordinates: Its index on every axis of more than one rank.
-            differences: Those of the first step that has one.
-            largest: The largest relative difference of all values.
-            digests: Part of a tensor -> a sum of the bits that it has after the last step.
-            initial: Part of a weight -> what the program initialized it with.
-    >>>>>>> v2
+    Attributes:
+        rank: the rank.
+        coordinates: its index on every axis of more than one rank.
+        differences: those of the first step that has one.
+        largest: the largest relative difference of all values.
+        digests: part of a tensor -> a sum of the bits that it has after the last step.
+        initial: part of a weight -> what the program initialized it with.
     """
 
     rank: int

@@ -15,25 +15,15 @@ __all__ = ["Difference", "DifferingModule", "LayoutDiffers", "Outcome"]
 class Difference:
     """A value that differs from that of one process, or from that of another replica.
 
-        Attributes:
-    <<<<<<< HEAD
-            kind: ``"loss"``, ``"gradient"``, ``"gradient norm"``, ``"weight"``, ``"buffer"``, ``"replicas"`` or ``"mark"``.
-            name: the parameter, buffer or reported value.
-            step: the training step, from 1.
-            rank: the rank.
-            coordinates: its index on every axis of more than one rank.
-            error: the largest difference, relative to the largest value; NaN or infinite values count as infinite.
-            note: what the value is instead, if that is simple: a multiple, or a part of a sum.
-    =======
-            kind: ``"loss"``, ``"gradient"``, ``"gradient norm"``, ``"weight"``, ``"buffer"``, ``"replicas"``, ``"mark"`` or
-                ``"seed"``.
-            name: The parameter, buffer or reported value.
-            step: The training step, from 1.
-            rank: The rank.
-            coordinates: Its index on every axis of more than one rank.
-            error: The largest difference, relative to the largest value; NaN or infinite values count as infinite.
-            note: What the value is instead, if that is simple: a multiple, or a part of a sum.
-    >>>>>>> v2
+    Attributes:
+        kind: ``"loss"``, ``"gradient"``, ``"gradient norm"``, ``"weight"``, ``"buffer"``, ``"replicas"``, ``"mark"`` or
+            ``"seed"``.
+        name: the parameter, buffer or reported value.
+        step: the training step, from 1.
+        rank: the rank.
+        coordinates: its index on every axis of more than one rank.
+        error: the largest difference, relative to the largest value; NaN or infinite values count as infinite.
+        note: what the value is instead, if that is simple: a multiple, or a part of a sum.
     """
 
     kind: str

@@ -81,21 +81,16 @@ def _check_stages(config: Any, variant: Variant) -> None:
 class Training:
     """The model and the optimizer of this rank.
 
-        Args:
-            program: the program.
-            variant: the layout that the rank is a part of.
-            dtype: the type of the weights.
-            start: weights and buffers of the whole model; None to keep those of the program.
+    Args:
+        program: the program.
+        variant: the layout that the rank is a part of.
+        dtype: the type of the weights.
+        start: weights and buffers of the whole model; None to keep those of the program.
 
-        Attributes:
-    <<<<<<< HEAD
-            models: the chunks of the model.
-            named: their parameters and buffers.
-    =======
-            models: The chunks of the model.
-            named: Their parameters and buffers.
-            initial: What the program initialized them with.
-    >>>>>>> v2
+    Attributes:
+        models: the chunks of the model.
+        named: their parameters and buffers.
+        initial: what the program initialized them with.
     """
 
     def __init__(self, program: Program, variant: Variant, dtype: torch.dtype, start: ModelTensors | None) -> None:
