@@ -132,7 +132,7 @@ def test_a_norm_of_one_rank_is_found(gpt: Verifier) -> None:
 
 
 def test_a_buffer_that_is_not_reduced_is_found(moe: Verifier) -> None:
-    def of_own_tokens(tokens: torch.Tensor, bias: torch.Tensor, rate: float, *args: Any) -> torch.Tensor:
+    def of_own_tokens(tokens: torch.Tensor, bias: torch.Tensor, rate: float, *_: Any, **__: Any) -> torch.Tensor:
         return bias + torch.sign(tokens.float().mean(-1, keepdim=True) - tokens) * rate
 
     outcome = found(moe, "dp=2", finalizing, "get_updated_expert_bias", of_own_tokens)
