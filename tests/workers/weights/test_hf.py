@@ -285,7 +285,7 @@ def test_a_model_without_sizes_and_without_a_directory_is_rejected(checkpoints: 
         ConfigError, match=r"model\.hf_path is not set, and neither are model\.vocab_size, .*num_layers"
     ):
         load_config(CriticConfig, overrides=["model.hidden_size=8"])
-    with pytest.raises(ConfigError, match=r"there is no config\.json in '/nowhere'"):
+    with pytest.raises(ConfigError, match=r"'/nowhere' does not exist; hf_path is a directory with config\.json"):
         load_config(CriticConfig, overrides=["model.hf_path=/nowhere"])
 
 
