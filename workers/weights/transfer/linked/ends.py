@@ -7,14 +7,16 @@ answers when it has read them. A sender fills a bucket again when all receivers 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mcontroller.channel.address import Address
 from workers.weights.transfer.linked.links import Link, Mailbox
 from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Deadline, RankTraffic
+
+if TYPE_CHECKING:
+    from mcontroller.channel.address import Address
 
 __all__ = ["LinkedReceiver", "LinkedSender"]
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.queries import ask_each
-from mcontroller.channel.server import QueryServer, Reply
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.transport import Deadline
+
+if TYPE_CHECKING:  # workers without a group need no ZeroMQ, which these modules load
+    from mcontroller.channel.address import Address
+    from mcontroller.channel.server import Reply
 
 __all__ = ["Link", "Mailbox"]
 
@@ -28,6 +29,9 @@ class Mailbox:
     """
 
     def __init__(self, host: str) -> None:
+        from mcontroller.channel.address import ChannelKeys
+        from mcontroller.channel.server import QueryServer
+
         self._folder = tempfile.mkdtemp(prefix="weights-")
         self._lock = threading.Lock()
         self._messages: dict[tuple[int, int], Any] = {}
@@ -90,6 +94,8 @@ class Link:
         Raises:
             PeerLost: the process of the peer ended, it closed the transfer, or there was no message in time.
         """
+        from mcontroller.channel.queries import ask_each
+
         query = ("take", (self._rank, self._received))
         [answer], late = ask_each([self._address], [query], deadline.left(self.peer))
         if answer is None:

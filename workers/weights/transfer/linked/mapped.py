@@ -7,15 +7,18 @@ handed to another process, is up to the subclasses: ``shared_memory`` on CPUs, `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mcontroller.channel.address import Address
 from workers.weights.transfer.linked.ends import LinkedReceiver, LinkedSender
 from workers.weights.transfer.linked.links import Link
 from workers.weights.transfer.plan import PeerSlices
 from workers.weights.transfer.transport import Deadline, RankTraffic
+
+if TYPE_CHECKING:
+    from mcontroller.channel.address import Address
 
 __all__ = ["MappedReceiver", "MappedSender"]
 
