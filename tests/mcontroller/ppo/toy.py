@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from mcontroller.ray import ResourcePoolManager
 from mcontroller.worker import Worker
 
 LETTERS = 6
+DIRECTORY = tempfile.TemporaryDirectory(prefix="toy-")
+"""The directory of runs that are given none."""
+
 CALLS: list[str] = []
 """The methods of toy roles that were called, in order; a test clears it."""
 
@@ -189,7 +193,9 @@ def toy_config(steps: int = 30, **trainer) -> PPOConfig:
         critic=0.01,
         data=DataConfig(train_batch_size=48),
         algorithm=AlgorithmConfig(kl_ctrl=KLControlConfig(kl_coef=0.01)),
-        trainer=TrainerConfig(total_training_steps=steps, **{"save_freq": -1, **trainer}),
+        trainer=TrainerConfig(
+            total_training_steps=steps, **{"save_freq": -1, "default_local_dir": DIRECTORY.name, **trainer}
+        ),
     )
 
 
