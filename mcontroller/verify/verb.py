@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mcontroller.verify.layouts import Variant
     from mcontroller.verify.outcome import Outcome
     from mcontroller.verify.program import Program
     from mcontroller.verify.verifier import Verifier
@@ -45,16 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the layouts, print a table and what differs, and return 1 if something does."""
+    from mcontroller.verify.layouts import parse_layout
     from mcontroller.verify.program import load_program
     from mcontroller.verify.verifier import Verifier
 
     warnings.filterwarnings("ignore", module="megatron")
     program = load_program(arguments.program)
+    given = [parse_layout(text) for text in arguments.layouts or ()]
     began = time.perf_counter()
     verifier = Verifier(program, steps=arguments.steps, exact=arguments.exact)
     if arguments.save:
         verifier.save(arguments.save)
-    outcomes = list(_printed(_outcomes(verifier, arguments)))
+    outcomes = list(_printed(_outcomes(verifier, arguments, given)))
     different = [each for each in outcomes if not each.equal]
     for outcome in different:
         sys.stdout.write(f"\n{outcome.layout}\n" + "".join(f"  {line}\n" for line in outcome.lines()))
@@ -69,11 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
-def _outcomes(verifier: Verifier, arguments: argparse.Namespace) -> Iterator[Outcome]:
+def _outcomes(verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant]) -> Iterator[Outcome]:
     if arguments.against:
         yield verifier.against(arguments.against)
-    found = verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
-    yield from map(verifier.verify, arguments.layouts or found)
+    if given:
+        yield from map(verifier.verify, given)
+    else:
+        found = verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
+        yield from map(verifier.verify, found)
 
 
 def _printed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
