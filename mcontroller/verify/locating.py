@@ -89,7 +89,7 @@ def _record_rank(
     program: Program, variant: Variant, reference: OneProcess, step: int, trace: CommunicationTrace
 ) -> _Recorded:
     """Train this rank up to a step, and record it."""
-    training = training_of(program, variant, reference.dtype, reference.start)
+    training = training_of(program.recorded(), variant, reference.dtype, reference.start)
     for index in range(step - 1):
         training.forward_backward(index)
         training.update(index)

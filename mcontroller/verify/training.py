@@ -16,7 +16,6 @@ from mcontroller.verify.weights import ModelTensors, NamedTensor, named_tensors
 __all__ = ["ADAM_EPS", "LEARNING_RATE", "StepValues", "Training", "config_for", "training_of"]
 
 LEARNING_RATE = 0.1
-_FLOAT32 = torch.float32
 ADAM_EPS = 1.0  # an update is in proportion to its gradient: with a small value, it jumps where the gradient is 0
 
 
@@ -204,8 +203,6 @@ def training_of(program: Program, variant: Variant, dtype: torch.dtype, start: M
 def _optimizer(wrapped: list[Any], distributed: bool) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    # Defaults were read at the import: in float64, they are still float32.
-    types = {each.name: torch.float32 for each in dataclasses.fields(OptimizerConfig) if each.default is _FLOAT32}
     config = OptimizerConfig(
         optimizer="adam",
         lr=LEARNING_RATE,
@@ -215,7 +212,6 @@ def _optimizer(wrapped: list[Any], distributed: bool) -> Any:
         use_distributed_optimizer=distributed,
         bf16=False,
         fp16=False,
-        **types,
     )
     return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
 

@@ -179,6 +179,14 @@ class RoleProgram(Program):
         return self.of(replace(self.role, config=config), micro_batches or self.micro_batches)
 
 
+    def recorded(self) -> RoleProgram:
+        """Return the role without shared prompts: with them, the tokens of a micro-batch depend on the layout."""
+        if not hasattr(self.role.config, "share_prompts"):
+            return self
+        config = replace(self.role.config, share_prompts=False)
+        return self.of(replace(self.role, config=config), self.micro_batches)
+
+
 class _Fields:
     def __init__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)

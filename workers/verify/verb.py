@@ -76,9 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     parts, verifiers = _parts(arguments), []
     began = time.perf_counter()
     found: list[tuple[_Part, Outcome]] = []
-    sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", "first difference") + "\n")
-    for part in parts:
+    for index, part in enumerate(parts):
         verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
+        if not index:
+            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", "first difference\n"))
         if arguments.save:
             verifiers[-1].save(part.file(arguments.save))
         found += [(part, each) for each in _printed(part.name, _outcomes(part, verifiers[-1], arguments, given))]
