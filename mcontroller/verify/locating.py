@@ -280,6 +280,9 @@ class _Search:
             parts = [values[member] for member in members]
             if any(each is None or each.shape != true.shape for each in parts):
                 continue
+            mine = values[rank]
+            if all(each is None or mine is None or torch.equal(each, mine) for each in parts):
+                continue  # reduced already
             total = torch.stack([each for each in parts if each is not None]).sum(0)
             factor = _factor(total, true)
             if factor and error_between(total, true * factor) <= self._tolerance:

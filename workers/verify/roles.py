@@ -60,6 +60,8 @@ class TrainedRole:
     def _changes(self, variant: Variant, rows: int) -> dict[str, Any]:
         known = {each.name for each in dataclasses.fields(self.config)}
         changes: dict[str, Any] = dict.fromkeys((each for each in known if "micro_batch" in each), 0)
+        limits = [each for each in known if each.endswith("tokens_per_micro_batch") and getattr(self.config, each)]
+        changes |= dict.fromkeys(limits, (_PROMPT + _RESPONSE) * _ROWS * variant.merged)
         changes["micro_batch_size" if "micro_batch_size" in known else "ppo_micro_batch_size"] = _ROWS * variant.merged
         changes["parallel"] = _parallel(variant.layout, variant.sequence_parallel)
         if "optim" in known:
@@ -178,12 +180,11 @@ class RoleProgram(Program):
         config = replace(self.role.config, model=replace(self.role.config.model, **fields))
         return self.of(replace(self.role, config=config), micro_batches or self.micro_batches)
 
-
     def recorded(self) -> RoleProgram:
-        """Return the role without shared prompts: with them, the tokens of a micro-batch depend on the layout."""
-        if not hasattr(self.role.config, "share_prompts"):
-            return self
-        config = replace(self.role.config, share_prompts=False)
+        """Return the role with the same rows, whole, in every micro-batch of every layout."""
+        neutral = {"share_prompts": False, "ppo_max_tokens_per_micro_batch": 0, "max_tokens_per_micro_batch": 0}
+        known = {each.name for each in dataclasses.fields(self.role.config)}
+        config = replace(self.role.config, **{name: value for name, value in neutral.items() if name in known})
         return self.of(replace(self.role, config=config), self.micro_batches)
 
 

@@ -62,7 +62,7 @@ def small_model(model: ModelConfig, layout: ParallelLayout) -> ModelConfig:
             transformer[name] = _both_kinds(transformer[name], layers)
     return dataclasses.replace(
         model,
-        vocab_size=min(model.vocab_size, _VOCABULARY),
+        vocab_size=min(model.vocab_size, _VOCABULARY) // layout.tp * layout.tp,  # padding has no global name
         max_sequence_length=_LENGTH,
         num_layers=layers,
         hidden_size=_HEAD * heads,

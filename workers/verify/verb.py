@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp=2,pp=2; default: the smallest ones")
     chosen.add_argument("--all", action="store_true", help="every layout of up to --ranks ranks that fits the program")
-    parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a layout of --all, or a run; default: 8")
+    parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a layout of --all or a run; default: 8")
     parser.add_argument("--full-size", action="store_true", help="do not make the models and layouts of a run small")
     parser.add_argument("--steps", type=int, default=2, help="training steps in each layout; default: 2")
     parser.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
